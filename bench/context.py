@@ -32,21 +32,21 @@ from torch import Tensor
 
 from trainer.checkpointing.activation import apply_recompute
 from trainer.config import ActivationConfig, Config
-from trainer.config.model import ModelSpec, assign
+from trainer.config.model import ModelSpec, assign_fields
 from trainer.distributed.collectives import TensorGroup
-from trainer.distributed.world import World, join, local_device
-from trainer.model.attention import attend, document_starts, first_seen, kernel_priority, mask_of
+from trainer.distributed.world import World, join_world, local_device
+from trainer.model.attention import causal_attention, document_starts, first_seen, kernel_priority, mask_of
 from trainer.model.block_mask import block_mask
 from trainer.model.context import ContextGroup
-from trainer.model.initial import fill, initial_weights
+from trainer.model.initial import fill_parameters, initial_weights
 from trainer.model.transformer import Transformer
 from trainer.parallel.context import share_sequences
-from trainer.planning.context import traffic
+from trainer.planning.context import context_traffic
 from trainer.planning.cost.layers import ATTENTION_BACKWARD, model_work
 from trainer.planning.cost.masks import block_size
 from trainer.planning.cost.parameters import layer_specs
 from trainer.planning.estimate.hardware import load_hardware
-from trainer.planning.estimate.pace import speed
+from trainer.planning.estimate.pace import link_bandwidth
 from trainer.planning.plan import Plan, resolve_plan
 
 WAYS = {  # method, order, groups of heads
@@ -123,7 +123,7 @@ def layers(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> Transfo
     with torch.device("meta"):
         model = Transformer(spec, range(1, spec.depth - 1))
     model.to_empty(device=device)
-    fill(model, initial_weights(spec, 0, device))
+    fill_parameters(model, initial_weights(spec, 0, device))
     model.to(dtype)
     for rotary in model.rotaries:
         rotary.float().reset_buffers()
@@ -148,7 +148,7 @@ def exact(world: World, plan: Plan, length: int = 2048) -> Iterator[dict[str, An
     for mask, changes in MASKS.items():
         attention = {name: value for name, value in changes.items() if name != "documents"}
         spec = ModelSpec(vocab_size=64, width=512, depth=4, max_length=length)
-        assign(spec, {"attention": {"heads": 8, "kv_heads": kv_heads, **attention}}, "model")
+        assign_fields(spec, {"attention": {"heads": 8, "kv_heads": kv_heads, **attention}}, "model")
         spec.feed_forward.width = 512
         generator = torch.Generator().manual_seed(0)
         hidden, weight = torch.randn(2, length, spec.width, generator=generator).unbind()
@@ -238,11 +238,11 @@ def kernels(world: World, plan: Plan, lengths: list[int]) -> Iterator[dict[str, 
         mine = (blocks - starts[0, blocks] + 1).sum().item()
 
         def zigzag(q: Tensor, k: Tensor, v: Tensor, quarter: int = quarter) -> Tensor:
-            first = attend(q[:, :, :quarter], k[:, :, :quarter], v[:, :, :quarter], None, 0.1)
-            return torch.cat([first, attend(q[:, :, quarter:], k, v, None, 0.1)], 2)
+            first = causal_attention(q[:, :, :quarter], k[:, :, :quarter], v[:, :, :quarter], None, 0.1)
+            return torch.cat([first, causal_attention(q[:, :, quarter:], k, v, None, 0.1)], 2)
 
         def masked(mask: Any) -> Callable[..., Tensor]:
-            return lambda q, k, v: attend(q, k, v, mask, 0.1)
+            return lambda q, k, v: causal_attention(q, k, v, mask, 0.1)
 
         cases: dict[str, tuple[Callable[..., Tensor], int, float]] = {
             "dense": (masked(None), length, pairs),
@@ -285,13 +285,13 @@ def run_layers(
         {name: value for name, value in yaml.safe_load(Path("configs/model/llama3_8b.yaml").read_text()).items()}
     )
     spec.depth = depth + 2  # the first and the last are left out
-    bandwidth = speed(load_hardware(hardware).node)
+    bandwidth = link_bandwidth(load_hardware(hardware).node)
     model = layers(spec, world.device, torch.bfloat16)
     apply_recompute(model, ActivationConfig(mode="full"))
     cases = [(length, mask) for mask in masks for length in (lengths if mask == "causal" else lengths[-1:])]
     for length, mask in cases:
         if mask == "window":
-            assign(spec, {"attention": {"window": WINDOW}}, "model")
+            assign_fields(spec, {"attention": {"window": WINDOW}}, "model")
             model = layers(spec, world.device, torch.bfloat16)
             apply_recompute(model, ActivationConfig(mode="full"))
         packing, attention = mask == "documents", layer_specs(spec)[0].attention
@@ -319,7 +319,7 @@ def run_layers(
                 result["tflops"] = flops * length / seconds / 1e12 if not packing else None
             else:
                 silent = timed(lambda context=context: step(silenced(context)), 2) / depth
-                predicted = 2 * traffic(attention, context.plan, length, 1, again=1).all / bandwidth
+                predicted = 2 * context_traffic(attention, context.plan, length, 1, again=1).all / bandwidth
                 result |= {
                     "speedup": alone / seconds,
                     "exposed": 1 - silent / seconds,
@@ -354,7 +354,7 @@ def main(out: str, *words: str) -> None:
     config = Config()
     config.parallel.cp = size
     plan, device = resolve_plan(config.parallel, size), local_device(config.run)
-    world = join(plan.mesh, device, cp=plan.cp)
+    world = join_world(plan.mesh, device, cp=plan.cp)
     parts: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
         "exact": lambda: exact(world, plan),
         "tables": lambda: build_tables(world, plan, lengths),

@@ -16,12 +16,12 @@ from pathlib import Path
 import yaml
 
 from trainer.config import ActivationConfig
-from trainer.config.model import ModelSpec, assign
+from trainer.config.model import ModelSpec, assign_fields
 from trainer.planning.cost.flops import flops_per_token, parameter_counts
 from trainer.planning.cost.layers import layer_costs
 from trainer.planning.cost.stages import LayerCosts, StageCosts
-from trainer.planning.schedules.partition import partition
-from trainer.planning.schedules.simulate import Simulation, simulate
+from trainer.planning.schedules.partition import partition_layers
+from trainer.planning.schedules.simulate import Simulation, simulate_schedule
 from trainer.planning.schedules.templates import build_schedule
 
 MODELS = Path(__file__).parents[1] / "configs" / "model"
@@ -71,7 +71,7 @@ def load(name: str) -> ModelSpec:
     values = yaml.safe_load((MODELS / f"{name}.yaml").read_text())
     bases = [entry for entry in values.pop("defaults", []) if entry != "_self_"]
     spec = load(bases[0]) if bases else ModelSpec()
-    assign(spec, values, "model")
+    assign_fields(spec, values, "model")
     return spec
 
 
@@ -117,12 +117,12 @@ def predict(
     )
     chunks = 1 if layout.pp == 1 else chunks or SCHEDULES[schedule]
     order = build_schedule("1f1b" if layout.pp == 1 else schedule, layout.pp, layout.microbatches, chunks)
-    split = partition(layers, order.stages, order.placement)
+    split = partition_layers(layers, order.stages, order.placement)
     costs = overlapped(layers, layers.stage(split), split)
     if parameter_shards:  # the second gather hides behind the backward pass of the micro-batch
         gathers, backward = sum(layers.unshard), sum(layers.b)
         costs = replace(costs, b=tuple(b + max(0.0, gathers - backward) for b in costs.b))
-    result = simulate(order, costs)
+    result = simulate_schedule(order, costs)
     total = parameter_counts(spec)["total"]
     seconds = result.makespan + OPTIMIZER_BYTES * total / layout.gpus / MEMORY_BANDWIDTH
     return Prediction(seconds, result.bubble, memory(spec, layout, result, parameter_shards))

@@ -18,10 +18,10 @@ import torch
 from specs import read_spec
 
 from trainer.config.model import ModelSpec
-from trainer.generate.placed import PlacedModel
-from trainer.generate.sampling import Sampling, generate_tokens
+from trainer.generate.placed import ShardedModel
+from trainer.generate.sampling import SamplingOptions, generate_tokens
 from trainer.hf import export
-from trainer.model.initial import initialize
+from trainer.model.initial import initialize_model
 from trainer.model.transformer import Transformer
 from trainer.parallel.parallelize import keep_buffers
 from trainer.precision.dtypes import DTYPES
@@ -45,16 +45,16 @@ def main() -> None:
     prompt, tokens, repeat = (int(given[name]) for name in ("prompt", "tokens", "repeat"))
     spec.init.std = 0.1  # the next token is far from a tie
     model = Transformer(spec)
-    initialize(model, spec, 0, torch.device("cpu"))
+    initialize_model(model, spec, 0, torch.device("cpu"))
     theirs = exported(spec, model).to(device, dtype)
     model.to(device, dtype)
     keep_buffers(model, device)
-    ours = PlacedModel(spec, {0: model.eval()}, device, dtype)
+    ours = ShardedModel(spec, {0: model.eval()}, device, dtype)
     for batch in map(int, given["batch"].split(",")):
         contexts = torch.randint(0, spec.vocab_size, (batch, prompt), generator=torch.Generator().manual_seed(batch))
 
         def mine() -> list[list[int]]:
-            return generate_tokens(ours, contexts.tolist(), tokens, Sampling())
+            return generate_tokens(ours, contexts.tolist(), tokens, SamplingOptions())
 
         def other() -> list[list[int]]:
             same = dict(max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, use_cache=True, pad_token_id=0)

@@ -86,7 +86,7 @@ def steps() -> int:
 
 def last_step(folder: Path) -> int:
     try:
-        return metrics.read(folder)[-1]["step"]
+        return metrics.read_metrics(folder)[-1]["step"]
     except Exception:  # no file, no line, or a line that is being written
         return 0
 
@@ -120,7 +120,7 @@ def rank(launcher: subprocess.Popen, number: int) -> int:
 
 def compared(folder: Path) -> dict[str, Any]:
     """The run's losses beside those of the undisturbed one."""
-    mine, calm = ([line["loss"] for line in metrics.read(run)] for run in (folder, OUT / "calm"))
+    mine, calm = ([line["loss"] for line in metrics.read_metrics(run)] for run in (folder, OUT / "calm"))
     return {
         "steps": len(mine),
         "largest_loss_error": max(abs(a - b) / b for a, b in zip(mine, calm)),

@@ -33,12 +33,12 @@ from torch import Tensor
 
 from trainer.config import ConfigError, RunConfig
 from trainer.distributed.collectives import TensorGroup
-from trainer.distributed.copied import Copied, Sent, copies
-from trainer.distributed.fused import Fused
-from trainer.distributed.world import World, join, local_device
-from trainer.precision.products import Role, matmul, matmul_into
+from trainer.distributed.copied import CopyEngineGroup, PendingGather, copy_stream
+from trainer.distributed.fused import FusedKernelGroup
+from trainer.distributed.world import World, join_world, local_device
+from trainer.precision.products import GEMMRole, matmul, matmul_into
 
-OUTPUT = Role.OUTPUT
+OUTPUT = GEMMRole.OUTPUT
 METHODS = ("off", "copy_engine", "triton", "torch")
 LAYERS = {"8B": (4096, 6144, 28672, 14336), "70B": (8192, 10240, 57344, 28672)}
 """Width, outputs of queries, keys and values together, of gate and up, and inputs of down, over all ranks."""
@@ -88,19 +88,21 @@ def whole_of(group: TensorGroup, case: Case) -> Tensor:
 def both(group: TensorGroup, case: Case) -> Tensor:
     if case.gathers == "inputs":
         return (
-            added_up(group, case) if isinstance(group, Copied) else matmul(whole_of(group, case), case.weight, OUTPUT)
+            added_up(group, case)
+            if isinstance(group, CopyEngineGroup)
+            else matmul(whole_of(group, case), case.weight, OUTPUT)
         )
     if case.gathers:
         return group.gather_matmul(case.x, [case.weight], OUTPUT)[0][0]
     return group.wait(group.matmul_scatter_sum([case.x], [case.weight], OUTPUT))
 
 
-def added_up(group: Copied, case: Case) -> Tensor:
+def added_up(group: CopyEngineGroup, case: Case) -> Tensor:
     """The product of inputs that come by copies, part by part."""
     out, columns = case.x.new_empty(len(case.x), len(case.weight)), case.weight.chunk(group.size, 1)
-    for number, (source, (part,)) in enumerate(Sent("inputs", [case.x], group).arriving()):
+    for number, (source, (part,)) in enumerate(PendingGather("inputs", [case.x], group).arriving()):
         matmul_into(out, part, columns[source], OUTPUT, out if number else None)
-    copies(out.device).end()
+    copy_stream(out.device).end()
     return out
 
 
@@ -134,7 +136,11 @@ class Clock:
 def backends(world: World, wanted: list[str]) -> dict[str, Callable[[Case], Tensor]]:
     mesh = world.dimensions["tp"]
     place = mesh.get_group().group_name, mesh.get_local_rank(), mesh.size()
-    made: dict[str, TensorGroup] = {"off": TensorGroup(*place), "copy_engine": Copied(*place), "triton": Fused(*place)}
+    made: dict[str, TensorGroup] = {
+        "off": TensorGroup(*place),
+        "copy_engine": CopyEngineGroup(*place),
+        "triton": FusedKernelGroup(*place),
+    }
     found: dict[str, Callable[[Case], Tensor]] = {
         name: lambda case, group=group: both(group, case) for name, group in made.items()
     }
@@ -171,7 +177,7 @@ def main(out: str, *chosen: str) -> None:
     settings |= {"scale": "1", "repeats": "50", "most": "16384"} | dict(one.split("=", 1) for one in chosen)
     tokens, scale, repeats, most = (int(settings[name]) for name in ("tokens", "scale", "repeats", "most"))
     device, count = local_device(RunConfig()), int(os.environ["WORLD_SIZE"])
-    world = join({"pp": 1, "replicate": 1, "shard": 1, "tp": count}, device)
+    world = join_world({"pp": 1, "replicate": 1, "shard": 1, "tp": count}, device)
     generator, clock = torch.Generator(device).manual_seed(world.rank), Clock(device, repeats)
 
     def draw(*shape: int) -> Tensor:

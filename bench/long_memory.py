@@ -31,14 +31,14 @@ import yaml
 
 from trainer.config import Config
 from trainer.config.model import ModelSpec
-from trainer.distributed.tensors import local
-from trainer.distributed.world import World, join, local_device
+from trainer.distributed.tensors import local_values
+from trainer.distributed.world import World, join_world, local_device
 from trainer.model.attention import kernel_priority
 from trainer.planning.cost.flops import flops_per_token
 from trainer.planning.cost.memory import state_bytes
-from trainer.planning.estimate.memory import peaks
+from trainer.planning.estimate.memory import find_peaks
 from trainer.planning.plan import resolve_plan
-from trainer.planning.resolve import Layout, resolve
+from trainer.planning.resolve import Layout, resolve_layout
 from trainer.training.state import TrainState
 from trainer.training.step import train_step
 
@@ -78,7 +78,7 @@ def settings(way: str, length: int, saving: bool) -> Config:
 
 
 def build(spec: ModelSpec, config: Config, world: World) -> tuple[TrainState, Layout]:
-    layout = resolve(config, world.size, spec)
+    layout = resolve_layout(config, world.size, spec)
     return TrainState.build(config, spec, layout.plan, layout.pipeline, world), layout
 
 
@@ -92,7 +92,7 @@ def gradients(spec: ModelSpec, config: Config, world: World) -> list[torch.Tenso
     """Of one micro-batch, on this rank."""
     (state, _), length = build(spec, config, world), config.batch.sequence_length
     state.runtime.train(tokens(length, spec.vocab_size, world), torch.tensor(1 / length, device=world.device))
-    found = [local(parameter.grad).float().cpu() for parameter in state.parameters.values()]
+    found = [local_values(parameter.grad).float().cpu() for parameter in state.parameters.values()]
     state.free()
     return found
 
@@ -119,7 +119,7 @@ def measure(spec: ModelSpec, whole: ModelSpec, way: str, own: int, world: World,
         loss = train_step(state, batches, False)["loss"].item()
         seconds.append(time.perf_counter() - started)
     work, all_work = (flops_per_token(some, length, causal=True) for some in (spec, whole))
-    (peak,) = peaks(config, layout)
+    (peak,) = find_peaks(config, layout)
     result = {
         "length": length,
         "loss": loss,
@@ -141,7 +141,7 @@ def measure(spec: ModelSpec, whole: ModelSpec, way: str, own: int, world: World,
 def worker(out: Path, seconds: float, way: str, first: int) -> None:
     started, device, (size, cp, offloaded) = time.perf_counter(), local_device(Config().run), WAYS[way]
     plan = resolve_plan(settings(way, LENGTHS[0], True).parallel, size)
-    world, whole, spec = join(plan.mesh, device, cp=cp), llama(), llama()
+    world, whole, spec = join_world(plan.mesh, device, cp=cp), llama(), llama()
     spec.depth = DEPTH
     ballast = 0
     if size > 1 and not offloaded:

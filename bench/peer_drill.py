@@ -118,7 +118,7 @@ def main(arguments: list[str]) -> int:
     finally:
         launcher.terminate()
         (out / "summary.json").write_text(json.dumps(results))
-    lines = {name: metrics.read(out / name) for name in ("drill", "calm")}
+    lines = {name: metrics.read_metrics(out / name) for name in ("drill", "calm")}
     drill, undisturbed = ({line["step"]: line["loss"] for line in lines[name]} for name in ("drill", "calm"))
     error = max(abs(drill[step] - loss) / abs(loss) for step, loss in undisturbed.items() if step in drill)
     step_seconds = {name: statistics.median(line["step_seconds"] for line in some) for name, some in lines.items()}

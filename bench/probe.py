@@ -70,7 +70,7 @@ def main(arguments: list[str]) -> None:
         except subprocess.CalledProcessError as error:  # no memory, say
             print(json.dumps({"plan": plan, "exit_code": error.returncode}), flush=True)
             continue
-        lines = metrics.read(folder)[4:]
+        lines = metrics.read_metrics(folder)[4:]
         took, used = median(line["step_seconds"] for line in lines), max(line["memory_gib"] for line in lines)
         said = {"shipped": given[shipped][0], "probed": given[str(file)][0]}
         errors = {f"{name}_error": round(seconds / took - 1, 4) for name, seconds in said.items()}

@@ -120,7 +120,7 @@ def kill_all(folder: Path) -> None:
 def steps_of(folder: Path) -> list[dict[str, Any]]:
     """The logged steps; empty where there are none, or the file is being replaced."""
     try:
-        return [line for line in metrics.read(folder) if "loss" in line]
+        return [line for line in metrics.read_metrics(folder) if "loss" in line]
     except Exception:
         return []
 

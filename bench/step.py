@@ -28,18 +28,18 @@ from specs import read_spec
 from torch._dynamo.utils import counters
 
 from trainer.config import Config
-from trainer.data.batches import Batch
-from trainer.distributed.world import join, local_device
+from trainer.data.batches import MicroBatch
+from trainer.distributed.world import join_world, local_device
 from trainer.model.attention import kernel_priority
 from trainer.planning.batch import BatchPlan
 from trainer.planning.cost import flops as cost
 from trainer.planning.cost.devices import peak_flops
-from trainer.planning.pipeline import Pipeline, resolve_pipeline
+from trainer.planning.pipeline import PipelinePlan, resolve_pipeline
 from trainer.planning.plan import node_size, resolve_plan
 from trainer.planning.resolve import Layout
-from trainer.training.auto_schedule import Auto
-from trainer.training.recorded import RecordedStep
-from trainer.training.room import Undecided, free_memory
+from trainer.training.auto_schedule import AutoSchedule
+from trainer.training.recorded import CUDAGraphStep
+from trainer.training.room import AutoSettings, free_memory
 from trainer.training.session import memory_of
 from trainer.training.state import TrainState
 from trainer.training.step import train_step
@@ -86,20 +86,20 @@ def main() -> None:
     batch = BatchPlan(length, micro * accumulation * plan.dp, micro, accumulation)
     pipeline = resolve_pipeline(config, spec, plan, batch)
     torch.set_float32_matmul_precision(config.precision.matmul)
-    world, started = join(plan.mesh, device, cp=plan.cp), time.perf_counter()
-    undecided = Undecided.of(
+    world, started = join_world(plan.mesh, device, cp=plan.cp), time.perf_counter()
+    undecided = AutoSettings.of(
         config, Layout(spec, plan, batch, pipeline), memory_of(device), node_size(world_size), device
     )
     free = world.gather(free_memory(device))
     config, layout = undecided.settle(free)
     chosen, pipeline = undecided.explain(config, layout, free), layout.pipeline
     state = TrainState.build(config, spec, plan, pipeline, world)
-    recorded = RecordedStep(state) if config.run.cuda_graphs else None
+    recorded = CUDAGraphStep(state) if config.run.cuda_graphs else None
     built = time.perf_counter() - started
     config.batch.micro_size, config.batch.accumulation = micro, accumulation  # given: auto keeps them
     generator = torch.Generator(device).manual_seed(world.data.get_local_rank())
     batches = [
-        Batch(
+        MicroBatch(
             torch.randint(spec.vocab_size, (micro, length), device=device, generator=generator),
             torch.randint(spec.vocab_size, (micro, length), device=device, generator=generator),
             documents=None,
@@ -120,12 +120,12 @@ def main() -> None:
 
     with kernel_priority(config.run.deterministic):
         if config.parallel.pipeline.schedule == "auto" and plan.pp > 1:
-            auto = Auto(state, batch)
+            auto = AutoSchedule(state, batch)
             step()
             while not auto.ready():
                 step()
             choice = auto.choose()
-            pipeline, predicted = Pipeline(choice.schedule, choice.split), choice.predicted
+            pipeline, predicted = PipelinePlan(choice.schedule, choice.split), choice.predicted
             state = rebuilt(state, pipeline)
         warm = [step() for _ in range(warm_up)]
         seconds = [step() for _ in range(steps)]
@@ -195,7 +195,7 @@ def main() -> None:
                 file.write(json.dumps(result) + "\n")
 
 
-def rebuilt(state: TrainState, pipeline: Pipeline) -> TrainState:
+def rebuilt(state: TrainState, pipeline: PipelinePlan) -> TrainState:
     """The same run, freshly initialised, with another pipeline."""
     config, spec, plan, world = state.config, state.spec, state.plan, state.world
     state.free()

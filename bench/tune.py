@@ -38,13 +38,13 @@ import torch.distributed as dist
 from specs import read_spec
 
 from trainer.config import Config
-from trainer.distributed.world import World, join, local_device
+from trainer.distributed.world import World, join_world, local_device
 from trainer.model.attention import kernel_priority
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.training.state import TrainState
 from trainer.training.step import train_step
-from trainer.tuning.engines import Option, Outcome, choose_next, fastest, untried
-from trainer.tuning.space import Plan, plans
+from trainer.tuning.engines import PlanOption, TrialOutcome, choose_next, fastest_outcome, untried_plans
+from trainer.tuning.space import SearchPlan, list_plans
 
 GRID = {
     "schedule": ("", "1f1b", "interleaved", "zb_v"),
@@ -79,7 +79,7 @@ def main(out: Path, options: dict[str, str]) -> None:
     config.batch.sequence_length, config.batch.global_size = int(options["length"]), int(options["size"])
     torch.set_float32_matmul_precision(config.precision.matmul)
     hardware = load_hardware(options["hardware"], [f"devices={ranks}"])
-    found = [plan for plan in plans(config, [config], hardware, ranks, 10**4, ()) if in_grid(plan)]
+    found = [plan for plan in list_plans(config, [config], hardware, ranks, 10**4, ()) if in_grid(plan)]
     random.Random(0).shuffle(found)
     end, measured = time.monotonic() + float(options["seconds"]), dict[str, float]()
     worlds: dict[tuple, World] = {}
@@ -97,17 +97,17 @@ def main(out: Path, options: dict[str, str]) -> None:
     write(out, {"plans": len(found), "measured": len(problem), **searched(problem, measured, hardware.band)})
 
 
-def in_grid(plan: Plan) -> bool:
+def in_grid(plan: SearchPlan) -> bool:
     axes = plan.option.axes
     return plan.option.memory < FULL and all(axes[name] in legal for name, legal in GRID.items())
 
 
-def measure(plan: Plan, worlds: dict[tuple, World], device: torch.device, steps: int) -> dict[str, Any]:
+def measure(plan: SearchPlan, worlds: dict[tuple, World], device: torch.device, steps: int) -> dict[str, Any]:
     """Median seconds of a step on random tokens, and the memory that it takes."""
     config, layout = plan.found.config, plan.found.layout
     shape = tuple(layout.plan.mesh.items())
     if shape not in worlds:
-        worlds[shape] = join(layout.plan.mesh, device, cp=layout.plan.cp)
+        worlds[shape] = join_world(layout.plan.mesh, device, cp=layout.plan.cp)
     world, began = worlds[shape], time.monotonic()
     torch._dynamo.reset()
     state = TrainState.build(config, layout.spec, layout.plan, layout.pipeline, world)
@@ -138,7 +138,7 @@ def measure(plan: Plan, worlds: dict[tuple, World], device: torch.device, steps:
     return {"seconds": seconds.item(), "spread": spread, "gib": memory, "took": round(time.monotonic() - began, 1)}
 
 
-def searched(problem: list[Plan], measured: dict[str, float], band: float) -> dict[str, Any]:
+def searched(problem: list[SearchPlan], measured: dict[str, float], band: float) -> dict[str, Any]:
     """Of each engine: trials until it has measured the fastest plan, and how much slower than that its best is after
     1 to 4 trials; of those that draw at random, the mean over seeds."""
     options, best = [plan.option for plan in problem], min(measured.values())
@@ -146,14 +146,14 @@ def searched(problem: list[Plan], measured: dict[str, float], band: float) -> di
     for engine, choose in ENGINES.items():
         trials, regrets = [], []
         for seed in range(1 if engine == "model" else SEEDS):
-            outcomes: list[Outcome] = []
+            outcomes: list[TrialOutcome] = []
             slower = []
-            while len(outcomes) < 4 or fastest(outcomes).seconds > best:
+            while len(outcomes) < 4 or fastest_outcome(outcomes).seconds > best:
                 chosen = choose(options, outcomes, band, seed)
                 if chosen is None:  # the search has ended by itself, without the fastest
                     break
-                outcomes.append(Outcome(chosen, measured[chosen.name]))
-                slower.append(fastest(outcomes).seconds / best - 1)
+                outcomes.append(TrialOutcome(chosen, measured[chosen.name]))
+                slower.append(fastest_outcome(outcomes).seconds / best - 1)
             order = [outcome.seconds for outcome in outcomes]
             trials.append(order.index(best) + 1 if best in order else len(options))
             regrets.append([*slower[:4], *slower[-1:] * (4 - len(slower))])
@@ -162,17 +162,21 @@ def searched(problem: list[Plan], measured: dict[str, float], band: float) -> di
     return found
 
 
-def at_random(options: Sequence[Option], outcomes: Sequence[Outcome], band: float, seed: int) -> Option | None:
+def at_random(
+    options: Sequence[PlanOption], outcomes: Sequence[TrialOutcome], band: float, seed: int
+) -> PlanOption | None:
     """Any plan that has not been tried: a baseline."""
-    left = untried(options, outcomes)
+    left = untried_plans(options, outcomes)
     return random.Random(f"{seed} {len(outcomes)}").choice(left) if left else None
 
 
-def by_parzen(options: Sequence[Option], outcomes: Sequence[Outcome], band: float, seed: int) -> Option | None:
+def by_parzen(
+    options: Sequence[PlanOption], outcomes: Sequence[TrialOutcome], band: float, seed: int
+) -> PlanOption | None:
     """The plan whose values are frequent among the fastest measured ones and rare among the others, axis by axis: the
     tree-structured Parzen estimator (Bergstra et al., NeurIPS 2011) on a finite set. A baseline: it predicts nothing.
     """
-    left = untried(options, outcomes)
+    left = untried_plans(options, outcomes)
     if len(outcomes) < DRAWN or not left:
         return at_random(options, outcomes, band, seed)
     ordered = sorted(outcomes, key=lambda one: (one.seconds is None, one.seconds or 0.0))
@@ -203,7 +207,7 @@ def _near(one: float | str, other: float | str) -> float:
     return 4.0 ** -abs(log2(one) - log2(other))
 
 
-Engine = Callable[[Sequence[Option], Sequence[Outcome], float, int], Option | None]
+Engine = Callable[[Sequence[PlanOption], Sequence[TrialOutcome], float, int], PlanOption | None]
 """Of all plans, outcomes so far, the band of the predictions (their relative error) and a seed."""
 
 ENGINES: dict[str, Engine] = {

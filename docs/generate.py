@@ -26,19 +26,19 @@ from trainer.config import ConfigError, SourceConfig, TypePolicy, typed
 from trainer.config.hardware import HardwareConfig
 from trainer.config.model import ModelSpec
 from trainer.diagnosis.account import AXES, TERMS
-from trainer.diagnosis.limits import Limits
+from trainer.diagnosis.limits import Thresholds
 from trainer.observe.metrics import EVALUATION, METRICS, STEP
 from trainer.planning.cost.flops import parameter_counts
 from trainer.planning.cost.stages import StageCosts
-from trainer.planning.deepspeed import OWN, Key
+from trainer.planning.deepspeed import OWN, DeepSpeedKey
 from trainer.planning.estimate.hardware import load_hardware
-from trainer.planning.estimate.sequence import measures
-from trainer.planning.estimate.step import GIB, Estimate, estimate
-from trainer.planning.resolve import check, resolve
-from trainer.planning.schedules.simulate import Simulation, simulate
-from trainer.planning.schedules.templates import TEMPLATES, build_schedule, greedy
-from trainer.planning.variants import compose
-from trainer.planning.ways import short
+from trainer.planning.estimate.sequence import describe_measures
+from trainer.planning.estimate.step import GIB, StepEstimate, estimate_step
+from trainer.planning.resolve import check_config, resolve_layout
+from trainer.planning.schedules.simulate import Simulation, simulate_schedule
+from trainer.planning.schedules.templates import TEMPLATES, build_greedy, build_schedule
+from trainer.planning.variants import compose_variant
+from trainer.planning.ways import communication_summary
 from trainer.sweep.plan import SweepConfig
 from trainer.util import exit_codes as codes
 from trainer.util import tables
@@ -86,7 +86,7 @@ def exit_codes() -> str:
 def settings(section: str) -> str:
     """The settings of one section of the schema, `sweep` and `hardware` included."""
     schema = {"sweep": (SweepConfig(), "sweep"), "hardware": (HardwareConfig(), "hardware")}.get(section, (None, ""))
-    found = [one for one in typed.settings(*schema) if f"{one.path}.".startswith(f"{section}.")]
+    found = [one for one in typed.list_settings(*schema) if f"{one.path}.".startswith(f"{section}.")]
     assert found, f"there is no section {section}"
     return _described(found)
 
@@ -98,12 +98,12 @@ PARTS = {"source": (SourceConfig, "data.sources.NAME"), "policy": (TypePolicy, "
 def part(name: str) -> str:
     """The fields of what an open mapping holds."""
     schema, path = PARTS[name]
-    return _described(typed.leaves(schema, path))
+    return _described(typed.list_leaves(schema, path))
 
 
 def limits() -> str:
     """The numbers of the rules of a diagnosis."""
-    rows = ([f"`{one.path}`", f"{one.default:g}", one.doc] for one in typed.leaves(Limits, ""))
+    rows = ([f"`{one.path}`", f"{one.default:g}", one.doc] for one in typed.list_leaves(Thresholds, ""))
     return table(("limit", "from", "of what"), rows, right=(1,))
 
 
@@ -120,7 +120,7 @@ def _described(found: Iterable[typed.Setting]) -> str:
 
 def sections() -> str:
     """Links to the sections of the reference."""
-    names = list(dict.fromkeys(one.path.split(".")[0] for one in typed.settings()))
+    names = list(dict.fromkeys(one.path.split(".")[0] for one in typed.list_settings()))
     return ", ".join(f"[{name}](#{name})" for name in [*names, "sweep"])
 
 
@@ -172,18 +172,20 @@ MEASURED = {
 
 
 @functools.cache
-def predicted() -> dict[tuple[str, str, int], Estimate]:
+def predicted() -> dict[tuple[str, str, int], StepEstimate]:
     """Every recipe on its GPUs. Raises `ConfigError` for a plan that is not legal there."""
     found = {}
     for name, kinds in RECEIPTS.items():
-        config = compose([f"+config={name}"], None, 1, corpus=False)
+        config = compose_variant([f"+config={name}"], None, 1, corpus=False)
         for kind, counts in kinds.items():
             hardware = load_hardware(kind)
             for count in counts:
                 node = min(count, hardware.devices)
-                if problems := check(config, count, node):
+                if problems := check_config(config, count, node):
                     raise ConfigError([f"{name} on {count} {kind}: {problem}" for problem in problems])
-                found[name, kind, count] = estimate(config, resolve(config, count, config.model, node), hardware)
+                found[name, kind, count] = estimate_step(
+                    config, resolve_layout(config, count, config.model, node), hardware
+                )
     return found
 
 
@@ -193,17 +195,17 @@ def receipts() -> str:
     for (name, kind, count), one in predicted().items():
         batch, hardware, speed = one.layout.batch, one.hardware, one.tokens_per_second
         low, high = speed / (1 + hardware.band), speed / (1 - hardware.band)
-        times = [f"{tables.count(speed)} ({tables.count(low)} to {tables.count(high)})"]
-        times.append(tables.duration(one.config.run.steps * one.seconds))
+        times = [f"{tables.format_count(speed)} ({tables.format_count(low)} to {tables.format_count(high)})"]
+        times.append(tables.format_duration(one.config.run.steps * one.seconds))
         if one.layout.plan.offload:  # copies to host memory and the update there are not in the time
             times = ["not predicted"] * 2
         rows.append(
             [
                 f"`+config={name}`",
                 f"{count} {kind.upper()}",
-                one.layout.plan.describe() + short(one.config, one.layout.plan),
+                one.layout.plan.describe() + communication_summary(one.config, one.layout.plan),
                 f"{batch.micro_size} x {batch.accumulation}",
-                "; ".join(filter(None, [one.config.activation.mode, measures(one.config, one.fullest)])),
+                "; ".join(filter(None, [one.config.activation.mode, describe_measures(one.config, one.fullest)])),
                 f"{one.memory / GIB:.0f} of {hardware.memory:.0f} GiB",
                 *times,
                 MEASURED.get((name, kind, count), "-"),
@@ -304,10 +306,10 @@ def _simulated(name: str, chunks: int, microbatches: int, ranks: int = 4) -> Sim
         ranks * chunks, f=1 / chunks, i=1 / chunks, w=1 / chunks, activation=1 / chunks, kept=1.0
     )
     if name == "greedy":
-        schedule = greedy(costs, tuple(range(ranks)), microbatches, cap=ranks)
+        schedule = build_greedy(costs, tuple(range(ranks)), microbatches, cap=ranks)
     else:
         schedule = build_schedule(name, ranks, microbatches, chunks)
-    return simulate(schedule, costs)
+    return simulate_schedule(schedule, costs)
 
 
 def deepspeed() -> str:
@@ -315,7 +317,7 @@ def deepspeed() -> str:
     return table(("key", "value", "needs"), _keys(OWN, ""))
 
 
-def _keys(key: Key, path: str) -> Iterator[list[str]]:
+def _keys(key: DeepSpeedKey, path: str) -> Iterator[list[str]]:
     for name, inner in key.value.items():
         inner_path = f"{path}.{name}" if path else name
         if isinstance(inner.value, dict):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from trainer import option, register
 from trainer.model.layers import Block, Linear
-from trainer.planning.cost.parameters import joined, linear
+from trainer.planning.cost.parameters import join_tables, linear_table
 
 
 @dataclass
@@ -19,8 +19,10 @@ class Settings:
 
 def parameters(settings, spec, width):
     """What the block declares, without modules: memory, FLOPs and checkpoints follow from it."""
-    up = linear(width, spec.width, ("mlp", "embed"), spec.bias)
-    return joined([("up", up), ("down", linear(spec.width, width, ("embed", "mlp"), spec.bias, residual=True))])
+    up = linear_table(width, spec.width, ("mlp", "embed"), spec.bias)
+    return join_tables(
+        [("up", up), ("down", linear_table(spec.width, width, ("embed", "mlp"), spec.bias, residual=True))]
+    )
 
 
 @register.feed_forward("squared_relu", Settings, parameters=parameters, tensor_parallel=True)

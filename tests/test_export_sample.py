@@ -20,7 +20,7 @@ from trainer.config.model import ModelSpec
 from trainer.data.tokenizer import byte_tokenizer
 from trainer.generate.placed import place_saved
 from trainer.model.cache import BLOCK
-from trainer.model.initial import initialize
+from trainer.model.initial import initialize_model
 from trainer.model.rotary import Rotary
 from trainer.model.transformer import Transformer
 from trainer.parallel.parallelize import keep_buffers
@@ -56,7 +56,7 @@ def make_run(
     spec.init.std = 0.3  # so that the next token is far from a tie
     for step in steps:
         models[step] = Transformer(spec)
-        initialize(models[step], spec, step, torch.device("cpu"))
+        initialize_model(models[step], spec, step, torch.device("cpu"))
         tensors = {f"model.{name}": parameter.detach() for name, parameter in models[step].named_parameters()}
         if averaged:
             tensors |= {f"ema.{name}": parameter.detach() / 2 for name, parameter in models[step].named_parameters()}

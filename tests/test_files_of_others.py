@@ -15,7 +15,7 @@ from support.kinds import FOUND, KINDS
 
 from trainer.config import ConfigError
 from trainer.config.yaml_limits import yaml_fault
-from trainer.util.reading import brief
+from trainer.util.reading import shorten_foreign
 
 SLOW = {
     "tokenizer_config": 30,
@@ -90,7 +90,11 @@ def test_a_fault_of_yaml_is_told_without_the_line():
     with pytest.raises(yaml.YAMLError) as caught:
         yaml.load("a: 1\nsecret: sentence: of two\n", yaml.SafeLoader)
     assert "sentence" in str(caught.value)
-    assert brief(caught.value) == yaml_fault(caught.value) == "line 2, column 17: mapping values are not allowed here"
+    assert (
+        shorten_foreign(caught.value)
+        == yaml_fault(caught.value)
+        == "line 2, column 17: mapping values are not allowed here"
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,8 +12,8 @@ import trainer
 from trainer import plot
 from trainer.config import ConfigError
 from trainer.observe import metrics
-from trainer.pages.curves import Curves
-from trainer.planning.schedules.simulate import simulate
+from trainer.pages.curves import MetricCurves
+from trainer.planning.schedules.simulate import simulate_schedule
 from trainer.plots import templates
 from trainer.util import run_folder
 
@@ -52,7 +52,9 @@ def sweep(tmp_path) -> Path:
     (tmp_path / "results.jsonl").touch()
     for trial in ("peak-0.1", "peak-0.2"):
         (tmp_path / trial).mkdir()
-        lines = [metrics.line({"step": n, "loss": 5 - n, "time": 1e9 + 1800 * n}, metrics.STEP) for n in (1, 2, 3)]
+        lines = [
+            metrics.format_line({"step": n, "loss": 5 - n, "time": 1e9 + 1800 * n}, metrics.STEP) for n in (1, 2, 3)
+        ]
         (tmp_path / trial / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "peak-nan").mkdir()
     return tmp_path
@@ -68,13 +70,13 @@ def test_a_sweep_stands_for_its_trials(sweep):
 
 def test_runs_are_told_apart(tmp_path):
     paths = [tmp_path / "x/demo", tmp_path / "y/demo", tmp_path / "y/other"]
-    assert run_folder.labels(paths) == ["x/demo", "y/demo", "y/other"]
-    assert run_folder.labels(paths[1:]) == ["demo", "other"]
+    assert run_folder.label_runs(paths) == ["x/demo", "y/demo", "y/other"]
+    assert run_folder.label_runs(paths[1:]) == ["demo", "other"]
 
 
 def test_hours_are_those_since_the_first_line(sweep):
     for folder in run_folder.of_sweeps([sweep]):
-        curves = Curves(folder)
+        curves = MetricCurves(folder)
         assert curves.read()
         drawn = curves.drawn(100, set())
         [loss] = [one for one in drawn["series"] if one["name"] == "loss"]
@@ -84,7 +86,7 @@ def test_hours_are_those_since_the_first_line(sweep):
 def test_the_greedy_schedule_can_be_drawn_beside_the_others(tmp_path):
     costs = (1.0, 1.0, 1.0)
     bubbles = [
-        simulate(schedule, templates.uniform(schedule.stages, schedule.chunks, costs)).bubble
+        simulate_schedule(schedule, templates.uniform_costs(schedule.stages, schedule.chunks, costs)).bubble
         for schedule in (templates.schedule_of(name, 4, 8, None, costs) for name in ("1f1b", "greedy"))
     ]
     assert bubbles[1] < bubbles[0]

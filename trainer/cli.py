@@ -19,13 +19,13 @@ from collections.abc import Sequence
 from omegaconf import OmegaConf
 
 from trainer.config import Config, ConfigError, typed
-from trainer.config.compose import gather, groups_of, hydra_over
-from trainer.config.fields import nearest
+from trainer.config.compose import gather_values, groups_of, hydra_over
+from trainer.config.fields import suggest_nearest
 from trainer.config.json_schema import json_schema
 from trainer.config.options import escape_unprintable
-from trainer.planning.resolve import checked, compose
-from trainer.util.exit_codes import DONE, FAILED, INTERRUPTED, REFUSED, STOPPED, rank, refuse
-from trainer.util.signals import TOLD, Signals
+from trainer.planning.resolve import check_values, compose
+from trainer.util.exit_codes import DONE, FAILED, INTERRUPTED, REFUSED, STOPPED, process_rank, refuse_config
+from trainer.util.signals import STOPPED_VARIABLE, SignalHandlers
 
 USAGE = """\
 usage: trainer train [--gpus N | --processes N] +config=RECIPE [GROUP=OPTION ...] [SETTING=VALUE ...]
@@ -53,7 +53,7 @@ def help_text(section: str, config_dir: str | os.PathLike | None = None) -> str:
     from trainer.sweep.plan import SweepConfig
 
     everything = []
-    for setting in (*typed.settings(), *typed.settings(SweepConfig(), "sweep")):
+    for setting in (*typed.list_settings(), *typed.list_settings(SweepConfig(), "sweep")):
         everything.append(setting)
         everything += typed.entry_settings(setting.path) if setting.path in typed.ENTRIES else []
     sections = list(dict.fromkeys(setting.path.split(".")[0] for setting in everything))
@@ -62,7 +62,7 @@ def help_text(section: str, config_dir: str | os.PathLike | None = None) -> str:
         section = next((path for path in typed.ENTRIES if section.startswith(f"{path}.")), section)
         found = [setting for setting in everything if f"{setting.path}.".startswith(f"{section}.")]
         if not found:
-            raise ConfigError(f"--help {section}: there is no such section; {nearest(section, sections)}")
+            raise ConfigError(f"--help {section}: there is no such section; {suggest_nearest(section, sections)}")
         return "\n".join(_described(setting) for setting in found)
     with hydra_over(config_dir) as loader:
         groups = {group: loader.names(group) for group in groups_of(loader)}
@@ -97,7 +97,7 @@ def _wrapped(text: str, indent: int) -> str:
     return textwrap.fill(text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
-class Parser(argparse.ArgumentParser):
+class ArgumentParser(argparse.ArgumentParser):
     """Wrong options are a `ConfigError`."""
 
     def error(self, message: str):
@@ -105,7 +105,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(prog="python -m trainer", add_help=False, allow_abbrev=False)
+    parser = ArgumentParser(prog="python -m trainer", add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--config-dir", "-cd")
     parser.add_argument("--cfg", choices=["job"])
@@ -127,27 +127,27 @@ def main(arguments: Sequence[str], own: bool = False) -> int:
     escape_unprintable()
     try:
         if not set(arguments) - {"--multirun", "-m"}:
-            if rank() == 0:
+            if process_rank() == 0:
                 print(USAGE + "\n--help has recipes, groups and sections of settings", file=sys.stderr, flush=True)
             return REFUSED
         options = _parse(arguments)
         if options.help is not None or options.schema is not None:
             return _print(_page(options))
         if options.cfg:
-            return _print(_shown(options))
+            return _print(_format_default(options))
         if options.multirun:
             from trainer import sweep
 
             return sweep.main(options.overrides, options.config_dir)
-        if TOLD in os.environ:  # before this rank was started again
+        if STOPPED_VARIABLE in os.environ:  # before this rank was started again
             return STOPPED
         if own:
-            Signals(leave_before_start, leave=lambda _: None, own=True).handle()
+            SignalHandlers(leave_before_start, leave=lambda _: None, own=True).handle()
         return _train(compose(options.overrides, options.config_dir))
     except ConfigError as error:
-        return refuse(error)
+        return refuse_config(error)
     except KeyboardInterrupt:
-        if rank() == 0:
+        if process_rank() == 0:
             print("interrupted before a run had started", file=sys.stderr, flush=True)
         return INTERRUPTED
     except Exception:
@@ -158,7 +158,7 @@ def main(arguments: Sequence[str], own: bool = False) -> int:
 def leave_before_start(what: str) -> None:
     """Ends a run that has not begun to train, from any thread. It has nothing to save, and the folder says what an
     earlier start left there."""
-    if rank() == 0:
+    if process_rank() == 0:
         with contextlib.suppress(OSError):
             os.write(2, f"stopped by {what} before the first step: nothing was trained, nothing is lost\n".encode())
     os._exit(STOPPED)
@@ -170,17 +170,17 @@ def _page(options: argparse.Namespace) -> str:
     if "=" in section:  # an override behind the option, and no section
         options.overrides, section = [section, *options.overrides], ""
     if options.overrides:
-        gather(options.overrides, options.config_dir)
+        gather_values(options.overrides, options.config_dir)
     if options.help is not None:
         return help_text(section, options.config_dir)
     return json.dumps(json_schema(section), indent=1)
 
 
-def _shown(options: argparse.Namespace) -> str:
+def _format_default(options: argparse.Namespace) -> str:
     """The composed configuration as YAML, once it is checked: with its plan where WORLD_SIZE says for how many
     processes."""
-    values, problems = gather(options.overrides, options.config_dir)
-    config = checked(values, problems, int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None)
+    values, problems = gather_values(options.overrides, options.config_dir)
+    config = check_values(values, problems, int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None)
     return (typed.to_yaml(config) if options.resolve else OmegaConf.to_yaml(OmegaConf.create(values))).rstrip()
 
 
@@ -194,13 +194,13 @@ def _train(config: Config) -> int:
         try:
             return run.main(config)
         except ConfigError as error:
-            return refuse(error)
+            return refuse_config(error)
 
     return recorded()
 
 
 def _print(text: str) -> int:
-    if rank() == 0:
+    if process_rank() == 0:
         try:
             print(text, flush=True)
         except BrokenPipeError:  # `--help | head`

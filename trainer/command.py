@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from trainer import cli
 from trainer.config import ConfigError
 from trainer.planning.resolve import compose
-from trainer.util.exit_codes import refuse
+from trainer.util.exit_codes import refuse_config
 
 OTHERS = {
     "estimate": "trainer.estimate",
@@ -44,9 +44,9 @@ def main(arguments: Sequence[str] | None = None, own: bool = False) -> int:
     """Runs the command line. The exit code is that of what was run. own: as for `cli.main`."""
     first, *rest = arguments = [*(sys.argv[1:] if arguments is None else arguments)] or [""]
     if first == "train":
-        return train(rest, own)
+        return start_training(rest, own)
     if first == "sample":
-        return sample(rest)
+        return start_sampling(rest)
     if first == "sweep":
         return cli.main(["--multirun", *rest])
     if first in OTHERS:
@@ -54,19 +54,19 @@ def main(arguments: Sequence[str] | None = None, own: bool = False) -> int:
     return cli.main(list(filter(None, arguments)), own)
 
 
-def sample(arguments: Sequence[str]) -> int:
+def start_sampling(arguments: Sequence[str]) -> int:
     """Text from a checkpoint on one process, or on several likewise."""
     try:
         processes, rest = _launch(arguments, "sample")
     except ConfigError as error:
-        return refuse(error)
+        return refuse_config(error)
     module = importlib.import_module(OTHERS["sample"])
     if processes == 1:
         return module.main(rest)
-    return module.refused(rest, processes) or start(processes, OTHERS["sample"], rest)
+    return module.refused(rest, processes) or start_processes(processes, OTHERS["sample"], rest)
 
 
-def train(arguments: Sequence[str], own: bool = False) -> int:
+def start_training(arguments: Sequence[str], own: bool = False) -> int:
     """A run on one process, or on as many as `--gpus N` or `--processes N` says. The exit code: of the process that
     failed first."""
     try:
@@ -76,12 +76,12 @@ def train(arguments: Sequence[str], own: bool = False) -> int:
         options = cli._parse(rest)
         compose(options.overrides, options.config_dir, processes)
     except ConfigError as error:
-        return refuse(error)
+        return refuse_config(error)
     print(f"starting {processes} processes; Ctrl-C saves and stops them", flush=True)
-    return start(processes, "trainer", rest)
+    return start_processes(processes, "trainer", rest)
 
 
-def start(processes: int, module: str, arguments: Sequence[str]) -> int:
+def start_processes(processes: int, module: str, arguments: Sequence[str]) -> int:
     """Runs a module on several processes of this machine. The exit code: of the one that failed first."""
     from trainer import torchrun
 
@@ -93,7 +93,7 @@ def start(processes: int, module: str, arguments: Sequence[str]) -> int:
 def _launch(arguments: Sequence[str], word: str = "train") -> tuple[int, list[str]]:
     """How many processes of a command are to be started, and what they are given. Pages need none. Raises
     `ConfigError`."""
-    parser = cli.Parser(prog="trainer", add_help=False, allow_abbrev=False)
+    parser = cli.ArgumentParser(prog="trainer", add_help=False, allow_abbrev=False)
     counts = parser.add_mutually_exclusive_group()
     counts.add_argument("--gpus", type=_count)
     counts.add_argument("--processes", type=_count)

@@ -16,11 +16,11 @@ from trainer.config.options import escape_unprintable
 from trainer.diagnosis import report
 from trainer.diagnosis.account import ACCOUNTS
 from trainer.diagnosis.verdict import Diagnosis, to_json
-from trainer.observe.examine import examine
-from trainer.util.exit_codes import DONE, FAILED, refuse
+from trainer.observe.examine import diagnose_run
+from trainer.util.exit_codes import DONE, FAILED, refuse_config
 from trainer.util.files import write_atomic
 from trainer.util.run_folder import DIAGNOSIS, RUN_FILES
-from trainer.util.tables import duration
+from trainer.util.tables import format_duration
 
 
 def command_line() -> argparse.ArgumentParser:
@@ -59,30 +59,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = command_line().parse_args(arguments)
     console = Console(highlight=False)
     try:
-        check(given)
+        check_options(given)
         while True:
-            diagnosis = examine(given.run, given.hardware, given.config_dir)
-            write(given.json or given.run / DIAGNOSIS, diagnosis)
+            diagnosis = diagnose_run(given.run, given.hardware, given.config_dir)
+            write_diagnosis(given.json or given.run / DIAGNOSIS, diagnosis)
             if given.live:
                 console.clear()
-            report.show(diagnosis, console)
+            report.print_diagnosis(diagnosis, console)
             if not given.live or diagnosis.evidence.status.get("status") != "running":
                 return DONE
             if (silent := diagnosis.evidence.silent or 0.0) >= given.patience:
                 print(
-                    f"{given.run}: nothing has been written for {duration(silent)}, so the run is taken for dead "
+                    f"{given.run}: nothing has been written for {format_duration(silent)}, so the run is taken "
+                    "for dead "
                     f"(--patience {given.patience:g}); its status.json still says running",
                     file=sys.stderr,
                 )
                 return FAILED
             time.sleep(max(0.1, given.every))
     except ConfigError as error:
-        return refuse(error)
+        return refuse_config(error)
     except KeyboardInterrupt:
         return DONE
 
 
-def check(given: argparse.Namespace) -> None:
+def check_options(given: argparse.Namespace) -> None:
     """Raises `ConfigError` for what cannot be looked at."""
     if not given.every > 0:
         raise ConfigError(f"--every {given.every:g} must be above 0 seconds")
@@ -92,7 +93,7 @@ def check(given: argparse.Namespace) -> None:
         raise ConfigError(f"{given.run} holds runs, and is none; name one: {', '.join(map(str, inside[:5]))}{more}")
 
 
-def write(path: Path, diagnosis: Diagnosis) -> None:
+def write_diagnosis(path: Path, diagnosis: Diagnosis) -> None:
     """All numbers. Raises `ConfigError` for a file that cannot be written."""
     try:
         write_atomic(path, json.dumps(to_json(diagnosis), indent=1) + "\n")

@@ -11,17 +11,17 @@ from pathlib import Path
 from trainer.config import Config, ConfigError
 from trainer.config.fields import option
 from trainer.config.hardware import HardwareConfig
-from trainer.config.options import escape_unprintable, parse, usage
+from trainer.config.options import escape_unprintable, format_usage, parse_options
 from trainer.data.lengths import with_lengths
-from trainer.diagnosis.advice import Advice, advise
+from trainer.diagnosis.advice import ShapeAdvice, advise_shapes
 from trainer.planning.estimate import report
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.plans import rank_plans
-from trainer.planning.estimate.step import Estimate, estimate, surest
+from trainer.planning.estimate.step import StepEstimate, estimate_step, most_certain
 from trainer.planning.plan import resolve_plan
-from trainer.planning.resolve import check, resolve
-from trainer.planning.variants import compose, fit_batch, global_size, plan_list, split_words, variant
-from trainer.util.exit_codes import DONE, refuse
+from trainer.planning.resolve import check_config, resolve_layout
+from trainer.planning.variants import build_variant, compose_variant, fit_batch, global_size, plan_list, split_words
+from trainer.util.exit_codes import DONE, refuse_config
 from trainer.util.files import write_atomic
 
 PROGRAM = "trainer.estimate"
@@ -44,8 +44,8 @@ class EstimateOptions:
 
 def run(options: EstimateOptions, changes: list[str], overrides: list[str], config_dir: str | None) -> None:
     check_options(options)
-    hardware, world = machines(options, load_hardware(options.hardware, changes, config_dir))
-    node, base = min(world, hardware.devices), compose(overrides, config_dir, world, corpus=False)
+    hardware, world = read_machines(options, load_hardware(options.hardware, changes, config_dir))
+    node, base = min(world, hardware.devices), compose_variant(overrides, config_dir, world, corpus=False)
     if base.model.from_hf:
         from trainer.hf import model_from_hf
 
@@ -54,19 +54,21 @@ def run(options: EstimateOptions, changes: list[str], overrides: list[str], conf
     if options.plans == "all":
         size = global_size(base.batch, world)
         ranking = rank_plans(base, hardware, world, size, options.top, sure=True)
-        found, title = list(ranking.best), report.summary(ranking, world)
+        found, title = list(ranking.best), report.ranking_title(ranking, world)
     else:
         texts = plan_list(options.plans) if options.plans else []
-        configs = [planned(text, base, overrides, config_dir, world, node) for text in texts] or [base]
-        if wrong := [problem for config in configs for problem in check(config, world, node)]:
+        configs = [estimate_plan(text, base, overrides, config_dir, world, node) for text in texts] or [base]
+        if wrong := [problem for config in configs for problem in check_config(config, world, node)]:
             raise ConfigError(list(dict.fromkeys(wrong)))
-        found = [estimate(config, resolve(config, world, config.model, node), hardware) for config in configs]
+        found = [
+            estimate_step(config, resolve_layout(config, world, config.model, node), hardware) for config in configs
+        ]
         found.sort(key=lambda one: one.seconds)
         title = f"{len(found)} plans on {world} devices"
-    show(found, title, options, base)
+    print_estimates(found, title, options, base)
 
 
-def machines(options: EstimateOptions, hardware: HardwareConfig) -> tuple[HardwareConfig, int]:
+def read_machines(options: EstimateOptions, hardware: HardwareConfig) -> tuple[HardwareConfig, int]:
     """The hardware, with as many devices a node as there are processes on it, and all processes."""
     nodes, world = options.nodes, options.processes
     if not (nodes and world):
@@ -79,31 +81,31 @@ def machines(options: EstimateOptions, hardware: HardwareConfig) -> tuple[Hardwa
     return replace(hardware, devices=world // nodes), world
 
 
-def show(found: list[Estimate], title: str, options: EstimateOptions, base: Config) -> None:
+def print_estimates(found: list[StepEstimate], title: str, options: EstimateOptions, base: Config) -> None:
     """Prints the plans, fastest first, and writes the files that are wanted."""
-    chosen = surest(found)
+    chosen = most_certain(found)
     if options.plans:
-        report.show_plans(found, f"{title}; {report.taken(found, chosen)}", options.tokens)
+        report.show_plans(found, f"{title}; {report.describe_choice(found, chosen)}", options.tokens)
     shapes = shapes_of(chosen)
-    report.show(chosen, options.tokens, [(one.setting, one.text) for one in shapes])
+    report.print_estimate(chosen, options.tokens, [(one.setting, one.text) for one in shapes])
     if options.json:
         plans = [report.to_json(one, options.tokens) | {"chosen": one is chosen} for one in found]
         for one, plan in zip(found, plans):
             plan["shapes"] = [asdict(advice) for advice in shapes_of(one)]
         write_atomic(Path(options.json), json.dumps(plans, indent=1))
     if options.out:
-        settings = report.changes(chosen.config, base)
-        write_atomic(Path(options.out), report.recipe(settings, report.predicted(chosen)))
+        settings = report.changed_settings(chosen.config, base)
+        write_atomic(Path(options.out), report.format_recipe(settings, report.format_prediction(chosen)))
     if options.plot:
-        from trainer.plots.estimate import draw
+        from trainer.plots.estimate import draw_estimate
 
-        draw(chosen, Path(options.plot))
+        draw_estimate(chosen, Path(options.plot))
         print(options.plot)
 
 
-def shapes_of(one: Estimate) -> list[Advice]:
+def shapes_of(one: StepEstimate) -> list[ShapeAdvice]:
     """Shapes that do not fill the tiles of a GPU; of CPUs, which have none, nothing."""
-    return [] if one.hardware.device == "CPU" else advise(one.config, one.layout, one.hardware.device)
+    return [] if one.hardware.device == "CPU" else advise_shapes(one.config, one.layout, one.hardware.device)
 
 
 def check_options(options: EstimateOptions) -> None:
@@ -122,10 +124,12 @@ def check_options(options: EstimateOptions) -> None:
         raise ConfigError(problems)
 
 
-def planned(text: str, base: Config, overrides: list[str], config_dir: str | None, world: int, node: int) -> Config:
+def estimate_plan(
+    text: str, base: Config, overrides: list[str], config_dir: str | None, world: int, node: int
+) -> Config:
     """The configuration of a plan given as text, its micro-batches fitted to the recipe's global batch."""
     try:
-        config, named = variant(text, base, overrides, config_dir, world, corpus=False)
+        config, named = build_variant(text, base, overrides, config_dir, world, corpus=False)
     except ConfigError as error:
         raise ConfigError([f"plans={text}: {problem}" for problem in error.problems]) from None
     config.model, config.data = base.model, base.data
@@ -139,7 +143,7 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[EstimateOptions, list[str
     own, words, config_dir = split_words(arguments, [field.name for field in fields(EstimateOptions)], PROGRAM)
     changes = [word.removeprefix("hardware.") for word in words if word.startswith("hardware.")]
     overrides = [word for word in words if not word.startswith("hardware.")]
-    options = parse(EstimateOptions, [f"{name}={value}" for name, value in own.items()])
+    options = parse_options(EstimateOptions, [f"{name}={value}" for name, value in own.items()])
     if "top" in own and options.plans != "all":
         raise ConfigError(f"top={options.top} is how many of all plans are shown; set plans=all, or leave it out")
     return options, changes, overrides, config_dir
@@ -149,13 +153,13 @@ def main(arguments: Sequence[str]) -> int:
     """The command line; the exit code is 0, or 2 after one message about what is wrong."""
     escape_unprintable()
     if {"-h", "--help"} & set(arguments):
-        page = usage(EstimateOptions, PROGRAM)
+        page = format_usage(EstimateOptions, PROGRAM)
         print(page.replace(PROGRAM, f"{PROGRAM} +config=RECIPE [SETTING=VALUE ...]", 1))
         return DONE
     try:
         run(*parse_arguments(arguments))
     except ConfigError as error:
-        return refuse(error)
+        return refuse_config(error)
     return DONE
 
 

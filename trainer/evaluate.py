@@ -20,7 +20,7 @@ from trainer.config.options import WEIGHTS, run_command
 from trainer.hf import export
 from trainer.precision.dtypes import DTYPES
 from trainer.util import tables
-from trainer.util.extras import needs
+from trainer.util.extras import requires_extra
 from trainer.util.files import write_atomic
 from trainer.util.reading import read_json
 
@@ -44,16 +44,19 @@ class EvalOptions:
 
 
 def run(options: EvalOptions) -> None:
-    with needs("eval", "trainer eval"):
+    with requires_extra("eval", "trainer eval"):
         import lm_eval.models.huggingface  # which needs more than lm_eval itself
         from lm_eval.tasks import TaskManager
     manager = TaskManager(include_path=options.include or None)
-    check(options, manager.all_tasks)
+    check_evaluation(options, manager.all_tasks)
     saved = open_saved(options.checkpoint, options.weights)
     folder = saved.run or saved.path
     known = known_results(folder)
     device = "cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu"
-    model = {"pretrained": str(exported(saved, options)), "dtype": str(DTYPES[options.dtype]).removeprefix("torch.")}
+    model = {
+        "pretrained": str(export_checkpoint(saved, options)),
+        "dtype": str(DTYPES[options.dtype]).removeprefix("torch."),
+    }
     found = lm_eval.simple_evaluate(
         model="hf",
         model_args=model,
@@ -68,23 +71,23 @@ def run(options: EvalOptions) -> None:
     name = saved.path.name + ("-ema" if options.weights == "ema" else "")
     how = {"limit": options.limit, "dtype": options.dtype}
     measured = {
-        task: numbers(values) | {"shots": found["n-shot"].get(task, options.shots)} | how
+        task: select_numbers(values) | {"shots": found["n-shot"].get(task, options.shots)} | how
         for task, values in found["results"].items()
     }
     known[name] = known.get(name, {}) | measured
     write_atomic(folder / RESULTS, json.dumps(known, indent=1) + "\n")
-    tables.rows(
+    tables.print_rows(
         f"{name} of {folder}",
         [
             {"task": task, "metric": metric, "value": f"{value:.4f}", "stderr": error}
             for task, values in measured.items()
-            for metric, (value, error) in scores(values).items()
+            for metric, (value, error) in read_scores(values).items()
         ],
     )
     print(folder / RESULTS)
 
 
-def check(options: EvalOptions, known: list[str]) -> None:
+def check_evaluation(options: EvalOptions, known: list[str]) -> None:
     """Raises `ConfigError` for options that no evaluation could have."""
     problems = [f"batch={options.batch} must be at least 1"] if options.batch < 1 else []
     problems += [f"limit={options.limit} must be at least 0"] if options.limit < 0 else []
@@ -108,7 +111,7 @@ def known_results(folder: Path) -> dict[str, Any]:
     return read_json(folder / RESULTS, {str: {str: dict}}, "move it away")
 
 
-def exported(saved: SavedModel, options: EvalOptions) -> Path:
+def export_checkpoint(saved: SavedModel, options: EvalOptions) -> Path:
     """The model as a transformers folder: itself, or its export, which is made where it is not there yet."""
     if saved.run is None:
         return saved.path
@@ -120,12 +123,12 @@ def exported(saved: SavedModel, options: EvalOptions) -> Path:
     return folder
 
 
-def numbers(values: dict[str, Any]) -> dict[str, float]:
+def select_numbers(values: dict[str, Any]) -> dict[str, float]:
     """A task's metrics; a standard error that does not apply is a text."""
     return {key: value for key, value in values.items() if isinstance(value, (int, float))}
 
 
-def scores(values: dict[str, Any]) -> dict[str, tuple[float, str]]:
+def read_scores(values: dict[str, Any]) -> dict[str, tuple[float, str]]:
     """By metric, its value and its standard error; lm-eval's keys are `METRIC,FILTER` and `METRIC_stderr,FILTER`."""
     shown = {}
     for key, value in values.items():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from trainer.checkpointing.saved import open_saved
 from trainer.config.fields import option
-from trainer.config.imports import load
+from trainer.config.imports import import_modules
 from trainer.config.options import WEIGHTS, run_command
 from trainer.hf import export
 from trainer.precision.dtypes import DTYPES
@@ -28,7 +28,7 @@ class ExportOptions:
 
 
 def run(options: ExportOptions) -> None:
-    load(options.imports)
+    import_modules(options.imports)
     saved = open_saved(options.checkpoint, options.weights)
     export(saved.spec, saved.tensor, options.out, DTYPES[options.dtype], saved.tokenizer)
     rounded = "" if options.dtype == "fp32" else " (dtype=fp32 keeps them as trained)"

@@ -15,11 +15,11 @@ from trainer.config import ConfigError
 from trainer.config.fields import option
 from trainer.config.model import ModelSpec
 from trainer.config.options import run_command
-from trainer.config.typed import flat
+from trainer.config.typed import flatten_values
 from trainer.hf import export
 from trainer.precision.dtypes import DTYPES
 
-SAID_OTHERWISE = ("name", "init", "attention", "feed_forward", "pattern", "overrides")
+UNTRAINED_FIELDS = ("name", "init", "attention", "feed_forward", "pattern", "overrides")
 """Fields of a spec that are no part of the trained model, or that its layers have."""
 
 
@@ -62,9 +62,9 @@ def run(options: MergeOptions) -> None:
 
 def check_alike(models: list[SavedModel], names: list[str]) -> None:
     """Raises `ConfigError` for models whose parameters do not mean the same."""
-    first = meaning(models[0].spec)
+    first = describe_weights(models[0].spec)
     for model, name in zip(models[1:], names[1:]):
-        other = meaning(model.spec)
+        other = describe_weights(model.spec)
         differing = [key for key in {**first, **other} if first.get(key) != other.get(key)]
         if differing:
             key = differing[0]
@@ -74,11 +74,11 @@ def check_alike(models: list[SavedModel], names: list[str]) -> None:
             )
 
 
-def meaning(spec: ModelSpec) -> dict[str, Any]:
+def describe_weights(spec: ModelSpec) -> dict[str, Any]:
     """What a spec says of parameters and of what is computed with them, however it says so."""
-    whole = {key: value for key, value in spec.to_dict().items() if key not in SAID_OTHERWISE}
+    whole = {key: value for key, value in spec.to_dict().items() if key not in UNTRAINED_FIELDS}
     layers = {str(index): dataclasses.asdict(spec.layer(index)) for index in range(spec.depth)}
-    return flat(whole | {"layers": layers})
+    return flatten_values(whole | {"layers": layers})
 
 
 def main(arguments: list[str] | None = None) -> int:

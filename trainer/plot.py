@@ -11,13 +11,13 @@ from pathlib import Path
 from trainer.config import ConfigError
 from trainer.config.options import escape_unprintable
 from trainer.planning.schedules.templates import TEMPLATES
-from trainer.util.exit_codes import REFUSED, refuse
+from trainer.util.exit_codes import REFUSED, refuse_config
 
 try:
     from trainer.plots.runs import draw_run, report_hint
     from trainer.plots.templates import SCHEDULE_OPTIONS, draw_templates
 except ConfigError as error:  # without matplotlib there is nothing that this command can do
-    sys.exit(refuse(error))
+    sys.exit(refuse_config(error))
 
 OF_CURVES = ("--x", "--smooth")
 """Options of the curves that this command drew before `trainer report` did."""

@@ -17,17 +17,17 @@ from trainer.cluster.network import check_network
 from trainer.cluster.node import check_node
 from trainer.cluster.options import NODE, TORCHRUN, PreflightOptions
 from trainer.config import ConfigError
-from trainer.config.options import parse, usage
+from trainer.config.options import format_usage, parse_options
 from trainer.util.exit_codes import DONE, REFUSED, UNFIT
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs a check, prints what is wrong, and returns the exit code."""
     if {"-h", "--help"} & set(arguments):
-        print(usage(PreflightOptions, "trainer.preflight"))
+        print(format_usage(PreflightOptions, "trainer.preflight"))
         return 0
     try:
-        options = parse(PreflightOptions, arguments)
+        options = parse_options(PreflightOptions, arguments)
         missing = [name for name in TORCHRUN if name not in os.environ]
         if options.check == "network" and missing:
             raise ConfigError(

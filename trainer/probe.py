@@ -15,14 +15,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from trainer.config import Config, ConfigError
-from trainer.config.extend import extended
+from trainer.config.extend import extend_spec
 from trainer.config.fields import option
-from trainer.config.options import escape_unprintable, parse, usage
+from trainer.config.options import escape_unprintable, format_usage, parse_options
 from trainer.config.schema import ModelConfig
 from trainer.planning.estimate.hardware import load_hardware
-from trainer.planning.resolve import Layout, check, resolve
-from trainer.planning.variants import compose, split_words
-from trainer.util.exit_codes import DONE, refuse
+from trainer.planning.resolve import Layout, check_config, resolve_layout
+from trainer.planning.variants import compose_variant, split_words
+from trainer.util.exit_codes import DONE, refuse_config
 from trainer.util.files import write_atomic
 
 PROGRAM = "trainer.probe"
@@ -38,10 +38,10 @@ class ProbeOptions:
 def parse_arguments(arguments: Sequence[str]) -> tuple[ProbeOptions, list[str], str | None]:
     """Splits a command line into options, overrides and configuration folder. Raises `ConfigError`."""
     own, overrides, config_dir = split_words(arguments, [field.name for field in fields(ProbeOptions)], PROGRAM)
-    return parse(ProbeOptions, [f"{name}={value}" for name, value in own.items()]), overrides, config_dir
+    return parse_options(ProbeOptions, [f"{name}={value}" for name, value in own.items()]), overrides, config_dir
 
 
-def asked(options: ProbeOptions, overrides: list[str], config_dir: str | None) -> tuple[Config, Layout]:
+def requested_recipe(options: ProbeOptions, overrides: list[str], config_dir: str | None) -> tuple[Config, Layout]:
     """The recipe, on the processes that run. Raises `ConfigError` with everything that is wrong."""
     problems = []
     if not options.seconds >= 0:
@@ -49,24 +49,24 @@ def asked(options: ProbeOptions, overrides: list[str], config_dir: str | None) -
     if options.out and not Path(options.out).absolute().parent.is_dir():
         problems.append(f"out={options.out}: there is no folder {Path(options.out).parent}; make it, or name another")
     world = int(os.environ.get("WORLD_SIZE", 1))
-    config = compose(overrides, config_dir, world, corpus=False)
+    config = compose_variant(overrides, config_dir, world, corpus=False)
     if config.model.from_hf:
         from trainer.hf import spec_from_hf
 
-        config.model = ModelConfig(**vars(extended(spec_from_hf(config.model.from_hf), config.model.extend)))
-    problems += check(config, world)
+        config.model = ModelConfig(**vars(extend_spec(spec_from_hf(config.model.from_hf), config.model.extend)))
+    problems += check_config(config, world)
     if problems:
         raise ConfigError(problems)
-    return config, resolve(config, world, config.model)
+    return config, resolve_layout(config, world, config.model)
 
 
 def run(arguments: Sequence[str]) -> None:
     options, overrides, config_dir = parse_arguments(arguments)
-    config, layout = asked(options, overrides, config_dir)
+    config, layout = requested_recipe(options, overrides, config_dir)
     known = load_hardware(options.hardware, config_dir=config_dir) if options.hardware else None
-    from trainer.cluster.probe import probe  # torch, which no refusal above needs
+    from trainer.cluster.probe import probe_machine  # torch, which no refusal above needs
 
-    text, writes = probe(config, layout, known, options.seconds, " ".join(arguments))
+    text, writes = probe_machine(config, layout, known, options.seconds, " ".join(arguments))
     if writes:
         print(text, end="")
     if writes and options.out:
@@ -78,13 +78,13 @@ def main(arguments: Sequence[str]) -> int:
     """The command line; the exit code is 0, or 2 after one message about what is wrong."""
     escape_unprintable()
     if {"-h", "--help"} & set(arguments):
-        page = usage(ProbeOptions, PROGRAM)
+        page = format_usage(ProbeOptions, PROGRAM)
         print(page.replace(PROGRAM, f"{PROGRAM} +config=RECIPE [SETTING=VALUE ...]", 1))
         return DONE
     try:
         run(arguments)
     except ConfigError as error:
-        return refuse(error)
+        return refuse_config(error)
     return DONE
 
 

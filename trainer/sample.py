@@ -13,9 +13,9 @@ from trainer.config import ConfigError, RunConfig
 from trainer.config.fields import option
 from trainer.config.options import WEIGHTS, run_command
 from trainer.config.typed import out_of_range
-from trainer.generate.terminal import read_prompts, show
+from trainer.generate.terminal import print_continuations, read_prompts
 from trainer.planning.checks import empty_stop
-from trainer.planning.plan import near
+from trainer.planning.plan import nearby_worlds
 from trainer.util.exit_codes import give_way
 
 WORDS = ("checkpoint",)
@@ -52,14 +52,14 @@ class SampleOptions:
     imports: list[str] = option([], "modules of your own that register the model's blocks; they are run")
 
 
-def check(options: SampleOptions, processes: int = 1) -> None:
+def check_options(options: SampleOptions, processes: int = 1) -> None:
     """Raises `ConfigError` for options that nothing could be sampled with on so many processes."""
     problems = [*out_of_range(options), *empty_stop("stop", options.stop)]
     if options.prompt and options.prompts:
         problems.append(f"prompt={options.prompt} and prompts={options.prompts} exclude each other; leave one out")
     together = options.tp * options.cp
     if min(options.tp, options.cp) > 0 and processes % together:
-        counts = " or ".join(map(str, near(processes, together, processes)))
+        counts = " or ".join(map(str, nearby_worlds(processes, together, processes)))
         problems.append(
             f"tp={options.tp} x cp={options.cp} needs a multiple of {together} processes, but {processes} run; start "
             f"{counts} with --gpus or --processes, or set tp and cp such that tp x cp divides {processes}"
@@ -70,22 +70,22 @@ def check(options: SampleOptions, processes: int = 1) -> None:
 
 def run(options: SampleOptions) -> None:
     processes = int(os.environ.get("WORLD_SIZE", 1))
-    check(options, processes)
+    check_options(options, processes)
     prompts = read_prompts(options.prompts) if options.prompts else [options.prompt]
     # torch takes seconds to import, and `--help` needs none of it.
     import torch
     import torch.distributed as dist
 
     from trainer.checkpointing.saved import open_saved
-    from trainer.config.imports import load
+    from trainer.config.imports import import_modules
     from trainer.data.tokenizer import load_tokenizer
     from trainer.distributed.world import local_device
     from trainer.generate.placed import place_saved
-    from trainer.generate.sampling import Sampling
+    from trainer.generate.sampling import SamplingOptions
 
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device=cuda, but torch sees no GPU; use device=cpu or device=auto")
-    load(options.imports)
+    import_modules(options.imports)
     saved = open_saved(options.checkpoint, options.weights)
     if saved.tokenizer is None:
         raise ConfigError(
@@ -98,13 +98,15 @@ def run(options: SampleOptions) -> None:
     dtype = auto if options.dtype == "auto" else options.dtype
     alone = not dist.is_initialized()
     model = place_saved(saved, device, dtype, options.tp, processes, options.cp)
-    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
-    show(model, tokenizer, prompts, options.tokens, sampling, options.stop, numbered=bool(options.prompts))
+    sampling = SamplingOptions(options.temperature, options.top_k, options.top_p, options.seed)
+    print_continuations(
+        model, tokenizer, prompts, options.tokens, sampling, options.stop, numbered=bool(options.prompts)
+    )
     if alone and dist.is_initialized():
         dist.destroy_process_group()
 
 
-def action(options: SampleOptions) -> None:
+def sample_action(options: SampleOptions) -> None:
     try:
         run(options)
     except ConfigError:
@@ -112,13 +114,15 @@ def action(options: SampleOptions) -> None:
         raise
 
 
-def refused(arguments: list[str], processes: int) -> int:
+def refuse_options(arguments: list[str], processes: int) -> int:
     """The exit code that so many processes would end with for their options alone, told of once."""
-    return run_command(SampleOptions, lambda options: check(options, processes), "trainer.sample", arguments, WORDS)
+    return run_command(
+        SampleOptions, lambda options: check_options(options, processes), "trainer.sample", arguments, WORDS
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return run_command(SampleOptions, action, "trainer.sample", arguments, WORDS)
+    return run_command(SampleOptions, sample_action, "trainer.sample", arguments, WORDS)
 
 
 if __name__ == "__main__":

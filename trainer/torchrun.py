@@ -18,8 +18,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from trainer.util.exit_codes import INTERRUPTED, REFUSED, STALLED, STOPPED, UNFIT
-from trainer.util.processes import children
-from trainer.util.signals import AT_ONCE, TOLD, heeded, name_of
+from trainer.util.processes import child_processes
+from trainer.util.signals import AT_ONCE, STOPPED_VARIABLE, handled_signals, name_of
 
 REPORTED = (REFUSED, UNFIT, STALLED, STOPPED, INTERRUPTED, *(-number for number in AT_ONCE))
 """Exit codes of workers that have printed the reason themselves: settings refused, unfit machine, no progress, saved
@@ -42,8 +42,8 @@ def main(arguments: list[str], brief: bool = False) -> int:
             pressed.append(number)
             if len(pressed) > 2:  # a worker that hangs heeds nothing else
                 number = signal.SIGKILL
-        os.environ[TOLD] = name_of(number)  # for workers that are not started yet, or are started again
-        for worker in children(os.getpid()):
+        os.environ[STOPPED_VARIABLE] = name_of(number)  # for workers that are not started yet, or are started again
+        for worker in child_processes(os.getpid()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker, number)
 
@@ -51,7 +51,7 @@ def main(arguments: list[str], brief: bool = False) -> int:
     interrupts = (
         {signal.SIGINT} if signal.getsignal(signal.SIGINT) != signal.SIG_IGN else set()
     )  # ignored in the background
-    for number in heeded() | interrupts:
+    for number in handled_signals() | interrupts:
         signal.signal(number, hand_on)
     try:
         run.main(["--signals-to-handle", TORCHS.name, *arguments])

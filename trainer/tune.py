@@ -8,10 +8,10 @@ from dataclasses import dataclass, fields
 
 from trainer.config import ConfigError
 from trainer.config.fields import option
-from trainer.config.options import escape_unprintable, parse, usage
+from trainer.config.options import escape_unprintable, format_usage, parse_options
 from trainer.planning.variants import split_words
-from trainer.tuning.search import search
-from trainer.util.exit_codes import DONE, REFUSED, refuse
+from trainer.tuning.search import search_plans
+from trainer.util.exit_codes import DONE, REFUSED, refuse_config
 
 PROGRAM = "trainer.tune"
 
@@ -31,7 +31,7 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[TuneOptions, list[str], l
     own, words, config_dir = split_words(arguments, [field.name for field in fields(TuneOptions)], PROGRAM)
     changes = [word.removeprefix("hardware.") for word in words if word.startswith("hardware.")]
     overrides = [word for word in words if not word.startswith("hardware.")]
-    options = parse(TuneOptions, [f"{name}={value}" for name, value in own.items()])
+    options = parse_options(TuneOptions, [f"{name}={value}" for name, value in own.items()])
     least = {"budget": 1, "steps": 3, "pool": 1}
     if low := [
         f"{name}={getattr(options, name)} must be at least {n}"
@@ -46,7 +46,9 @@ def main(arguments: Sequence[str]) -> int:
     """The command line. The exit code: 0 where a plan was measured, 1 where no trial was, 75 after a stop, 2 after one
     message about what is wrong."""
     escape_unprintable()
-    page = usage(TuneOptions, PROGRAM).replace(PROGRAM, f"{PROGRAM} +config=RECIPE [SETTING=VALUE[,VALUE] ...]", 1)
+    page = format_usage(TuneOptions, PROGRAM).replace(
+        PROGRAM, f"{PROGRAM} +config=RECIPE [SETTING=VALUE[,VALUE] ...]", 1
+    )
     if {"-h", "--help"} & set(arguments):
         print(page)
         return DONE
@@ -55,9 +57,9 @@ def main(arguments: Sequence[str]) -> int:
         return REFUSED
     try:
         options, changes, overrides, config_dir = parse_arguments(arguments)
-        return search(**vars(options), changes=changes, words=overrides, config_dir=config_dir)
+        return search_plans(**vars(options), changes=changes, words=overrides, config_dir=config_dir)
     except ConfigError as error:
-        return refuse(error)
+        return refuse_config(error)
 
 
 if __name__ == "__main__":

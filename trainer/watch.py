@@ -11,8 +11,8 @@ from pathlib import Path
 from trainer.config import ConfigError
 from trainer.config.fields import option
 from trainer.config.options import run_command
-from trainer.pages.server import serve
-from trainer.pages.shown import HARDWARE, Shown
+from trainer.pages.server import start_server
+from trainer.pages.shown import HARDWARE, PageRuns
 
 WORDS = ("runs",)
 """Options that need no key."""
@@ -37,8 +37,8 @@ def run(options: WatchOptions) -> None:
     ]
     if problems:
         raise ConfigError(problems)
-    shown = Shown(folders, options.hardware)
-    with serve(shown, options.port, options.every) as server, contextlib.suppress(KeyboardInterrupt):
+    shown = PageRuns(folders, options.hardware)
+    with start_server(shown, options.port, options.every) as server, contextlib.suppress(KeyboardInterrupt):
         print(f"http://{server.address} shows {', '.join(options.runs)}; Ctrl-C ends", flush=True)
         server.serve_forever()
 

@@ -19,7 +19,7 @@ from trainer.checkpointing import checkpointer as state
 from trainer.checkpointing import files, manifest
 from trainer.checkpointing.checkpointer import Checkpointer
 from trainer.checkpointing.loading import load_tensors, read_tensors
-from trainer.checkpointing.manifest import list_checkpoints, read_manifest, step_folder, verify
+from trainer.checkpointing.manifest import list_checkpoints, read_manifest, step_folder, verify_checkpoint
 from trainer.checkpointing.parts import assign_writers
 from trainer.checkpointing.resume import find_start
 from trainer.checkpointing.retention import find_resume, steps_to_keep
@@ -112,7 +112,7 @@ def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(tmp_path, monkeypatch, 
         path, warnings = find_resume("auto", folder, True)
         saved_step, weights = read_manifest(path)["step"], read_tensors(path)["weights"]
         assert not warnings and saved_step >= 2
-        assert all(verify(checkpoint, True) for checkpoint in list_checkpoints(folder).values())
+        assert all(verify_checkpoint(checkpoint, True) for checkpoint in list_checkpoints(folder).values())
         assert torch.equal(weights, torch.full((300,), float(saved_step)))
         save(folder, 4, config=config)
         assert names(folder) <= {f"step-0000000{i}" for i in (2, 3, 4)} | {"step-00000002.replaced"}

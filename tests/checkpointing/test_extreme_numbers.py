@@ -14,7 +14,7 @@ from support import malformed
 from support.damage import places
 from test_malformed import use
 
-from trainer.checkpointing.loading import Contents
+from trainer.checkpointing.loading import CheckpointContents
 from trainer.checkpointing.manifest import list_checkpoints, read_digest
 from trainer.checkpointing.retention import find_newest
 from trainer.config import ConfigError
@@ -51,7 +51,7 @@ def check(good: Path, folder: Path, place: tuple, number: Any) -> None:
         lambda: find_newest(path.parent, True),
         lambda: (read_digest(path), list_checkpoints(path.parent)),
         lambda: use(path),
-        lambda: [Contents(path).find(name) for name in Contents(path).names],
+        lambda: [CheckpointContents(path).find(name) for name in CheckpointContents(path).names],
     ):
         try:
             read()

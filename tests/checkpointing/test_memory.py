@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.launch import launch
 
-from trainer.checkpointing.memory import Listing, choose_newest, make_private_folder, pair_ranks
+from trainer.checkpointing.memory import MemoryCheckpoint, choose_newest, make_private_folder, pair_ranks
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
@@ -31,7 +31,7 @@ def test_the_newest_checkpoint_that_the_nodes_have_together_is_chosen(data):
     files = frozenset({"a", "b", "c"})
     steps = data.draw(st.lists(st.integers(1, 5), max_size=8))
     listings = [
-        Listing(
+        MemoryCheckpoint(
             step,
             data.draw(st.sampled_from("xy")),
             files,

@@ -224,7 +224,7 @@ def test_one_old_checkpoint_that_cannot_be_removed_does_not_keep_the_others(tmp_
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", refuse)
-    [message] = retention.prune(tmp_path, 4, CheckpointConfig(keep_last=1))
+    [message] = retention.prune_checkpoints(tmp_path, 4, CheckpointConfig(keep_last=1))
     assert "step-00000002" in message and list(list_checkpoints(tmp_path)) == [4, 3, 2]
 
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.checkpointing.activation import apply_recompute, check_recompute
 from trainer.config import ActivationConfig, ConfigError
-from trainer.model.initial import initialize
+from trainer.model.initial import initialize_model
 from trainer.model.transformer import Transformer
 
 needs_compiler = pytest.mark.skipif(not CAN_COMPILE, reason="needs a C++ compiler")
@@ -36,7 +36,7 @@ def backward(compile: str = "", depth: int = 3, **settings):
     spec = tiny_spec(depth=depth)
     spec.attention.bias = False
     model = Transformer(spec)
-    initialize(model, spec, 0, torch.device("cpu"))
+    initialize_model(model, spec, 0, torch.device("cpu"))
     apply_recompute(model, ActivationConfig(**settings))
     if compile:
         for layer in model.layers.values():

@@ -18,8 +18,8 @@ from trainer.model.block_mask import block_mask
 from trainer.planning.context import KERNELS
 from trainer.planning.cost.flops import attention_flops
 from trainer.planning.cost.parameters import layer_specs
-from trainer.planning.documents import Documents, computed_keys
-from trainer.planning.resolve import resolve
+from trainer.planning.documents import DocumentLengths, computed_keys
+from trainer.planning.resolve import resolve_layout
 
 LENGTH = 512
 SHORT = {"data__mask_documents": True, "data__documents__mean": 100.0, "data__documents__median": 60.0}
@@ -29,7 +29,7 @@ def probed(spec: ModelSpec, **changes: object) -> device.DeviceProbe:
     sizes = {"batch__sequence_length": LENGTH, "batch__micro_size": 2, "batch__accumulation": 1}
     config = settings(spec, **sizes, **changes)
     alone = SimpleNamespace(device=torch.device("cpu"), size=1)
-    return device.DeviceProbe(config, resolve(config, 1, spec), alone, 0.5, 2**33)
+    return device.DeviceProbe(config, resolve_layout(config, 1, spec), alone, 0.5, 2**33)
 
 
 def spec_of(**changes: object) -> ModelSpec:
@@ -45,7 +45,7 @@ def on_blocks(monkeypatch):
         return forward + 0 * sum(one.sum() for one in operands)
 
     monkeypatch.setattr(device, "mask_of", block_mask)
-    monkeypatch.setattr(attention, "flex", lambda: flex)
+    monkeypatch.setattr(attention, "flex_attention", lambda: flex)
 
 
 @pytest.mark.parametrize("window, cap, changes", [(0, 0.0, {}), (100, 0.0, {}), (0, 20.0, {}), (100, 20.0, SHORT)])
@@ -59,7 +59,7 @@ def test_every_kernel_is_measured_with_the_mask_of_the_recipe(window, cap, chang
         flops = 3.5 * 2 * queries * attention_flops(layer_specs(spec)[0].attention, keys)
         assert found[name].amount == pytest.approx(flops), name
     blocks = found["block_mask"].amount / (3.5 * 2 * LENGTH * attention_flops(layer_specs(spec)[0].attention, 1))
-    documents = Documents(100.0, 60.0) if changes else None
+    documents = DocumentLengths(100.0, 60.0) if changes else None
     assert blocks == pytest.approx(computed_keys(LENGTH, window, documents, 128), rel=0.3 if changes else 1e-9)
 
 

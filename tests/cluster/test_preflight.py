@@ -12,7 +12,7 @@ import pytest
 from support.launch import warm_python
 
 from trainer.cluster import network, node, options
-from trainer.cluster.network import HUNG, Floors
+from trainer.cluster.network import HUNG, BandwidthFloors
 from trainer.cluster.node import FIELDS
 from trainer.cluster.ports import free_ports
 from trainer.config import ConfigError
@@ -121,12 +121,12 @@ def test_disks_are_written_and_measured(tmp_path):
 
 def test_nodes_that_leave_no_mark_are_named(tmp_path):
     (tmp_path / "n2").touch()
-    assert node.unseen(tmp_path, ["n1", "n2", "n3", options.NODE], 0.3) == ["n1", "n3"]
+    assert node.missing_nodes(tmp_path, ["n1", "n2", "n3", options.NODE], 0.3) == ["n1", "n3"]
 
 
 @pytest.mark.parametrize("nodes", range(1, 10))
 def test_each_node_meets_two_others_and_one_at_a_time(nodes):
-    rounds = network.pairings(nodes)
+    rounds = network.pair_nodes(nodes)
     met: dict[int, set[int]] = {node: set() for node in range(nodes)}
     for pairs in rounds:
         busy = [node for pair in pairs for node in pair]
@@ -137,7 +137,7 @@ def test_each_node_meets_two_others_and_one_at_a_time(nodes):
     assert all(len(others) == (min(nodes - 1, 1) if nodes < 3 or node in ends else 2) for node, others in met.items())
 
 
-FLOORS = Floors(20, 2, 0.6)
+FLOORS = BandwidthFloors(20, 2, 0.6)
 
 
 def problems(within=None, between=None, floors=FLOORS):

@@ -8,7 +8,7 @@ import pytest
 from support.launch import launch
 
 from trainer import estimate
-from trainer.cluster.links import axes
+from trainer.cluster.links import list_axes
 from trainer.config import ParallelConfig
 from trainer.planning.context import KERNELS
 from trainer.planning.estimate.calibrate import COLLECTIVES
@@ -91,7 +91,7 @@ def test_groups_and_the_links_between_them(settings, world, node, expected, monk
     parallel = ParallelConfig(**settings)
     parallel.zero.stage = 3
     plan = resolve_plan(parallel, world, None, node)
-    found = axes(plan, type("Ranks", (), {"size": world, "timeout": None}), node)
+    found = list_axes(plan, type("Ranks", (), {"size": world, "timeout": None}), node)
     assert {axis.name: axis.place for axis in found} == expected
     for axis in found:
         assert sorted(rank for group in axis.groups for rank in group) == list(range(world))

@@ -19,7 +19,7 @@ from support.launch import warm_python
 from trainer import compose
 from trainer.cluster import job
 from trainer.config import ConfigError
-from trainer.config.compose import quoted
+from trainer.config.compose import quote_value
 from trainer.observe import metrics
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ SLOW, FULL = (
 
 
 def decided(status=None, code=1, told=False, state="RUNNING", idle=0, progress=True, reason=""):
-    return job.decide(status, code, told, state, job.Record(idle), progress, 3, reason).split()[0]
+    return job.decide_restart(status, code, told, state, job.JobRecord(idle), progress, 3, reason).split()[0]
 
 
 def test_the_state_of_the_run_decides_and_not_the_exit_code():
@@ -59,9 +59,9 @@ def test_starts_without_progress_are_bounded():
         decided("stopped", idle=2, progress=False) == "exit=1"
         and decided("stopped", idle=9, progress=True) == "requeue"
     )
-    record = job.start(None, False)
+    record = job.next_record(None, False)
     for progress, idle, saved in ((False, 1, False), (False, 2, False), (True, 0, True), (False, 1, True)):
-        record = job.start(record, progress)
+        record = job.next_record(record, progress)
         assert (record.idle, record.saved) == (idle, saved)
 
 
@@ -74,13 +74,13 @@ def test_what_lacks_memory_is_not_tried_again():
 
 def test_how_a_job_ended_can_be_known_later(tmp_path):
     begin = ["+config=debug", f"run.dir={tmp_path}"], {"SLURM_JOB_ID": "7"}
-    job.begin(1, 2, *begin)
-    assert job.end(tmp_path, "7", 137, False, "RUNNING", retries=3).startswith("again")
+    job.begin_job(1, 2, *begin)
+    assert job.end_job(tmp_path, "7", 137, False, "RUNNING", retries=3).startswith("again")
     assert job.read_end(tmp_path, "7") is None
-    decision = job.end(tmp_path, "7", 137, False, "CANCELLED", retries=3)
-    assert job.read_end(tmp_path, "7") == job.End(143, 137, decision.partition(" ")[2]) and "CANCELLED" in decision
+    decision = job.end_job(tmp_path, "7", 137, False, "CANCELLED", retries=3)
+    assert job.read_end(tmp_path, "7") == job.JobEnd(143, 137, decision.partition(" ")[2]) and "CANCELLED" in decision
     assert job.read_end(tmp_path, "8") is None
-    job.begin(1, 2, *begin)
+    job.begin_job(1, 2, *begin)
     assert job.read_end(tmp_path, "7") is None, "somebody has requeued the job"
 
 
@@ -98,38 +98,38 @@ def test_a_job_resumes_itself_only_after_it_has_saved(tmp_path, age):
     environment = {"SLURM_JOB_ID": "7"}
     overrides = ["+config=debug", f"run.dir={tmp_path}", "checkpoint.resume=none"]
     checkpoint(tmp_path, 90, age=100)  # of an earlier run
-    assert job.begin(1, 2, overrides, environment)["args"] == overrides
+    assert job.begin_job(1, 2, overrides, environment)["args"] == overrides
     assert (
-        job.begin(1, 2, overrides, environment)["args"] == overrides
+        job.begin_job(1, 2, overrides, environment)["args"] == overrides
     )  # a second start, with nothing saved by the first
     (tmp_path / "status.json").write_text('{"status": "stopped"}')
-    assert job.end(tmp_path, "7", 1, False, "RUNNING", retries=2).startswith("exit=1")
+    assert job.end_job(tmp_path, "7", 1, False, "RUNNING", retries=2).startswith("exit=1")
     checkpoint(tmp_path, 5, age=age)
     os.utime(tmp_path / "status.json", (time.time() - age,) * 2)
-    assert job.end(tmp_path, "7", 1, False, "RUNNING", retries=2).startswith("requeue")
-    started = job.begin(1, 2, overrides, environment)
+    assert job.end_job(tmp_path, "7", 1, False, "RUNNING", retries=2).startswith("requeue")
+    started = job.begin_job(1, 2, overrides, environment)
     assert started["args"] == [*overrides, "checkpoint.resume=auto"] and started["run_dir"] == str(tmp_path)
     assert float(started["free_gib"]) == pytest.approx(2 * 1002 / 2**30, abs=1e-3)
-    assert job.end(tmp_path, "7", 1, False, "RUNNING", retries=2).startswith(
+    assert job.end_job(tmp_path, "7", 1, False, "RUNNING", retries=2).startswith(
         "again"
     )  # what an earlier start said does not count
 
 
 def test_a_second_job_on_the_same_folder_changes_nothing_for_the_first(tmp_path):
     overrides = ["+config=debug", f"run.dir={tmp_path}", "checkpoint.resume=none"]
-    job.begin(1, 2, overrides, {"SLURM_JOB_ID": "7"})
+    job.begin_job(1, 2, overrides, {"SLURM_JOB_ID": "7"})
     (tmp_path / "status.json").write_text('{"status": "running"}')
     checkpoint(tmp_path, 5, age=-1)
     os.utime(tmp_path / "slurm" / "7.json", (time.time() - 100,) * 2)
     os.utime(tmp_path / "status.json", (time.time() - 50,) * 2)
     assert (
-        job.begin(1, 2, overrides, {"SLURM_JOB_ID": "8"})["args"] == overrides
+        job.begin_job(1, 2, overrides, {"SLURM_JOB_ID": "8"})["args"] == overrides
     )  # its own count; the run itself refuses it
-    assert job.end(tmp_path, "8", 2, False, "RUNNING", retries=3).startswith("exit=2")
-    assert job.end(tmp_path, "7", 137, False, "RUNNING", retries=3) == (
+    assert job.end_job(tmp_path, "8", 2, False, "RUNNING", retries=3).startswith("exit=2")
+    assert job.end_job(tmp_path, "7", 137, False, "RUNNING", retries=3) == (
         "again the run ended with code 137 and status running: starting it on the same nodes"
     )
-    assert job.begin(1, 2, overrides, {"SLURM_JOB_ID": "7"})["args"] == [*overrides, "checkpoint.resume=auto"]
+    assert job.begin_job(1, 2, overrides, {"SLURM_JOB_ID": "7"})["args"] == [*overrides, "checkpoint.resume=auto"]
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_counts_of_the_environment_are_checked_before_anything_starts(tmp_path, 
 
 def test_settings_are_refused_for_the_processes_that_will_run(tmp_path):
     with pytest.raises(ConfigError, match="parallel.tp=4"):
-        job.begin(
+        job.begin_job(
             2,
             1,
             ["+config=debug", f"run.dir={tmp_path}", "parallel.tp=4", "parallel.tp_across_nodes=true"],
@@ -159,9 +159,9 @@ def test_settings_are_refused_for_the_processes_that_will_run(tmp_path):
 def test_arrays_take_lines_and_numbers(tmp_path):
     sweep = tmp_path / "sweep.txt"
     sweep.write_text("# peaks\nlr.peak=1e-3 'run.name=a b'\n\nlr.peak=3e-4 run.seed={task}\n")
-    assert job.expand(["+config=debug", f"@{sweep}"], 1) == ["+config=debug", "lr.peak=1e-3", "run.name=a b"]
-    assert job.expand([f"@{sweep}", "x={task}"], 2) == ["lr.peak=3e-4", "run.seed=2", "x=2"]
-    assert job.expand([f"@{sweep}", "x={task}"], None) == [
+    assert job.expand_task(["+config=debug", f"@{sweep}"], 1) == ["+config=debug", "lr.peak=1e-3", "run.name=a b"]
+    assert job.expand_task([f"@{sweep}", "x={task}"], 2) == ["lr.peak=3e-4", "run.seed=2", "x=2"]
+    assert job.expand_task([f"@{sweep}", "x={task}"], None) == [
         "lr.peak=1e-3",
         "run.name=a b",
         "lr.peak=3e-4",
@@ -170,34 +170,34 @@ def test_arrays_take_lines_and_numbers(tmp_path):
     ]
     for task in (0, 3):
         with pytest.raises(ConfigError, match="2 lines.*--array 1-2"):
-            job.expand([f"@{sweep}"], task)
+            job.expand_task([f"@{sweep}"], task)
     with pytest.raises(ConfigError, match="absent.txt"):
-        job.expand(["@absent.txt"], 1)
+        job.expand_task(["@absent.txt"], 1)
 
 
 @pytest.mark.parametrize("line", ["root:x:0:0:root:/root:/bin/bash", "a secret='of two words'", "'no end"])
 def test_another_file_than_one_of_overrides_is_not_quoted(line, tmp_path):
     (tmp_path / "file").write_text(f"# a comment\nrun.steps=3\n{line}\n")
     with pytest.raises(ConfigError, match=r"file cannot be read as lines of overrides: line 3") as caught:
-        job.begin(1, 1, [f"@{tmp_path / 'file'}"], {"SLURM_JOB_ID": "7"})
+        job.begin_job(1, 1, [f"@{tmp_path / 'file'}"], {"SLURM_JOB_ID": "7"})
     assert not any(word in str(caught.value) for word in line.replace("=", " ").split() if len(word) > 3)
 
 
 def test_every_task_has_a_run_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     environment = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
-    assert job.begin(1, 1, ["+config=debug", "run.seed={task}"], environment)["run_dir"] == "runs/debug-2"
-    assert job.begin(1, 1, ["+config=debug", "run.name=peak-{task}"], environment)["run_dir"] == "runs/peak-2"
+    assert job.begin_job(1, 1, ["+config=debug", "run.seed={task}"], environment)["run_dir"] == "runs/debug-2"
+    assert job.begin_job(1, 1, ["+config=debug", "run.name=peak-{task}"], environment)["run_dir"] == "runs/peak-2"
     for name in ("a=b", "a,b", "(q", 'a "b" \\'):
-        started = job.begin(1, 1, ["+config=debug", f"run.name={quoted(name)}"], environment)
+        started = job.begin_job(1, 1, ["+config=debug", f"run.name={quote_value(name)}"], environment)
         assert started["run_dir"] == f"runs/{name}-2" and compose(started["args"]).run.name == f"{name}-2"
     with pytest.raises(ConfigError, match="run.dir=all is the same for every task"):
-        job.begin(1, 1, ["+config=debug", "run.dir=all"], environment)
+        job.begin_job(1, 1, ["+config=debug", "run.dir=all"], environment)
 
 
 def test_assignments_survive_the_shell():
     values = {"run_dir": "a 'b' $c", "args": ["x=[1, 2]", "y='", "*"], "cache": ""}
-    script = job.shell(values) + '\nprintf "%s\\n" "$run_dir" "$cache" "${args[@]}"'
+    script = job.format_shell(values) + '\nprintf "%s\\n" "$run_dir" "$cache" "${args[@]}"'
     assert subprocess.check_output(["bash", "-c", script], text=True).split("\n")[:-1] == [
         "a 'b' $c",
         "",
@@ -376,7 +376,7 @@ def ended(cluster: Cluster, number: str) -> bool:
 
 def last_step(folder: Path) -> int:
     try:
-        return metrics.read(folder)[-1]["step"]
+        return metrics.read_metrics(folder)[-1]["step"]
     except ConfigError:
         return 0
 
@@ -460,7 +460,7 @@ def test_a_run_survives_time_limit_kill_and_preemption(cluster, tmp_path):
     wait_for(lambda: ended(cluster, other) and ended(cluster, number), 180, "end of the run")
     assert cluster.job(number)["JobState"] == "COMPLETED" and cluster.job(number)["ExitCode"] == "0:0"
 
-    lines = metrics.read(run)
+    lines = metrics.read_metrics(run)
     assert [line["step"] for line in lines] == list(range(1, third["step"] + 6))
     calm = tmp_path / "calm"
     subprocess.run(
@@ -485,7 +485,7 @@ def test_a_run_survives_time_limit_kill_and_preemption(cluster, tmp_path):
         capture_output=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": warm_python(), "PYTHONPATH": TESTS},
     )
-    assert [line["loss"] for line in lines] == [line["loss"] for line in metrics.read(calm)]
+    assert [line["loss"] for line in lines] == [line["loss"] for line in metrics.read_metrics(calm)]
 
 
 def test_a_task_of_an_array_stops_and_is_requeued_alone(cluster, tmp_path):

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from trainer.config import Config, ConfigError, typed
 from trainer.config.compose import CONFIGS
-from trainer.config.fields import outside
+from trainer.config.fields import describe_outside
 from trainer.planning.resolve import compose
 
 
@@ -320,11 +320,14 @@ def test_yaml_round_trip():
         ]
     )
     found: typed.Problems = {}
-    assert typed.build(OmegaConf.to_container(OmegaConf.create(typed.to_yaml(config))), found) == config and not found
+    assert (
+        typed.build_typed(OmegaConf.to_container(OmegaConf.create(typed.to_yaml(config))), found) == config
+        and not found
+    )
 
 
 def test_schema_is_documented_and_its_defaults_are_legal():
-    every = {setting.path: setting for setting in typed.settings()}
+    every = {setting.path: setting for setting in typed.list_settings()}
     assert len(every) > 100 and all(setting.doc for setting in every.values())
     assert all(
         setting.default in setting.choices
@@ -334,7 +337,7 @@ def test_schema_is_documented_and_its_defaults_are_legal():
     assert not typed.out_of_range(Config(), "")
     assert sum(setting.range is not None for setting in every.values()) > 40
     found: typed.Problems = {}
-    assert typed.build(dataclasses.asdict(Config()), found) == Config() and not found
+    assert typed.build_typed(dataclasses.asdict(Config()), found) == Config() and not found
 
 
 @given(
@@ -345,7 +348,7 @@ def test_schema_is_documented_and_its_defaults_are_legal():
 )
 def test_intervals(value, low, high, ends):
     legal = (value >= low if ends[0] == "[" else value > low) and (value <= high if ends[1] == "]" else value < high)
-    assert (outside("x", value, f"{ends[0]}{low}, {high}{ends[1]}") is None) == legal
+    assert (describe_outside("x", value, f"{ends[0]}{low}, {high}{ends[1]}") is None) == legal
 
 
 def test_kernels_of_fused_products_are_not_in_fp8():
@@ -359,7 +362,7 @@ def test_kernels_of_fused_products_are_not_in_fp8():
 def test_off_is_a_word_also_in_yaml():
     for text in ("parallel: {fusion: off}", "parallel: {fusion: 'off'}"):
         found: dict = {}
-        assert typed.build(yaml.safe_load(text), found).parallel.fusion == "off" and not found
+        assert typed.build_typed(yaml.safe_load(text), found).parallel.fusion == "off" and not found
     assert "parallel.fusion=on is not one of off, copy_engine" in problems("parallel.fusion=on")[0]
     assert compose(["parallel.fusion=off"]).parallel.fusion == "off"
 

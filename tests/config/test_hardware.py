@@ -8,9 +8,9 @@ import yaml
 from trainer.config import ConfigError, PrecisionConfig
 from trainer.config.compose import CONFIGS
 from trainer.config.hardware import build_hardware
-from trainer.config.typed import plain
+from trainer.config.typed import to_plain
 from trainer.planning.estimate.hardware import load_hardware
-from trainer.planning.estimate.pace import Pace
+from trainer.planning.estimate.pace import DeviceRates
 
 SHIPPED = sorted(path.stem for path in (CONFIGS / "hardware").glob("*.yaml"))
 
@@ -19,9 +19,9 @@ SHIPPED = sorted(path.stem for path in (CONFIGS / "hardware").glob("*.yaml"))
 def test_shipped_hardware_has_a_peak_in_each_type(name):
     hardware = load_hardware(name)
     for kind in ("bf16", "fp16", "fp32"):
-        pace = Pace.of(hardware, PrecisionConfig(compute=kind))
+        pace = DeviceRates.of(hardware, PrecisionConfig(compute=kind))
         assert 0 < pace.products < pace.peak and max(pace.attention.values()) < pace.products
-    assert build_hardware(yaml.safe_load(yaml.safe_dump(plain(hardware)))) == hardware  # as a probe would write it
+    assert build_hardware(yaml.safe_load(yaml.safe_dump(to_plain(hardware)))) == hardware  # as a probe would write it
 
 
 @pytest.mark.parametrize(
@@ -47,12 +47,12 @@ def test_names_that_are_unknown():
     with pytest.raises(ConfigError, match="hardware.device has no value; set hardware.device=VALUE"):
         build_hardware({})
     with pytest.raises(ConfigError, match=r"hardware.device=Abacus has no known peak in bf16; set hardware.peak.bf16"):
-        Pace.of(load_hardware("h200", ["device=Abacus"]), PrecisionConfig(compute="bf16"))
+        DeviceRates.of(load_hardware("h200", ["device=Abacus"]), PrecisionConfig(compute="bf16"))
 
 
 def test_a_file_of_ones_own(tmp_path):
     (tmp_path / "hardware").mkdir()
-    (tmp_path / "hardware" / "mine.yaml").write_text(yaml.safe_dump(plain(load_hardware("h200", ["devices=3"]))))
+    (tmp_path / "hardware" / "mine.yaml").write_text(yaml.safe_dump(to_plain(load_hardware("h200", ["devices=3"]))))
     assert load_hardware("mine", config_dir=tmp_path).devices == 3
     assert load_hardware(str(tmp_path / "hardware" / "mine.yaml"), ["peak.bf16=1"]).peak == {"bf16": 1.0}
 

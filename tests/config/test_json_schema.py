@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from trainer import cli
 from trainer.config import Config, typed
 from trainer.config.compose import CONFIGS
-from trainer.config.fields import bounds
+from trainer.config.fields import parse_bounds
 from trainer.config.json_schema import json_schema
 from trainer.planning.resolve import compose
 
@@ -48,11 +48,11 @@ def test_a_resolved_configuration_is_legal():
         ]
     )
     Draft7Validator.check_schema(RECIPE.schema)
-    assert not list(RECIPE.iter_errors(typed.plain(config)))
+    assert not list(RECIPE.iter_errors(typed.to_plain(config)))
 
 
 def test_every_setting_is_described_with_its_limits():
-    for setting in typed.settings():
+    for setting in typed.list_settings():
         entry: dict[str, Any] = RECIPE.schema
         for name in setting.path.split("."):
             entry = entry["properties"][name]
@@ -62,7 +62,7 @@ def test_every_setting_is_described_with_its_limits():
             assert all(legal(setting.path, choice) for choice in setting.choices)
             assert not legal(setting.path, "no such choice")
         if setting.range:
-            low, high = bounds(setting.range)
+            low, high = parse_bounds(setting.range)
             shape = (lambda value: [value]) if isinstance(setting.default, list) else (lambda value: value)
             assert not legal(setting.path, shape(low - 1))
             assert legal(setting.path, shape(low)) == (setting.range[0] == "[")

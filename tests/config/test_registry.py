@@ -15,11 +15,11 @@ from support.registries import forgotten, package
 
 from trainer import cli
 from trainer.config import ConfigError, typed
-from trainer.config.fields import outside
-from trainer.config.imports import load
+from trainer.config.fields import describe_outside
+from trainer.config.imports import import_modules
 from trainer.config.json_schema import json_schema
 from trainer.planning.resolve import compose
-from trainer.sweep.plan import expand, make_trials
+from trainer.sweep.plan import expand_sweep, make_trials
 
 GOOD = """
 from dataclasses import dataclass
@@ -60,8 +60,8 @@ def test_settings_are_typed_and_complete(tmp_path, mine):
     early = {"patience": 3, "share": 1.0, "watch": "loss", "tags": ["a", "1"], "limit": None}
     assert config.callbacks == {"early": early, "bare": {}} and isinstance(config.callbacks["early"]["share"], float)
     resolved = OmegaConf.to_container(OmegaConf.create(typed.to_yaml(config)))
-    assert typed.build(resolved, found := {}) == config and not found, "config.yaml of the run says all"
-    assert Draft7Validator(json_schema()).is_valid(typed.plain(config))
+    assert typed.build_typed(resolved, found := {}) == config and not found, "config.yaml of the run says all"
+    assert Draft7Validator(json_schema()).is_valid(typed.to_plain(config))
     assert "early" not in compose(["imports=[good]", "callbacks.early={}", "~callbacks.early"]).callbacks
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "mine.yaml").write_text(
@@ -100,16 +100,16 @@ def test_what_is_wrong_is_found_at_once_with_the_way_out(mine):
 
 @given(st.integers(-3, 3), st.floats(-1, 2))
 def test_ranges_are_those_of_the_schema(patience, share):
-    load(["good"])
+    import_modules(["good"])
     wanted = [
         text
         for text in (
-            outside("callbacks.early.patience", patience, "[1, inf)"),
-            outside("callbacks.early.share", share, "(0, 1]"),
+            describe_outside("callbacks.early.patience", patience, "[1, inf)"),
+            describe_outside("callbacks.early.share", share, "(0, 1]"),
         )
         if text
     ]
-    config = typed.build({"callbacks": {"early": {"patience": patience, "share": share}}}, {})
+    config = typed.build_typed({"callbacks": {"early": {"patience": patience, "share": share}}}, {})
     assert typed.out_of_range(config) == wanted
 
 
@@ -130,7 +130,7 @@ def test_help_and_schema_know_them(capsys, mine):
 
 def test_trials_of_a_sweep_have_them(tmp_path, mine):
     words = ["+config=debug", "imports=[good]", "callbacks.early.patience=1,2", f"sweep.dir={tmp_path}"]
-    sweep, common, swept = expand(words)
+    sweep, common, swept = expand_sweep(words)
     trials = make_trials(sweep, common, swept, None, 0)
     assert [trial.settings["callbacks"]["early"]["patience"] for trial in trials] == [1, 2]
     assert all("imports=[good]" in trial.overrides for trial in trials), "each trial's processes import for themselves"
@@ -193,7 +193,7 @@ def test_names_that_are_no_modules():
 
 
 def test_a_cell_that_runs_again_takes_its_own_place(tmp_path, mine):
-    load(["good"])
+    import_modules(["good"])
     import good
 
     exec(compile(GOOD.replace("3,", "4,"), "cell", "exec"), vars(good))

@@ -20,12 +20,12 @@ def problems(*overrides: str) -> list[str]:
 
 
 def test_every_synonym_leads_to_a_setting_and_hides_none():
-    settings = [setting.path for setting in typed.settings()]
+    settings = [setting.path for setting in typed.list_settings()]
     top = {path.split(".")[0] for path in settings}
     for name, setting in synonyms.SETTINGS.items():
         assert setting in settings, name
         assert name == "lr" or name not in top, name
-        assert typed.unknown("", name, settings).endswith(f"; here it is '{setting}'"), name
+        assert typed.describe_unknown("", name, settings).endswith(f"; here it is '{setting}'"), name
     assert not synonyms.SETTINGS.keys() & synonyms.ABSENT.keys() and not top & synonyms.ABSENT.keys()
 
 
@@ -53,7 +53,7 @@ def test_names_from_elsewhere_get_the_setting_or_the_truth():
 def test_what_earlier_versions_had_is_refused_with_what_to_set(removed, tmp_path):
     """On the command line, and in a recipe such as the config.yaml of an old run. No setting has it now."""
     path, _, value = removed.partition("=")
-    setting = next((one for one in typed.settings() if one.path == path), None)
+    setting = next((one for one in typed.list_settings() if one.path == path), None)
     assert setting is None if not value else value not in setting.choices
     nested = unflat(f"{path}={value or 4}")
     (tmp_path / "config").mkdir()
@@ -66,7 +66,7 @@ def test_what_earlier_versions_had_is_refused_with_what_to_set(removed, tmp_path
         ways = re.findall(rf"({re.escape(path.rpartition('.')[2])}=\w+)", problem.replace(removed, ""))
         assert ways if value else "leave it out" in problem
         for way in ways:
-            typed.build(typed.complete(Config(), unflat(f"{path.rpartition('.')[0]}.{way}")), found := {})
+            typed.build_typed(typed.complete_values(Config(), unflat(f"{path.rpartition('.')[0]}.{way}")), found := {})
             assert not found
 
 

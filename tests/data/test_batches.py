@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from support.corpora import config, texts, write_jsonl, write_texts
 
 from trainer.config import SourceConfig
-from trainer.data.batches import Loader, eval_batches
-from trainer.data.corpus import Samples, open_corpus
-from trainer.data.tokens import DataError, Sample
+from trainer.data.batches import BatchLoader, eval_batches
+from trainer.data.corpus import CorpusSide, open_corpus
+from trainer.data.tokens import DataError, TokenSample
 from trainer.model.loss import IGNORE
 from trainer.planning.batch import BatchPlan
 
@@ -37,11 +37,11 @@ def plan(size: int, dp: int, accumulation: int) -> BatchPlan:
 
 
 def read(
-    samples: Samples, size: int, dp: int, accumulation: int, position: int, steps: int, **options
+    samples: CorpusSide, size: int, dp: int, accumulation: int, position: int, steps: int, **options
 ) -> list[dict[str, torch.Tensor]]:
     """Per step, all ranks' tokens by sample id."""
     loaders = [
-        Loader(samples, plan(size, dp, accumulation), rank, dp, seed=5, position=position, **options)
+        BatchLoader(samples, plan(size, dp, accumulation), rank, dp, seed=5, position=position, **options)
         for rank in range(dp)
     ]
     read_steps = []
@@ -102,12 +102,12 @@ def test_each_source_is_read_whole_once_per_epoch_and_by_weight(corpus):
 
 
 def test_seeds_differ(corpus):
-    first, second = (next(Loader(corpus.train, plan(24, 1, 1), 0, 1, seed=seed))[0].ids for seed in (1, 2))
+    first, second = (next(BatchLoader(corpus.train, plan(24, 1, 1), 0, 1, seed=seed))[0].ids for seed in (1, 2))
     assert first != second
 
 
 def test_targets_follow_tokens(corpus):
-    loader = Loader(corpus.train, plan(24, 1, 2), 0, 1, seed=0)
+    loader = BatchLoader(corpus.train, plan(24, 1, 2), 0, 1, seed=0)
     batches = next(loader)
     assert [batch.tokens.shape for batch in batches] == [(12, LENGTH)] * 2
     for batch in batches:
@@ -120,7 +120,7 @@ def test_targets_follow_tokens(corpus):
 
 def test_masked_documents_ignore_only_what_crosses(corpus):
     end, crossings = corpus.tokenizer.end_id, 0
-    for batch in next(Loader(corpus.train, plan(48, 1, 2), 0, 1, seed=0, mask_documents=True)):
+    for batch in next(BatchLoader(corpus.train, plan(48, 1, 2), 0, 1, seed=0, mask_documents=True)):
         assert batch.documents.dtype == torch.int32 and batch.documents.shape == batch.tokens.shape
         assert torch.equal(batch.targets == IGNORE, batch.tokens == end), "after an end mark another document starts"
         assert torch.equal(
@@ -165,14 +165,14 @@ class Breaking:
         self.reads += 1
         if index in self.broken:
             raise DataError(f"file {index} vanished")
-        return Sample(np.full(LENGTH + 1, index, np.int64), np.zeros(LENGTH + 1, np.int32))
+        return TokenSample(np.full(LENGTH + 1, index, np.int64), np.zeros(LENGTH + 1, np.int32))
 
 
 def test_errors_of_the_thread_surface_and_lose_nothing():
     source = Breaking()
-    expected = [next_ids for next_ids in ids(read(Samples([source], [1.0]), 5, 1, 1, 0, 4))]
+    expected = [next_ids for next_ids in ids(read(CorpusSide([source], [1.0]), 5, 1, 1, 0, 4))]
     source.broken.add(int(expected[2][0].split(":")[1]))
-    loader = Loader(Samples([source], [1.0]), plan(5, 1, 1), 0, 1, seed=5, prefetch=2)
+    loader = BatchLoader(CorpusSide([source], [1.0]), plan(5, 1, 1), 0, 1, seed=5, prefetch=2)
     assert [sorted(next(loader)[0].ids) for _ in range(2)] == expected[:2]
     with pytest.raises(DataError, match="vanished"):
         next(loader)
@@ -185,7 +185,7 @@ def test_errors_of_the_thread_surface_and_lose_nothing():
 def test_prefetch_reads_ahead_and_no_further():
     for depth in (0, 1, 3):
         source = Breaking()
-        loader = Loader(Samples([source], [1.0]), plan(5, 1, 1), 0, 1, seed=5, prefetch=depth)
+        loader = BatchLoader(CorpusSide([source], [1.0]), plan(5, 1, 1), 0, 1, seed=5, prefetch=depth)
         next(loader)
         deadline = time.monotonic() + 5
         while source.reads < 5 * (1 + depth) and time.monotonic() < deadline:
@@ -201,7 +201,7 @@ def test_a_vanished_token_file_is_named(tmp_path):
     )
     [path] = (tmp_path / "cache").glob("tokens/*/shard-00000.train.bin")
     path.unlink()
-    loader = Loader(opened.train, plan(4, 1, 1), 0, 1, seed=0)
+    loader = BatchLoader(opened.train, plan(4, 1, 1), 0, 1, seed=0)
     with pytest.raises(DataError, match=f"token file {path} vanished"):
         next(loader)
     loader.close()
@@ -213,13 +213,13 @@ def test_token_ids_beyond_the_tokenizer_are_named(tmp_path):
     with pytest.raises(
         DataError, match="a.bin holds token 300, beyond the tokenizer's 257; data.tokenizer is not the one"
     ):
-        next(Loader(opened.train, plan(4, 1, 1), 0, 1, seed=0))
+        next(BatchLoader(opened.train, plan(4, 1, 1), 0, 1, seed=0))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_batches_arrive_on_the_gpu(corpus):
-    loader = Loader(corpus.train, plan(24, 1, 2), 0, 1, seed=0, mask_documents=True, device="cuda")
-    here = next(Loader(corpus.train, plan(24, 1, 2), 0, 1, seed=0, mask_documents=True))
+    loader = BatchLoader(corpus.train, plan(24, 1, 2), 0, 1, seed=0, mask_documents=True, device="cuda")
+    here = next(BatchLoader(corpus.train, plan(24, 1, 2), 0, 1, seed=0, mask_documents=True))
     for there, batch in zip(next(loader), here):
         assert (
             there.tokens.is_cuda

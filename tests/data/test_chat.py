@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 
 from trainer.config import ConfigError, SourceConfig
 from trainer.data.batches import eval_batches
-from trainer.data.chat import pack
+from trainer.data.chat import pack_lengths
 from trainer.data.corpus import Corpus, open_corpus
 from trainer.model.loss import IGNORE
 from trainer.planning import checks
@@ -131,7 +131,7 @@ def test_the_template_may_be_a_file_and_stays_with_the_tokenizer(opened, tmp_pat
     for tokenizer in (str(tmp_path / "tokenizer"), "bytes"):
         made = config(tmp_path, 256, tokenizer, chat=SourceConfig("chat", str(tmp_path / "chat.jsonl")))
         made.data.chat_template, made.data.mask_documents = str(tmp_path / "chat.jinja"), True
-        assert not checks.check(made)
+        assert not checks.config_problems(made)
         open_corpus(made).tokenizer.save(tmp_path / "saved")
         saved = AutoTokenizer.from_pretrained(tmp_path / "saved", trust_remote_code=False)
         assert saved.apply_chat_template(ROWS[0], tokenize=False).startswith("<|im_start|>system\nAnswer.<|im_end|>")
@@ -185,10 +185,12 @@ def test_rows_that_are_no_conversations_stop_or_are_left_out(opened, tmp_path, r
 
 def test_settings_that_contradict_conversations(tmp_path):
     made = config(tmp_path, chat=SourceConfig("chat", "x"))
-    assert "data.sources.chat.kind=chat needs data.mask_documents=true" in "".join(checks.check(made))
+    assert "data.sources.chat.kind=chat needs data.mask_documents=true" in "".join(checks.config_problems(made))
     made = config(tmp_path, text=SourceConfig("text", "x"))
     made.data.chat_template = "y"
-    assert "data.chat_template=y is for conversations, and no corpus has kind=chat" in "".join(checks.check(made))
+    assert "data.chat_template=y is for conversations, and no corpus has kind=chat" in "".join(
+        checks.config_problems(made)
+    )
     with pytest.raises(
         ConfigError, match="data.tokenizer=bpe is trained on text, and all of data.sources are token files"
     ):
@@ -209,7 +211,7 @@ def test_a_mixture_with_text_masks_conversations_alone(opened, tmp_path):
 @given(st.lists(st.integers(1, 50), max_size=60))
 @settings(deadline=None, max_examples=60)
 def test_packing_loses_nothing_and_leaves_no_two_sequences_that_fit_into_one(lengths):
-    order, ends = pack(np.array(lengths, np.int64), 50)
+    order, ends = pack_lengths(np.array(lengths, np.int64), 50)
     assert sorted(order.tolist()) == list(range(len(lengths)))
     filled = [sum(lengths[piece] for piece in part) for part in np.split(order, ends[:-1])] if lengths else []
     assert all(0 < size <= 50 for size in filled) and len(filled) == len(ends)

@@ -6,7 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from trainer.config import Config
-from trainer.config.typed import build
+from trainer.config.typed import build_typed
 
 GROUPS = sorted((Path(__file__).parents[2] / "configs" / "data").glob("*.yaml"))
 
@@ -15,7 +15,7 @@ GROUPS = sorted((Path(__file__).parents[2] / "configs" / "data").glob("*.yaml"))
 def test_group(path):
     values = OmegaConf.to_container(OmegaConf.load(path))
     problems = {}
-    build({"data": values}, problems)
+    build_typed({"data": values}, problems)
     kinds = {name: source["kind"] for name, source in values["sources"].items()}
     asked = {f"data.sources.{name}.path" for name, kind in kinds.items() if kind != "stdlib"}
     assert set(problems) == asked | ({"data.tokenizer"} if path.stem == "tokens" else set())
@@ -29,6 +29,6 @@ def test_every_kind_has_a_group_and_the_default_is_the_schemas():
     problems = {}
     [default] = [path for path in GROUPS if path.stem == "stdlib"]
     assert (
-        build({"data": OmegaConf.to_container(OmegaConf.load(default))}, problems).data == Config().data
+        build_typed({"data": OmegaConf.to_container(OmegaConf.load(default))}, problems).data == Config().data
         and not problems
     )

@@ -14,7 +14,7 @@ from support.corpora import config
 
 from trainer.config import SourceConfig
 from trainer.data import shards, text
-from trainer.data.corpus import Corpus, Samples, open_corpus
+from trainer.data.corpus import Corpus, CorpusSide, open_corpus
 
 END = 256
 """The end mark of the tokenizer of bytes."""
@@ -34,7 +34,7 @@ def opened(folder: Path, contents: list[bytes], chunk: int, shard: int, **data: 
         return open_corpus(one)
 
 
-def tokens_of(samples: Samples) -> list[int]:
+def tokens_of(samples: CorpusSide) -> list[int]:
     """All tokens, and that sequences of two see a border of documents behind end marks alone."""
     found = [samples.get(index) for index in range(len(samples))]
     for sample in found:

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processo
 from tokenizers import Tokenizer as Backend
 
 from trainer.data.chat import FIRST, LEARNED, ChatTemplate
-from trainer.data.shards import Piece, _encoded
+from trainer.data.shards import TextPiece, _encoded
 from trainer.data.tokenizer import Tokenizer, _byte_characters
 
 SPECIAL = ["<|im_start|>", "<|im_end|>"]
@@ -96,7 +96,7 @@ def made(name: str) -> Tokenizer:
 def learned(tokenizer: Tokenizer, text: str, spans: Any) -> tuple[list[int], np.ndarray]:
     """The ids of a conversation, and which of them are learned."""
     job = SimpleNamespace(chat=True, tokenizer=tokenizer)
-    ((ids, marks),) = _encoded(job, [Piece(text, False, True, tuple(spans))])
+    ((ids, marks),) = _encoded(job, [TextPiece(text, False, True, tuple(spans))])
     assert marks[0] & FIRST and not (marks[1:] & FIRST).any()
     return ids, (marks & LEARNED) > 0
 

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.order import PERIOD, Order, interleave, permute, shares
+from trainer.data.order import PERIOD, SampleOrder, interleave_sources, permute_index, source_shares
 
 weights = st.lists(st.floats(0.01, 100), min_size=1, max_size=6)
 
@@ -12,13 +12,13 @@ weights = st.lists(st.floats(0.01, 100), min_size=1, max_size=6)
 @given(st.integers(1, 3000), st.integers(0, 2**64 - 1))
 @settings(max_examples=60, deadline=None)
 def test_permutation_is_a_bijection(length, key):
-    result = permute(np.arange(length), length, np.full(length, key, np.uint64))
+    result = permute_index(np.arange(length), length, np.full(length, key, np.uint64))
     assert np.array_equal(np.sort(result), np.arange(length))
 
 
 def test_permutation_looks_random():
     length = 20_000
-    first, second = (permute(np.arange(length), length, np.full(length, key, np.uint64)) for key in (1, 2))
+    first, second = (permute_index(np.arange(length), length, np.full(length, key, np.uint64)) for key in (1, 2))
     assert abs(np.corrcoef(np.arange(length), first)[0, 1]) < 0.03
     assert abs(np.corrcoef(first, second)[0, 1]) < 0.03
     assert abs(np.diff(first) == 1).mean() < 0.001
@@ -27,7 +27,7 @@ def test_permutation_looks_random():
 @given(weights)
 @settings(max_examples=50, deadline=None)
 def test_shares_of_a_period(given_weights):
-    counts = shares(given_weights)
+    counts = source_shares(given_weights)
     assert counts.sum() == PERIOD and counts.min() >= 1
     assert (
         np.abs(counts / PERIOD - np.array(given_weights) / sum(given_weights)).max()
@@ -38,8 +38,8 @@ def test_shares_of_a_period(given_weights):
 @given(weights)
 @settings(max_examples=30, deadline=None)
 def test_every_prefix_keeps_to_the_weights(given_weights):
-    counts = shares(given_weights)
-    pattern, rank = interleave(counts)
+    counts = source_shares(given_weights)
+    pattern, rank = interleave_sources(counts)
     for source, count in enumerate(counts):
         mine = pattern == source
         assert np.array_equal(rank[mine], np.arange(count)), "a source is read in rising order within a period"
@@ -51,7 +51,7 @@ def test_every_prefix_keeps_to_the_weights(given_weights):
 @settings(max_examples=30, deadline=None)
 def test_each_epoch_of_each_source_reads_all_of_it_once(sources, seed):
     lengths, given_weights = map(list, zip(*sources))
-    order = Order([f"s{number}" for number in range(len(sources))], lengths, given_weights, seed)
+    order = SampleOrder([f"s{number}" for number in range(len(sources))], lengths, given_weights, seed)
     source, index = order(np.arange(3000))
     for number, length in enumerate(lengths):
         read = index[source == number]
@@ -60,12 +60,12 @@ def test_each_epoch_of_each_source_reads_all_of_it_once(sources, seed):
 
 
 def test_epochs_and_sources_and_seeds_differ():
-    source, index = Order(["a", "b"], [500, 500], [1, 1], 0)(np.arange(4000))
+    source, index = SampleOrder(["a", "b"], [500, 500], [1, 1], 0)(np.arange(4000))
     first, second = index[source == 0][:500], index[source == 0][500:1000]
     assert not np.array_equal(first, second)
     assert not np.array_equal(first, index[source == 1][:500])
-    assert not np.array_equal(first, Order(["a"], [500], [1], 1)(np.arange(500))[1])
-    assert np.array_equal(first, Order(["a"], [500], [1], 0)(np.arange(500))[1]), (
+    assert not np.array_equal(first, SampleOrder(["a"], [500], [1], 1)(np.arange(500))[1])
+    assert np.array_equal(first, SampleOrder(["a"], [500], [1], 0)(np.arange(500))[1]), (
         "other sources do not change a source's order"
     )
 
@@ -73,7 +73,7 @@ def test_epochs_and_sources_and_seeds_differ():
 @given(st.integers(0, 10**12), st.integers(1, 300))
 @settings(max_examples=30, deadline=None)
 def test_any_window_is_the_same_as_one_by_one(start, count):
-    order = Order(["a", "b", "c"], [1000, 7, None], [5, 1, 2], 3)
+    order = SampleOrder(["a", "b", "c"], [1000, 7, None], [5, 1, 2], 3)
     numbers = start + np.arange(count)
     together = np.stack(order(numbers))
     alone = np.concatenate([np.stack(order(numbers[at : at + 1])) for at in range(count)], axis=1)
@@ -81,5 +81,5 @@ def test_any_window_is_the_same_as_one_by_one(start, count):
 
 
 def test_a_stream_is_read_in_its_own_order():
-    source, index = Order(["stream", "b"], [None, 9], [1, 3], 0)(np.arange(3 * PERIOD))
+    source, index = SampleOrder(["stream", "b"], [None, 9], [1, 3], 0)(np.arange(3 * PERIOD))
     assert np.array_equal(index[source == 0], np.arange((source == 0).sum()))

@@ -9,9 +9,9 @@ from support.corpora import config, texts
 
 from trainer.config import ConfigError, SourceConfig
 from trainer.data import stream
-from trainer.data.batches import Loader
+from trainer.data.batches import BatchLoader
 from trainer.data.corpus import open_corpus
-from trainer.data.documents import Stream, digest
+from trainer.data.documents import HubStream, digest_text
 from trainer.data.tokens import DataError
 from trainer.planning.batch import BatchPlan
 
@@ -38,7 +38,9 @@ def packed(corpus, count):
 
 
 def expected(tokenizer, threshold):
-    return [token for row in ROWS if digest(row) >= threshold for token in [*tokenizer.encode(row), tokenizer.end_id]]
+    return [
+        token for row in ROWS if digest_text(row) >= threshold for token in [*tokenizer.encode(row), tokenizer.end_id]
+    ]
 
 
 def test_documents_are_packed_in_order_and_start_again(settings):
@@ -57,7 +59,7 @@ def test_held_out_documents_are_never_trained_on(settings):
     held = [corpus.tokenizer.decode(corpus.eval.get(index)[0]) for index in range(len(corpus.eval))]
     ids = expected(corpus.tokenizer, corpus.train.sources[0].threshold)
     trained = corpus.tokenizer.decode(ids)
-    named = [row.split(":")[0] + ":" for row in ROWS if digest(row) < corpus.train.sources[0].threshold]
+    named = [row.split(":")[0] + ":" for row in ROWS if digest_text(row) < corpus.train.sources[0].threshold]
     assert any(name in "".join(held) for name in named) and not any(name in trained for name in named)
     assert corpus.fingerprint == open_corpus(settings).fingerprint
 
@@ -71,7 +73,7 @@ def test_resume_reads_exactly_the_rest_on_any_layout(settings, monkeypatch, note
     for dp in (1, 3, 2):
         corpora = [open_corpus(settings) for _ in range(dp)]  # each rank is a process of its own
         loaders = [
-            Loader(corpus.train, BatchPlan(LENGTH, size, size // dp, 1), rank, dp, seed=0, position=position)
+            BatchLoader(corpus.train, BatchPlan(LENGTH, size, size // dp, 1), rank, dp, seed=0, position=position)
             for rank, corpus in enumerate(corpora)
         ]
         for _ in range(8):
@@ -96,9 +98,9 @@ def test_a_noted_state_saves_reading_again(settings, monkeypatch):
     assert len(list(open_corpus(settings).train.sources[0].notes.glob("*.json"))) > 5
     read = []
     monkeypatch.setattr(
-        Stream,
+        HubStream,
         "texts",
-        lambda self, rows, plain=Stream.texts: (read.append(text) or text for text in plain(self, rows)),
+        lambda self, rows, plain=HubStream.texts: (read.append(text) or text for text in plain(self, rows)),
     )
     assert (open_corpus(settings).train.sources[0].get(299)[0] == reference[299]).all()
     assert 0 < len(read) < 60
@@ -110,7 +112,7 @@ def test_a_stream_beside_a_corpus(settings):
     )
     corpus = open_corpus(settings)
     assert corpus.train.endless and len(corpus.train) == corpus.train.sources[0].length
-    loader = Loader(corpus.train, BatchPlan(LENGTH, 40, 40, 1), 0, 1, seed=0)
+    loader = BatchLoader(corpus.train, BatchPlan(LENGTH, 40, 40, 1), 0, 1, seed=0)
     ids = [sample for _ in range(3) for batch in next(loader) for sample in batch.ids]
     assert [sample for sample in ids if sample.startswith("stream")] == [f"stream:{index}" for index in range(30)]
     loader.close()
@@ -133,7 +135,7 @@ def test_a_tokenizer_is_trained_on_the_first_documents(settings):
 
 
 def test_a_stream_that_breaks_off_can_be_read_on(settings, monkeypatch):
-    corpus, rows = open_corpus(settings), Stream.rows
+    corpus, rows = open_corpus(settings), HubStream.rows
     reference = packed(corpus, 200)
 
     def breaking(self, dataset):
@@ -146,7 +148,7 @@ def test_a_stream_that_breaks_off_can_be_read_on(settings, monkeypatch):
         return rows(self, some())
 
     again = open_corpus(settings).train.sources[0]
-    monkeypatch.setattr(Stream, "rows", breaking)
+    monkeypatch.setattr(HubStream, "rows", breaking)
     with pytest.raises(DataError, match="data.sources.stream: the stream .* broke off: connection reset"):
         for index in range(200):
             again.get(index)

@@ -20,9 +20,9 @@ from trainer.config import ConfigError
 from trainer.diagnosis import __main__ as command
 from trainer.diagnosis import account as contract
 from trainer.diagnosis import traces
-from trainer.diagnosis.account import Account
-from trainer.diagnosis.accounts import accounts
-from trainer.diagnosis.sample import axis_of, places, sampled, trace_of
+from trainer.diagnosis.account import TimeBreakdown
+from trainer.diagnosis.accounts import break_down_step
+from trainer.diagnosis.sample import axis_of, choose_ranks, rank_coordinates, trace_of
 from trainer.planning.schedules import ir
 from trainer.planning.schedules.templates import build_schedule
 
@@ -33,13 +33,15 @@ GROUPS = {"1": ("data", (0, 1)), "2": ("tensor", (0, 1)), "0": ("all", (0, 1)), 
 def of(tmp_path):
     """The accounts of written traces."""
 
-    def make(*written: Written) -> list[Account]:
-        return accounts([traces.read(one.write(tmp_path / f"{number}.json")) for number, one in enumerate(written)])
+    def make(*written: Written) -> list[TimeBreakdown]:
+        return break_down_step(
+            [traces.read_trace(one.write(tmp_path / f"{number}.json")) for number, one in enumerate(written)]
+        )
 
     return make
 
 
-def terms(account: Account) -> dict[str, float]:
+def terms(account: TimeBreakdown) -> dict[str, float]:
     """In microseconds."""
     return {name: round(seconds * 1e6, 3) for name, seconds in account.terms.items()}
 
@@ -184,8 +186,8 @@ def test_terms_are_all_of_the_step_whatever_the_trace(data, tmp_path_factory):
         for start in data.draw(st.lists(st.integers(0, 90), max_size=3, unique=True)):
             written.synchronised(start, start + 0.5).label(traces.AWAITS + "2", start + 0.5, start + 0.75)
         written.note["spent"] = {"checkpoint": 0.25}
-        ranks.append(traces.read(written.write(folder / f"{rank}.json")))
-    for account in accounts(ranks):
+        ranks.append(traces.read_trace(written.write(folder / f"{rank}.json")))
+    for account in break_down_step(ranks):
         assert math.fsum(account.terms.values()) == pytest.approx(account.seconds, rel=1e-12)
         assert account.terms["checkpoint"] == 0.25 and min(account.terms.values()) >= 0
         assert set(account.terms) <= {
@@ -289,7 +291,7 @@ def pipelined(rank: int, seconds: dict[int, float], schedule: ir.Schedule, wait:
     lasting = [(str(action), 0.0, seconds[action.stage] * 1e-6) for action in mine]
     written.note |= {
         "place": {"pp": rank, "replicate": 0, "shard": 0, "tp": 0},
-        "schedule": ir.dumps(schedule).splitlines(),
+        "schedule": ir.format_schedule(schedule).splitlines(),
         "placement": list(schedule.placement),
         "actions": lasting,
     }
@@ -357,8 +359,8 @@ def test_the_command_adds_the_accounts_of_all_ranks_and_prints_their_metrics(tmp
         written = device(rank).nccl("1", 0, 0, 40).kernel("gemm", 50, 60, 100)
         written.write(trace_of(tmp_path, 7, rank))
     command.main(tmp_path, 7, [0, 1])
-    found = contract.read(tmp_path)
-    assert [account.rank for account in found] == [0, 1] and contract.newest(found) == found
+    found = contract.read_breakdowns(tmp_path)
+    assert [account.rank for account in found] == [0, 1] and contract.newest_breakdowns(found) == found
     printed = json.loads(capsys.readouterr().out)
     assert printed == {
         "profiled_step": 7,
@@ -369,11 +371,11 @@ def test_the_command_adds_the_accounts_of_all_ranks_and_prints_their_metrics(tmp
     }
     with open(tmp_path / contract.ACCOUNTS, "a") as file:
         file.write(found[0].dumps()[:40])  # as a run in progress leaves it
-    assert contract.read(tmp_path) == found
+    assert contract.read_breakdowns(tmp_path) == found
     with open(tmp_path / contract.ACCOUNTS, "a") as file:
         file.write("\n")
     with pytest.raises(ConfigError, match=r"accounts.jsonl, line 3: .*; the file is damaged"):
-        contract.read(tmp_path)
+        contract.read_breakdowns(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -388,9 +390,9 @@ def test_the_command_adds_the_accounts_of_all_ranks_and_prints_their_metrics(tmp
 )
 def test_an_account_that_does_not_add_up_is_none(change, message):
     good = {"rank": 0, "step": 1, "place": {}, "device": "cpu", "seconds": 2.0, "terms": {"products": 2.0}}
-    assert Account(**good).share("products") == 1.0
+    assert TimeBreakdown(**good).share("products") == 1.0
     with pytest.raises(ValueError, match=message):
-        Account(**(good | change))
+        TimeBreakdown(**(good | change))
 
 
 def test_what_is_no_trace_is_refused_by_name(tmp_path):
@@ -398,21 +400,21 @@ def test_what_is_no_trace_is_refused_by_name(tmp_path):
     for text in ("{", '{"traceEvents": []}', '{"traceEvents": [3]}'):
         path.write_text(text)
         with pytest.raises(ConfigError, match=r"trace.json .*profile the step again"):
-            traces.read(path)
+            traces.read_trace(path)
     written = device()
     del written.events[-1]["ts"]
     with pytest.raises(ConfigError, match="is no trace of a run: 'ts'; profile the step again"):
-        traces.read(written.write(path))
+        traces.read_trace(written.write(path))
     with pytest.raises(ValueError, match="the trace of rank 3 has no step"):
-        accounts([traces.read(Written(3).write(path))])
+        break_down_step([traces.read_trace(Written(3).write(path))])
 
 
 def test_a_few_ranks_speak_for_a_large_world():
     mesh = {"pp": 4, "replicate": 2, "shard": 8, "tp": 4}
-    everyone = places(mesh)
-    assert sampled({"pp": 2, "replicate": 1, "shard": 2, "tp": 2}) == list(range(8))
+    everyone = rank_coordinates(mesh)
+    assert choose_ranks({"pp": 2, "replicate": 1, "shard": 2, "tp": 2}) == list(range(8))
     for slow in (None, 0, 77, 255):
-        ranks = sampled(mesh, slow)
+        ranks = choose_ranks(mesh, slow)
         assert len(ranks) <= 16 and 0 in ranks and (255 if slow is None else slow) in ranks
         assert {everyone[rank]["pp"] for rank in ranks} == set(range(4))
 

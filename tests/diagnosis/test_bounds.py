@@ -1,4 +1,5 @@
-"""Real runs of two ranks, each with one cause that is known: `diagnose` names it, from what the run has written."""
+"""Real runs of two ranks, each with one cause that is known: `diagnose_evidence` names it, from what the run has
+written."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ from support.launch import launch
 
 from trainer import diagnose
 from trainer.config.compose import CONFIGS
-from trainer.diagnose import examine
-from trainer.diagnosis.evidence import Evidence, Machine
-from trainer.diagnosis.typical import typical
+from trainer.diagnose import diagnose_run
+from trainer.diagnosis.evidence import RunEvidence, RunMachine
+from trainer.diagnosis.typical import build_profile
 from trainer.diagnosis.verdict import Diagnosis
-from trainer.diagnosis.verdict import diagnose as verdict
+from trainer.diagnosis.verdict import diagnose_evidence as verdict
 from trainer.planning.resolve import compose
 
 DETAILS = {
@@ -54,7 +55,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def describe_hardware(root: Path) -> None:
     """Writes the file, of the runs as they are: one that is repeated by itself takes less memory than after others."""
-    most = {name: examine(folder(root, name)).memory.peak for name in TOLD}
+    most = {name: diagnose_run(folder(root, name)).memory.peak for name in TOLD}
     full = most.pop("memory capacity")
     cpu = yaml.safe_load((CONFIGS / "hardware" / "cpu.yaml").read_text()) | {"memory": 1.05 * full}
     (root / "small.yaml").write_text(yaml.safe_dump(cpu))
@@ -62,7 +63,7 @@ def describe_hardware(root: Path) -> None:
 
 
 def told(runs: Path, name: str) -> Diagnosis:
-    return examine(folder(runs, name), str(runs / "small.yaml"))
+    return diagnose_run(folder(runs, name), str(runs / "small.yaml"))
 
 
 def test_eight_causes_of_eight_are_named_and_the_larger_of_two(runs):
@@ -77,8 +78,8 @@ def test_of_forty_undisturbed_or_mixed_runs_at_most_one_is_told_wrong():
     """Twenty real runs, twice: of the steps that were recorded three at random, with noise of 5% in each term."""
     steps, wrong = recorded(), {}
     for seed, name in enumerate([*CAUSES, *CAUSES]):
-        profile = typical(resampled(steps[name], random.Random(seed), 3, 0.05))
-        kind = verdict(Evidence(Path("runs/x"), profile=profile, machine=Machine(2, 2, "CPU"))).kind
+        profile = build_profile(resampled(steps[name], random.Random(seed), 3, 0.05))
+        kind = verdict(RunEvidence(Path("runs/x"), profile=profile, machine=RunMachine(2, 2, "CPU"))).kind
         if kind != CAUSES[name][0]:
             wrong[seed, name] = kind
     assert len(CAUSES) == len(steps) == 20 and len(wrong) <= 1, wrong

@@ -10,12 +10,12 @@ import pytest
 from support.estimates import every_way, lacking
 
 from trainer.config import Config, typed
-from trainer.diagnosis.evidence import Evidence, Machine
-from trainer.diagnosis.overrides import FREED, SHOWN, WAYS, Workshop
+from trainer.diagnosis.evidence import RunEvidence, RunMachine
+from trainer.diagnosis.overrides import ALTERNATIVES, FREED, MAX_SUGGESTIONS, Suggestions
 from trainer.planning.cost.devices import peak_flops
 from trainer.planning.estimate.hardware import load_hardware
-from trainer.planning.estimate.step import estimate
-from trainer.planning.resolve import compose, resolve
+from trainer.planning.estimate.step import estimate_step
+from trainer.planning.resolve import compose, resolve_layout
 
 H200 = load_hardware("h200")
 DETAILS = {
@@ -44,29 +44,29 @@ RUNS = {
 }
 
 
-def evidence(name: str) -> tuple[Evidence, list[str]]:
+def evidence(name: str) -> tuple[RunEvidence, list[str]]:
     processes, overrides = RUNS[name]
     config = compose(overrides, world_size=processes)
     # What a run writes and the command reads again.
-    config = typed.build(typed.complete(Config(), typed.plain(config)), {})
-    layout = resolve(config, processes, config.model, 8)
-    return Evidence(Path("x"), (), None, config, layout, Machine(processes, 8, H200.device), H200), overrides
+    config = typed.build_typed(typed.complete_values(Config(), typed.to_plain(config)), {})
+    layout = resolve_layout(config, processes, config.model, 8)
+    return RunEvidence(Path("x"), (), None, config, layout, RunMachine(processes, 8, H200.device), H200), overrides
 
 
 @pytest.mark.parametrize("name", ["zero3", "tp4_pp2"])
 def test_overrides_can_be_pasted(name):
     known, overrides = evidence(name)
-    workshop, offered, world = Workshop(known, 1.0), {}, known.machine.processes
-    before = estimate(known.config, known.layout, H200)
-    for kind in WAYS:
+    workshop, offered, world = Suggestions(known, 1.0), {}, known.machine.processes
+    before = estimate_step(known.config, known.layout, H200)
+    for kind in ALTERNATIVES:
         for detail in DETAILS.get(kind, ("",)):
             for one in workshop.against(kind, detail):
                 offered.setdefault(one.text, ((kind, detail), one))
     for text, (bound, one) in list(offered.items())[:6]:
         pasted = compose([*overrides, *shlex.split(text)], world_size=world)
-        layout = resolve(pasted, world, pasted.model, 8)
+        layout = resolve_layout(pasted, world, pasted.model, 8)
         assert layout.batch.global_size == known.layout.batch.global_size, text
-        after = estimate(pasted, layout, H200)
+        after = estimate_step(pasted, layout, H200)
         if one.seconds is not None:
             assert one.seconds == pytest.approx(after.seconds / before.seconds, rel=1e-6), text
             assert after.memory < 1.01 * before.memory if bound == FREED else one.seconds < 1, text
@@ -75,7 +75,7 @@ def test_overrides_can_be_pasted(name):
 
 def test_what_helps_is_found():
     known, _ = evidence("tp4_pp2")
-    workshop = Workshop(known, 2.0)
+    workshop = Suggestions(known, 2.0)
     texts = {kind: " ".join(one.text for one in workshop.against(kind, detail)) for kind, detail in (
         ("communication", "tensor"), ("bubble", "imbalance"), ("bubble", "schedule"), ("compute", ""), ("data", "")
     )}  # fmt: skip
@@ -99,8 +99,8 @@ def test_what_helps_is_found():
 def test_copies_are_offered_where_they_are_legal(overrides, axis, offered):
     """With the step that they are predicted to take; without tensor-parallel ranks there is nothing to fuse."""
     config = compose(["+config=llama3_8b", "batch.micro_size=2", "batch.accumulation=2", *overrides], world_size=4)
-    layout = resolve(config, 4, config.model, 4)
-    workshop = Workshop(Evidence(Path("x"), (), None, config, layout, Machine(4, 4, H200.device), H200), 1.0)
+    layout = resolve_layout(config, 4, config.model, 4)
+    workshop = Suggestions(RunEvidence(Path("x"), (), None, config, layout, RunMachine(4, 4, H200.device), H200), 1.0)
     found = workshop.against("communication", axis)
     texts = [one.text for one in found if "copy_engine" in one.text or "parallel.tp=1" in one.text]
     assert offered in (texts[:1] or [""])[0] and bool(texts) == bool(offered), found
@@ -110,16 +110,16 @@ def test_copies_are_offered_where_they_are_legal(overrides, axis, offered):
             ["+config=llama3_8b", "batch.micro_size=2", "batch.accumulation=2", *overrides, *shlex.split(one.text)],
             world_size=4,
         )
-    cpu = Evidence(Path("x"), (), None, config, layout, Machine(4, 4, "CPU"), None)
-    assert not any("zero.transport" in one.text for one in Workshop(cpu, 1.0).against("communication", axis))
+    cpu = RunEvidence(Path("x"), (), None, config, layout, RunMachine(4, 4, "CPU"), None)
+    assert not any("zero.transport" in one.text for one in Suggestions(cpu, 1.0).against("communication", axis))
 
 
 def test_recompute_that_no_lack_of_memory_asks_for_is_left_out():
     config = compose(["+config=llama_60m", "model=tinyllama_1b", "activation=full", "compile=true"], world_size=1)
-    layout = resolve(config, 1, config.model, 1)
-    known = Evidence(Path("x"), (), None, config, layout, Machine(1, 1, H200.device), H200)
-    assert known.layout.batch.micro_size and estimate(config, layout, H200).memory < 0.5 * H200.memory * 2**30
-    texts = [one.text for one in Workshop(known, 1.0).against("memory capacity", "recompute")]
+    layout = resolve_layout(config, 1, config.model, 1)
+    known = RunEvidence(Path("x"), (), None, config, layout, RunMachine(1, 1, H200.device), H200)
+    assert known.layout.batch.micro_size and estimate_step(config, layout, H200).memory < 0.5 * H200.memory * 2**30
+    texts = [one.text for one in Suggestions(known, 1.0).against("memory capacity", "recompute")]
     assert {text.split()[0] for text in texts} == {"activation.mode=auto", "activation.mode=none"}
 
 
@@ -131,11 +131,11 @@ def test_what_ran_out_of_memory_is_offered_what_fits(memory, settings):
     hardware = replace(H200, memory=memory)
     workshop = lacking(config, hardware=hardware)
     found, before = workshop.against(*FREED), workshop.predicted
-    assert before.fits == "no" and 1 <= len(found) <= SHOWN + 1
+    assert before.fits == "no" and 1 <= len(found) <= MAX_SUGGESTIONS + 1
     assert [one.relative for one in found] == sorted(one.relative for one in found)
     for one in found:
         pasted = compose([*overrides, *shlex.split(one.text)], world_size=1)
-        after = estimate(pasted, resolve(pasted, 1, pasted.model, 1), hardware)
+        after = estimate_step(pasted, resolve_layout(pasted, 1, pasted.model, 1), hardware)
         assert one.memory == pytest.approx(after.memory / 2**30, rel=0.01) and after.memory < 0.93 * memory * 2**30
         assert one.relative == pytest.approx(after.seconds / before.seconds, rel=0.01) and one.seconds is None
     assert min(len({name.partition(".")[0] for name in one.text.split()}) for one in found) == settings
@@ -164,8 +164,8 @@ def test_only_what_is_legal_and_of_use_is_offered_to_a_run_without_memory():
 
 def test_what_the_machine_of_is_not_known_is_offered_unpredicted():
     known, _ = evidence("debug")
-    bare = Evidence(known.folder, config=known.config, layout=known.layout, machine=known.machine)
-    offered = Workshop(bare, 1.0).against("host", "launch")
+    bare = RunEvidence(known.folder, config=known.config, layout=known.layout, machine=known.machine)
+    offered = Suggestions(bare, 1.0).against("host", "launch")
     assert [one.text for one in offered] == ["compile=true"] or offered[0].text == "compile=true"
     assert all(one.seconds is None for one in offered)
 
@@ -173,9 +173,9 @@ def test_what_the_machine_of_is_not_known_is_offered_unpredicted():
 @pytest.mark.parametrize("name, offered", [("alone", True), ("debug", False)])
 def test_a_host_that_is_slow_to_start_kernels_records_them_where_a_process_is_alone_on_its_gpu(name, offered):
     known, overrides = evidence(name)
-    texts = [one.text for one in Workshop(known, 1.0).against("host", "launch")]
+    texts = [one.text for one in Suggestions(known, 1.0).against("host", "launch")]
     assert any(set(text.split()) == {"run.cuda_graphs=true", "logging.profile=0"} for text in texts) == offered, texts
     if offered:
         compose([*overrides, *texts[0].split()], world_size=1)
-        cpu = Evidence(known.folder, (), None, known.config, known.layout, Machine(1, 8, "CPU"), None)
-        assert not any("run.cuda_graphs" in one.text for one in Workshop(cpu, 1.0).against("host", "launch"))
+        cpu = RunEvidence(known.folder, (), None, known.config, known.layout, RunMachine(1, 8, "CPU"), None)
+        assert not any("run.cuda_graphs" in one.text for one in Suggestions(cpu, 1.0).against("host", "launch"))

@@ -14,22 +14,22 @@ from rich.console import Console
 from support.accounts import QUIET, Case, accounts, quiet
 
 from trainer.config import Config
-from trainer.diagnosis.account import metrics
-from trainer.diagnosis.evidence import Evidence, Machine
-from trainer.diagnosis.report import show
+from trainer.diagnosis.account import breakdown_metrics
+from trainer.diagnosis.evidence import RunEvidence, RunMachine
+from trainer.diagnosis.report import print_diagnosis
 from trainer.diagnosis.rules import LAYERS
-from trainer.diagnosis.slow_ranks import slowest
-from trainer.diagnosis.typical import computed, typical, work
-from trainer.diagnosis.verdict import Diagnosis, diagnose, say_more, to_json
+from trainer.diagnosis.slow_ranks import find_slowest
+from trainer.diagnosis.typical import build_profile, busy_seconds, compute_seconds
+from trainer.diagnosis.verdict import Diagnosis, diagnose_evidence, say_more, to_json
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.resolve import compose
-from trainer.util.tables import percent
+from trainer.util.tables import format_percent
 
 
 def told(case: Case, seed: int = 0, **more) -> Diagnosis:
-    profile = typical(accounts(case, random.Random(seed), noise=0.08))
-    return diagnose(
-        Evidence(Path("runs/x"), profile=profile, machine=Machine(case.ranks, case.ranks, "NVIDIA H200"), **more)
+    profile = build_profile(accounts(case, random.Random(seed), noise=0.08))
+    return diagnose_evidence(
+        RunEvidence(Path("runs/x"), profile=profile, machine=RunMachine(case.ranks, case.ranks, "NVIDIA H200"), **more)
     )
 
 
@@ -92,13 +92,15 @@ def test_the_step_without_a_cost_is_that_of_a_run_without_it():
     ):
         case = Case({**QUIET, **terms})
         predicted = told(case).findings[0].seconds
-        real = typical(accounts(Case({**QUIET, **gone}), random.Random(1))).seconds
+        real = build_profile(accounts(Case({**QUIET, **gone}), random.Random(1))).seconds
         assert predicted == pytest.approx(real, rel=0.05)
     slow = told(Case(QUIET, slow={2: 1.5}))
     assert slow.findings[0].cost.detail == "rank 2"
-    assert slow.findings[0].seconds == pytest.approx(typical(accounts(Case(QUIET), random.Random(1))).seconds, rel=0.06)
+    assert slow.findings[0].seconds == pytest.approx(
+        build_profile(accounts(Case(QUIET), random.Random(1))).seconds, rel=0.06
+    )
     stages = told(Case(QUIET, stages=(1.0, 2.0), micro=32))
-    balanced = typical(accounts(Case(QUIET, stages=(1.5, 1.5), micro=32), random.Random(1))).seconds
+    balanced = build_profile(accounts(Case(QUIET, stages=(1.5, 1.5), micro=32), random.Random(1))).seconds
     assert stages.findings[0].cost.detail == "imbalance"
     assert stages.findings[0].seconds == pytest.approx(balanced, rel=0.06)
 
@@ -107,11 +109,11 @@ def test_the_step_without_a_cost_is_that_of_a_run_without_it():
 def test_noise_is_no_straggler(seed):
     """Single steps in which a rank is half as slow again tell nothing; as many in which one always is do."""
     draw = random.Random(seed)
-    noisy = typical(accounts(Case(QUIET, ranks=2), draw, steps=3, noise=0.3))
-    assert diagnose(Evidence(Path("runs/x"), profile=noisy)).kind != "straggler"
-    slow = typical(accounts(Case(QUIET, ranks=2, slow={1: 3.0}), draw, steps=6, noise=0.2))
-    assert diagnose(Evidence(Path("runs/x"), profile=slow)).findings[0].cost.detail == "rank 1"
-    assert not slowest(typical(accounts(Case(QUIET, slow={1: 9.0}), draw, steps=1))).certain
+    noisy = build_profile(accounts(Case(QUIET, ranks=2), draw, steps=3, noise=0.3))
+    assert diagnose_evidence(RunEvidence(Path("runs/x"), profile=noisy)).kind != "straggler"
+    slow = build_profile(accounts(Case(QUIET, ranks=2, slow={1: 3.0}), draw, steps=6, noise=0.2))
+    assert diagnose_evidence(RunEvidence(Path("runs/x"), profile=slow)).findings[0].cost.detail == "rank 1"
+    assert not find_slowest(build_profile(accounts(Case(QUIET, slow={1: 9.0}), draw, steps=1))).certain
 
 
 def test_a_share_is_the_same_in_findings_account_and_metrics(capsys):
@@ -120,15 +122,15 @@ def test_a_share_is_the_same_in_findings_account_and_metrics(capsys):
     first, *rest = accounts(case, random.Random(0), steps=1)
     terms = {**first.terms, "other": 0.4}
     made = [replace(first, terms=terms, seconds=sum(terms.values())), *rest]
-    diagnosis = diagnose(Evidence(Path("runs/x"), profile=typical(made)))
+    diagnosis = diagnose_evidence(RunEvidence(Path("runs/x"), profile=build_profile(made)))
     expected = sum(one.spent("data") for one in made) / sum(one.seconds for one in made)
     found = {finding.cost.kind: finding.cost.share for finding in diagnosis.findings}
     assert found["data"] == pytest.approx(expected) and max(one.seconds for one in made) > 1.1 * rest[0].seconds
-    show(diagnosis, Console(width=120))
+    print_diagnosis(diagnosis, Console(width=120))
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     shown = {line[0]: line[1] for line in lines if line and line[0] in ("data", "step", "checkpoint")}
-    assert shown["data"] == percent(expected) and shown["checkpoint"] == percent(found["checkpoint"])
-    assert metrics([replace(one, terms={**one.terms}) for one in made])["exposed/data"] == pytest.approx(
+    assert shown["data"] == format_percent(expected) and shown["checkpoint"] == format_percent(found["checkpoint"])
+    assert breakdown_metrics([replace(one, terms={**one.terms}) for one in made])["exposed/data"] == pytest.approx(
         sum(one.spent("communication/data") for one in made) / sum(one.seconds for one in made)
     )
 
@@ -164,7 +166,7 @@ def test_metrics_alone_say_what_they_can():
         return {"step": step, "step_seconds": 1.0, "data_seconds": 0.001} | values
 
     def kind(**values: float) -> Diagnosis:
-        return diagnose(Evidence(Path("runs/x"), [record(step, **values) for step in range(1, 8)]))
+        return diagnose_evidence(RunEvidence(Path("runs/x"), [record(step, **values) for step in range(1, 8)]))
 
     silent = kind()
     assert silent.kind == "unknown" and silent.text.endswith("go on with logging.profile=50")
@@ -191,9 +193,9 @@ def test_a_step_that_stalled_is_left_out():
     found = accounts(Case(QUIET), random.Random(0))
     long = accounts(Case({**QUIET, "host/launch": 30.0}), random.Random(0), steps=1)
     late = [type(one)(**{**vars(one), "step": 1000}) for one in long]
-    profile = typical([*found, *late])
+    profile = build_profile([*found, *late])
     assert profile.unusual == (1000,) and profile.seconds < 2
-    assert typical([]) is None
+    assert build_profile([]) is None
 
 
 TERMS = st.fixed_dictionaries({name: st.floats(0, 3) for name in [*QUIET, "recompute", "host/collector", "checkpoint"]})
@@ -203,13 +205,13 @@ TERMS = st.fixed_dictionaries({name: st.floats(0, 3) for name in [*QUIET, "recom
 @given(TERMS, st.integers(1, 3), st.dictionaries(st.integers(0, 3), st.floats(0.5, 4)), st.booleans())
 def test_whatever_the_account_the_diagnosis_is_sound(terms, steps, slow, pipeline):
     case = Case(terms, slow=slow, stages=(1.0, 1.7) if pipeline else (1.0,))
-    profile = typical(accounts(case, random.Random(3), steps))
+    profile = build_profile(accounts(case, random.Random(3), steps))
     assert (profile is None) == (sum(terms.values()) == 0)
     if profile is None:
         return
     for account in profile.ranks:
-        assert -1e-9 <= computed(account) <= work(account) <= account.seconds * (1 + 1e-9)
-    diagnosis = diagnose(Evidence(Path("runs/x"), profile=profile, config=Config()))
+        assert -1e-9 <= compute_seconds(account) <= busy_seconds(account) <= account.seconds * (1 + 1e-9)
+    diagnosis = diagnose_evidence(RunEvidence(Path("runs/x"), profile=profile, config=Config()))
     for finding in diagnosis.findings:
         assert 0 <= finding.seconds <= diagnosis.seconds * (1 + 1e-6) and 0 <= finding.cost.share <= 1 + 1e-6
     rest = [finding.seconds for finding in diagnosis.findings[1:]]

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from support.kernels import compare_kernels
 from support.launch import launch
 
-from trainer.distributed.shards import pieces
+from trainer.distributed.shards import split_pieces
 
 
 @given(st.lists(st.integers(0, 20), max_size=6), st.integers(1, 12))
 def test_pieces_are_full_and_have_everything_once(lengths: list[int], most: int) -> None:
-    cut = list(pieces(lengths, most))
+    cut = list(split_pieces(lengths, most))
     elements = [(number, place) for piece in cut for number, start, stop in piece for place in range(start, stop)]
     assert elements == [(number, place) for number, length in enumerate(lengths) for place in range(length)]
     sizes = [sum(stop - start for _, start, stop in piece) for piece in cut]

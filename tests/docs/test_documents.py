@@ -273,9 +273,9 @@ def module(
     elif name == "trainer":
         train(words, world)
     elif name in small and "--help" in words:
-        assert options.usage(small[name], name)
+        assert options.format_usage(small[name], name)
     elif name in small:
-        options.parse(small[name], words, plain)
+        options.parse_options(small[name], words, plain)
     elif name == "trainer.plot":
         given = plot.command_line().parse_args(words)
         if given.schedule:
@@ -290,20 +290,20 @@ def module(
         assert capsys.readouterr().out.strip() == output.strip()
     elif name == "trainer.estimate":
         _, _, overrides, config_dir = estimate.parse_arguments(words)
-        assert variants.compose(overrides, config_dir, world, corpus=False)
+        assert variants.compose_variant(overrides, config_dir, world, corpus=False)
     elif name == "trainer.probe":
         _, overrides, config_dir = probe.parse_arguments(words)
-        assert variants.compose(overrides, config_dir, world, corpus=False)
+        assert variants.compose_variant(overrides, config_dir, world, corpus=False)
     elif name == "trainer.tune":
         _, _, overrides, config_dir = tune.parse_arguments(words)
-        _, common, swept = sweep.expand(overrides, config_dir)
-        assert all(variants.compose([*common, *values], config_dir, world, corpus=False) for values in swept)
+        _, common, swept = sweep.expand_sweep(overrides, config_dir)
+        assert all(variants.compose_variant([*common, *values], config_dir, world, corpus=False) for values in swept)
     elif name == "trainer.parity":
         overrides, plans, _, _, config_dir = parity.parse_arguments(words)
         composed(tuple(overrides), world, config_dir)
         for text in plans or []:
             chosen = [word if "=" in word else f"parallel={word}" for word in shlex.split(text)]
-            parity.compose([*overrides, *chosen], config_dir, world)
+            parity.compose_variant([*overrides, *chosen], config_dir, world)
     else:
         raise AssertionError(f"{name} is a module that nobody tests")
 
@@ -315,7 +315,7 @@ def train(words: list[str], world: int) -> None:
     elif given.help is not None:
         assert cli.help_text("run" if given.help == "SECTION" else given.help)
     elif given.multirun:
-        sweep.make_trials(*sweep.expand(given.overrides, given.config_dir), given.config_dir, gpus=0)
+        sweep.make_trials(*sweep.expand_sweep(given.overrides, given.config_dir), given.config_dir, gpus=0)
     else:
         composed(tuple(given.overrides), world, given.config_dir)
 
@@ -413,7 +413,7 @@ def test_first_run(place: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(place)
     with contextlib.redirect_stdout(io.StringIO()):
         assert cli.main(["+config=debug"]) == 0
-    losses = {line["step"]: line["loss"] for line in metrics.read(place / "runs/debug")}
+    losses = {line["step"]: line["loss"] for line in metrics.read_metrics(place / "runs/debug")}
     shown = next(body for _, body in read(ROOT / "README.md").blocks if body.startswith("step 1/5"))
     shown += (ROOT / "docs/first_hour.md").read_text()
     found = re.findall(r"step (\d)/5  loss  ([\d.]+)", shown)
@@ -433,7 +433,7 @@ def test_sweep(place: Path, monkeypatch: pytest.MonkeyPatch):
     body = next(body for _, body in page.blocks if body.startswith("$ "))
     words = shlex.split(next(commands(page)).text)[3:]
     given = cli._parse(words)
-    trials = sweep.make_trials(*sweep.expand(given.overrides), None, gpus=0)
+    trials = sweep.make_trials(*sweep.expand_sweep(given.overrides), None, gpus=0)
     assert f"{len(trials)} trials, {sum(bool(trial.refusal) for trial in trials)} refused" in body
     for trial in trials:
         row = next(
@@ -461,7 +461,7 @@ def test_continued_run(place: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(place)
     with contextlib.redirect_stdout(io.StringIO()):
         assert cli.main(["+config=debug", "run.name=undisturbed", "run.steps=10"]) == 0
-    losses = [line["loss"] for line in metrics.read(place / "runs/undisturbed")]
+    losses = [line["loss"] for line in metrics.read_metrics(place / "runs/undisturbed")]
     assert f"`loss {losses[0]:.3f} -> {losses[-1]:.3f}`" in (ROOT / "docs/plans.md").read_text()
     assert f"undisturbed run, {losses[-1]:.3f} " in (ROOT / "README.md").read_text()
     first_hour = (ROOT / "docs/first_hour.md").read_text()
@@ -534,8 +534,8 @@ def known() -> tuple[set[str], set[str], dict[str, set[str]]]:
         for parts in [path.relative_to(ROOT).parts]
         for place in range(len(parts))
     }
-    extra = [typed.settings(sweep.SweepConfig(), "sweep"), typed.settings(HardwareConfig(), "hardware")]
-    settings = [setting for found in [typed.settings(), *extra] for setting in found]
+    extra = [typed.list_settings(sweep.SweepConfig(), "sweep"), typed.list_settings(HardwareConfig(), "hardware")]
+    settings = [setting for found in [typed.list_settings(), *extra] for setting in found]
     tails = {setting.path.split(".", place)[-1] for setting in settings for place in range(setting.path.count(".") + 1)}
     commands = (sample.SampleOptions, export.ExportOptions, merge.MergeOptions, evaluate.EvalOptions)
     small = (*commands, PreflightOptions, estimate.EstimateOptions, tune.TuneOptions)

@@ -14,7 +14,7 @@ import torch
 
 from trainer.config import synonyms
 from trainer.model.context import ContextGroup
-from trainer.planning.context import Context
+from trainer.planning.context import ContextPlan
 
 ROOT = Path(__file__).parents[2]
 
@@ -113,7 +113,7 @@ def test_the_page_shows_which_rank_holds_which_token():
     shown = dict(re.findall(r"^(contiguous|zigzag|blocks) +([0-3]{32})  ", page, re.MULTILINE))
     assert len(shown) == 3
     for order, text in shown.items():
-        group = ContextGroup(Context(1, 4, order, 1, False, 1), 0, None, None)
+        group = ContextGroup(ContextPlan(1, 4, order, 1, False, 1), 0, None, None)
         holders = torch.empty(len(text), dtype=torch.int64)
         holders[group.order(len(text), torch.device("cpu"))] = torch.arange(4).repeat_interleave(len(text) // 4)
         assert "".join(map(str, holders.tolist())) == text, order

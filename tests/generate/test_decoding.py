@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from support.variations import small
 from torch import Tensor
 
-from trainer.config.model import ModelSpec, assign
-from trainer.distributed.slots import merged
-from trainer.generate.placed import PlacedModel
-from trainer.generate.sampling import Generation, Sampling, generate_tokens
+from trainer.config.model import ModelSpec, assign_fields
+from trainer.distributed.slots import merge_attention
+from trainer.generate.placed import ShardedModel
+from trainer.generate.sampling import SamplingOptions, TokenGenerator, generate_tokens
 from trainer.hf.families import FAMILIES
-from trainer.model.cache import attend_slots
-from trainer.model.initial import initialize
+from trainer.model.cache import attend_kv
+from trainer.model.initial import initialize_model
 from trainer.model.layers import Attention
 from trainer.model.transformer import Transformer
 from trainer.parallel.parallelize import keep_buffers
@@ -31,14 +31,14 @@ def build(spec: ModelSpec) -> Transformer:
     """A model in fp64 whose logits are far from ties."""
     spec.init.std = 0.3
     model = Transformer(spec)
-    initialize(model, spec, 0, CPU)
+    initialize_model(model, spec, 0, CPU)
     model.double()
     keep_buffers(model, CPU)
     return model.eval()
 
 
 @dataclass(frozen=True)
-class Noting(Sampling):
+class Noting(SamplingOptions):
     """Keeps the logits that tokens are chosen from."""
 
     seen: list[Tensor] = field(default_factory=list)
@@ -54,7 +54,7 @@ def worst(spec: ModelSpec, lengths: tuple[int, ...] = LENGTHS, count: int = 4) -
     model, generator = build(spec), torch.Generator().manual_seed(1)
     prompts = [torch.randint(0, spec.vocab_size, (length,), generator=generator).tolist() for length in lengths]
     sampling = Noting(temperature=1.0, seed=3)
-    found = generate_tokens(PlacedModel(spec, {0: model}, CPU, torch.float64), prompts, count, sampling)
+    found = generate_tokens(ShardedModel(spec, {0: model}, CPU, torch.float64), prompts, count, sampling)
     assert [len(tokens) for tokens in found] == [count] * len(prompts) and len(sampling.seen) == count
     differences = []
     with torch.no_grad():
@@ -90,7 +90,7 @@ def test_every_scaling_of_positions(rope: dict) -> None:
     """Prompts on both sides of the length from which frequencies differ, one that grows past it, and one whose context
     slides."""
     spec = small("llama", max_length=64, attention__kv_heads=2)
-    assign(spec.attention, {"rope": rope}, "model.attention")
+    assign_fields(spec.attention, {"rope": rope}, "model.attention")
     assert worst(spec, count=5) < 1e-12
 
 
@@ -135,7 +135,7 @@ def test_a_token_costs_a_pass_over_itself() -> None:
     spec.attention.rope.short_factor, spec.attention.rope.long_factor = [1.0] * 4, [2.0] * 4
     model, shapes = build(spec), []
     model.layers["0"].register_forward_pre_hook(lambda _, inputs: shapes.append(tuple(inputs[0].shape)))
-    generate_tokens(PlacedModel(spec, {0: model}, CPU, torch.float64), [[1] * 28, [2]], 6, Sampling())
+    generate_tokens(ShardedModel(spec, {0: model}, CPU, torch.float64), [[1] * 28, [2]], 6, SamplingOptions())
     assert [rows for rows, _ in shapes] == [64, 2, 2, 64, 2, 2]
 
 
@@ -155,12 +155,12 @@ def test_parts_of_attention_are_brought_together(parts, seen, heads, soft_cap) -
     visible[..., 0] = True
     for part in range(1, parts):
         visible[..., 7 * part : 7 * (part + 1)] &= seen[part]
-    whole, logsum = attend_slots(query, keys, values, visible, 0.5, soft_cap)
+    whole, logsum = attend_kv(query, keys, values, visible, 0.5, soft_cap)
     pieces = [
-        attend_slots(query, *(x[:, :, 7 * part : 7 * (part + 1)] for x in (keys, values)), mask, 0.5, soft_cap)
+        attend_kv(query, *(x[:, :, 7 * part : 7 * (part + 1)] for x in (keys, values)), mask, 0.5, soft_cap)
         for part, mask in enumerate(visible.split(7, -1))
     ]
-    together, _ = merged(*(torch.cat(some, 2) for some in zip(*pieces)))
+    together, _ = merge_attention(*(torch.cat(some, 2) for some in zip(*pieces)))
     assert torch.isfinite(together).all() and torch.isfinite(logsum).all()
     torch.testing.assert_close(together, whole, rtol=1e-12, atol=1e-12)
     repeated = [x.repeat_interleave(4 // heads, 1) for x in (keys, values)]
@@ -174,7 +174,9 @@ def test_a_model_is_left_as_it_was() -> None:
     model = build(small("llama")).train()
     layer = model.layers["0"]
     layer.recompute = recompute = lambda body, *inputs: body(*inputs)
-    generation = Generation(PlacedModel(model.spec, {0: model}, CPU, torch.float64), [[1]], 2, Sampling(), None)
+    generation = TokenGenerator(
+        ShardedModel(model.spec, {0: model}, CPU, torch.float64), [[1]], 2, SamplingOptions(), None
+    )
     with generation.model.inference():
         next(iter(generation))
         assert not model.training and layer.recompute is None and not torch.is_grad_enabled()

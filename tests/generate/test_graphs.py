@@ -8,10 +8,10 @@ import pytest
 import torch
 from support.variations import small
 
-from trainer.generate.placed import PlacedModel
-from trainer.generate.sampling import Generation, Sampling, generate_tokens
-from trainer.model.cache import BLOCK, Cache
-from trainer.model.initial import initialize
+from trainer.generate.placed import ShardedModel
+from trainer.generate.sampling import SamplingOptions, TokenGenerator, generate_tokens
+from trainer.model.cache import BLOCK, KVCache
+from trainer.model.initial import initialize_model
 from trainer.model.transformer import Transformer
 from trainer.parallel.parallelize import keep_buffers
 
@@ -19,14 +19,14 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 PROMPTS = [[3, 1, 4], [1], [5] * 63]
 
 
-def build(family: str, dtype: torch.dtype = torch.float64) -> PlacedModel:
+def build(family: str, dtype: torch.dtype = torch.float64) -> ShardedModel:
     device = torch.device("cuda", 0)
     spec = small(family, max_length=256, init__std=0.3)
     model = Transformer(spec)
-    initialize(model, spec, 0, torch.device("cpu"))
+    initialize_model(model, spec, 0, torch.device("cpu"))
     model.to(device, dtype)
     keep_buffers(model, device)
-    return PlacedModel(spec, {0: model.eval()}, device, dtype)
+    return ShardedModel(spec, {0: model.eval()}, device, dtype)
 
 
 @needs_gpu
@@ -35,14 +35,14 @@ def build(family: str, dtype: torch.dtype = torch.float64) -> PlacedModel:
 def test_cuda_graphs_generate_what_whole_passes_do(family: str, dtype: torch.dtype, graphs: int, monkeypatch) -> None:
     """In fp64 with torch's attention, of up to 64, 128 and 192 slots, the first once; in fp32 with the kernels'."""
     model = build(family, dtype)
-    sampling = Sampling(temperature=1.0, seed=5)
-    generation = Generation(model, PROMPTS, 80, sampling, None)
+    sampling = SamplingOptions(temperature=1.0, seed=5)
+    generation = TokenGenerator(model, PROMPTS, 80, sampling, None)
     with model.inference():
         for _ in generation:
             pass
     assert len(generation.graphs.recorded) == graphs
-    monkeypatch.setattr(PlacedModel, "recordable", False)
-    monkeypatch.setattr(PlacedModel, "fused", False)
+    monkeypatch.setattr(ShardedModel, "recordable", False)
+    monkeypatch.setattr(ShardedModel, "fused", False)
     plain = generate_tokens(model, PROMPTS, 80, sampling)
     assert [tokens[len(prompt) :] for tokens, prompt in zip(generation.tokens, PROMPTS)] == plain
 
@@ -53,13 +53,13 @@ def test_a_model_that_waits_for_the_device_is_not_recorded(caplog) -> None:
     layer = model.layers[0]
     layer.register_forward_hook(lambda module, inputs, output: waits.append(output.sum().item()) and None)
     with caplog.at_level(logging.WARNING):
-        found = generate_tokens(model, PROMPTS, 20, Sampling())
+        found = generate_tokens(model, PROMPTS, 20, SamplingOptions())
     assert "without CUDA graphs" in caplog.text and len(waits) == 21
-    assert found == generate_tokens(model, PROMPTS, 20, Sampling())
+    assert found == generate_tokens(model, PROMPTS, 20, SamplingOptions())
 
 
 def test_few_extents_are_looked_at_and_little_in_vain() -> None:
-    cache, extents = Cache(1, 2**17, torch.device("cpu")), []
+    cache, extents = KVCache(1, 2**17, torch.device("cpu")), []
     for length in range(1, 2**17 + 1):
         cache.look(length)
         extents.append(cache.extent)
@@ -72,4 +72,4 @@ def test_only_a_model_alone_on_a_gpu_is_recorded() -> None:
     with torch.device("meta"):
         model = Transformer(spec)
     for kind, expected in (("cpu", False), ("cuda", True)):
-        assert PlacedModel(spec, {0: model}, torch.device(kind), torch.float32).recordable == expected
+        assert ShardedModel(spec, {0: model}, torch.device(kind), torch.float32).recordable == expected

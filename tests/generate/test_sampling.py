@@ -13,31 +13,31 @@ from support.variations import small
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.data.tokenizer import Tokenizer, byte_tokenizer, train_tokenizer
-from trainer.generate.placed import PlacedModel
-from trainer.generate.sampling import Sampling, generate_tokens
-from trainer.generate.text import Piece, Stream, continuations, generate_text, in_order
-from trainer.model.initial import initialize
+from trainer.generate.placed import ShardedModel
+from trainer.generate.sampling import SamplingOptions, generate_tokens
+from trainer.generate.text import TextPiece, TextStream, continue_prompts, generate_text, in_order
+from trainer.model.initial import initialize_model
 from trainer.model.transformer import Transformer
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def model() -> PlacedModel:
+def model() -> ShardedModel:
     spec = small("llama", max_length=64, vocab_size=257, init__std=0.3)
     model = Transformer(spec)
-    initialize(model, spec, 0, CPU)
-    return PlacedModel(spec, {0: model}, CPU, torch.float32)
+    initialize_model(model, spec, 0, CPU)
+    return ShardedModel(spec, {0: model}, CPU, torch.float32)
 
 
-def shares(sampling: Sampling, logits: list[float], count: int = 1000) -> list[float]:
+def shares(sampling: SamplingOptions, logits: list[float], count: int = 1000) -> list[float]:
     """How often each token is chosen, by draws that lie evenly."""
     draws = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     found = sampling.choose(torch.tensor(logits).expand(count, -1), draws)
     return (found.bincount(minlength=len(logits)) / count).tolist()
 
 
-def expected(sampling: Sampling, logits: list[float]) -> list[float]:
+def expected(sampling: SamplingOptions, logits: list[float]) -> list[float]:
     """The probability of each token, by the definition of every option; of equal ones the first are kept."""
     size, top = len(logits), max(logits)
     order = sorted(range(size), key=lambda token: -logits[token])
@@ -67,7 +67,7 @@ def expected(sampling: Sampling, logits: list[float]) -> list[float]:
 def test_tokens_are_chosen_as_often_as_they_should_be(logits, temperature, top_k, top_p) -> None:
     """Also among equal ones, where any may be left out, and at both ends of what can be drawn."""
     assume(max(logits) > -math.inf)
-    sampling = Sampling(temperature, top_k, top_p)
+    sampling = SamplingOptions(temperature, top_k, top_p)
     found, wanted = shares(sampling, logits), expected(sampling, logits)
     assert sorted(found) == pytest.approx(sorted(wanted), abs=2e-3)
     left = [logit for logit, share in zip(logits, wanted) if share == 0]
@@ -92,12 +92,12 @@ class Noted(TorchDispatchMode):
 @pytest.mark.parametrize(
     "sampling, sorts",
     [
-        (Sampling(), []),
-        (Sampling(1.0), []),
-        (Sampling(1.0, 5), ["topk"]),
-        (Sampling(1.0, 99), []),
-        (Sampling(1.0, 5, 0.9), ["topk"]),
-        (Sampling(1.0, 0, 0.9), ["topk"]),
+        (SamplingOptions(), []),
+        (SamplingOptions(1.0), []),
+        (SamplingOptions(1.0, 5), ["topk"]),
+        (SamplingOptions(1.0, 99), []),
+        (SamplingOptions(1.0, 5, 0.9), ["topk"]),
+        (SamplingOptions(1.0, 0, 0.9), ["topk"]),
     ],
 )
 def test_a_vocabulary_is_sorted_only_where_tokens_are_left_out(sampling, sorts) -> None:
@@ -109,32 +109,32 @@ def test_a_vocabulary_is_sorted_only_where_tokens_are_left_out(sampling, sorts) 
 
 
 def test_logits_that_are_no_numbers_choose_some_token() -> None:
-    for sampling in (Sampling(1.0), Sampling(1.0, 3), Sampling(1.0, 0, 0.9)):
+    for sampling in (SamplingOptions(1.0), SamplingOptions(1.0, 3), SamplingOptions(1.0, 0, 0.9)):
         assert 0 <= sampling.choose(torch.full((1, 5), math.nan), torch.tensor([0.5]).double()).item() < 5
 
 
 def test_draws_are_made_as_they_are_needed(monkeypatch) -> None:
     """However many tokens may be asked for; blocks of them change none."""
-    some = [draw.tolist() for draw in Sampling(seed=4).draws(2, 10, CPU)]
+    some = [draw.tolist() for draw in SamplingOptions(seed=4).draws(2, 10, CPU)]
     monkeypatch.setattr("trainer.generate.sampling.DRAWN", 3)
-    assert [draw.tolist() for draw in Sampling(seed=4).draws(2, 10, CPU)] == some
-    assert next(Sampling(seed=4).draws(2, 10**15, CPU)).tolist() == some[0]
+    assert [draw.tolist() for draw in SamplingOptions(seed=4).draws(2, 10, CPU)] == some
+    assert next(SamplingOptions(seed=4).draws(2, 10**15, CPU)).tolist() == some[0]
 
 
 def test_a_prompt_draws_the_same_whatever_else_is_in_its_batch(model) -> None:
-    sampling, prompts = Sampling(1.0, top_k=20, top_p=0.9, seed=5), [[1, 2, 3], [4] * 30, [9]]
+    sampling, prompts = SamplingOptions(1.0, top_k=20, top_p=0.9, seed=5), [[1, 2, 3], [4] * 30, [9]]
     together = generate_tokens(model, prompts, 12, sampling)
     assert together[:1] == generate_tokens(model, prompts[:1], 12, sampling)
-    assert together != generate_tokens(model, prompts, 12, Sampling(1.0, top_k=20, top_p=0.9, seed=6))
+    assert together != generate_tokens(model, prompts, 12, SamplingOptions(1.0, top_k=20, top_p=0.9, seed=6))
     assert together == generate_tokens(model, prompts, 12, sampling)
 
 
 def test_prompts_end_by_themselves(model) -> None:
     prompts = [[1, 2, 3], [4] * 30]
-    free = generate_tokens(model, prompts, 12, Sampling())
+    free = generate_tokens(model, prompts, 12, SamplingOptions())
     end = free[0][5]
     expected = [tokens[: tokens.index(end)] if end in tokens else tokens for tokens in free]
-    assert generate_tokens(model, prompts, 12, Sampling(), end) == expected and len(expected[0]) <= 5
+    assert generate_tokens(model, prompts, 12, SamplingOptions(), end) == expected and len(expected[0]) <= 5
     assert len(expected[1]) == 12  # the other goes on
 
 
@@ -147,7 +147,7 @@ BPE = train_tokenizer(["aab ba€€ éß 😀😀 ab\nab", "ab ab ba ba éé"],
 @given(TEXTS, TEXTS, st.lists(st.text(st.sampled_from("ab \né😀"), min_size=1, max_size=3), max_size=2), st.booleans())
 def test_the_pieces_of_a_text_are_the_text_up_to_the_first_stop(before, text, stops, merges) -> None:
     tokenizer: Tokenizer = BPE if merges else byte_tokenizer()
-    stream, pieces = Stream(tokenizer.decode, tokenizer.encode(before), stops), []
+    stream, pieces = TextStream(tokenizer.decode, tokenizer.encode(before), stops), []
     for token in tokenizer.encode(text):
         pieces.append(stream.add(token))
         if stream.stopped:
@@ -159,8 +159,8 @@ def test_the_pieces_of_a_text_are_the_text_up_to_the_first_stop(before, text, st
 
 
 def test_text_comes_while_more_is_computed_and_stops_at_a_word(model) -> None:
-    tokenizer, prompts, sampling = byte_tokenizer(), ["def ", "", "x"], Sampling(1.0, seed=2)
-    whole = continuations(model, tokenizer, prompts, 30, sampling)
+    tokenizer, prompts, sampling = byte_tokenizer(), ["def ", "", "x"], SamplingOptions(1.0, seed=2)
+    whole = continue_prompts(model, tokenizer, prompts, 30, sampling)
     with model.inference():
         pieces = list(generate_text(model, tokenizer, prompts, 30, sampling))
         shown = list(in_order(generate_text(model, tokenizer, prompts, 30, sampling)))
@@ -169,17 +169,23 @@ def test_text_comes_while_more_is_computed_and_stops_at_a_word(model) -> None:
         assert sorted(row for row, _, last in some if last) == [0, 1, 2]
     assert len(pieces) > 10 and all(whole)
     stop = whole[0][5:7]
-    stopped = continuations(model, tokenizer, prompts, 30, sampling, [stop])
+    stopped = continue_prompts(model, tokenizer, prompts, 30, sampling, [stop])
     assert stopped == [text.partition(stop)[0] for text in whole] != whole
 
 
 def test_prompts_are_shown_one_behind_the_other_as_soon_as_that_goes() -> None:
     """The first as it comes; what others have by then follows at once, and they go on as they come."""
     taken = []
-    coming = [Piece(1, "b", False), Piece(0, "a", False), Piece(2, "c", True), Piece(0, "", True), Piece(1, "d", False)]
+    coming = [
+        TextPiece(1, "b", False),
+        TextPiece(0, "a", False),
+        TextPiece(2, "c", True),
+        TextPiece(0, "", True),
+        TextPiece(1, "d", False),
+    ]
 
     def computed():
-        for number, piece in enumerate([*coming, Piece(1, "e", True)]):
+        for number, piece in enumerate([*coming, TextPiece(1, "e", True)]):
             taken.append(number)
             yield piece
 

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from trainer.config import ConfigError
 from trainer.config.model import ModelSpec, RopeSpec
-from trainer.config.typed import flat
+from trainer.config.typed import flatten_values
 from trainer.hf import HFWeights, export, spec_from_hf
-from trainer.hf.agreement import disagreement
+from trainer.hf.agreement import find_disagreement
 from trainer.hf.config import ROPE_NAMES, config_from_spec, first_difference, spec_from_config
 from trainer.hf.families import ACTIVATIONS, FAMILIES
-from trainer.model.initial import fill, name_seed
+from trainer.model.initial import fill_parameters, name_seed
 from trainer.model.transformer import Transformer
 from trainer.planning.cost.parameters import ParameterInfo
 
@@ -88,7 +88,7 @@ def weight(name: str, info: ParameterInfo) -> Tensor:
 @torch.no_grad()
 def our_logits(spec: ModelSpec, weights: Callable[[str, ParameterInfo], Tensor] = weight) -> Tensor:
     model = Transformer(spec).eval()
-    fill(model, weights)
+    fill_parameters(model, weights)
     return model(TOKENS)
 
 
@@ -110,7 +110,7 @@ def close(a: Tensor, b: Tensor) -> bool:
 def exported(spec: ModelSpec, folder: Path) -> torch.nn.Module:
     """What transformers makes of an export."""
     model = Transformer(spec)
-    fill(model, weight)
+    fill_parameters(model, weight)
     export(spec, dict(model.named_parameters()), folder, torch.float32)
     return opened(folder)
 
@@ -191,7 +191,7 @@ def together(family: str, path: str) -> tuple[str, ...]:
 
 def changed_fields(spec: ModelSpec) -> list[str]:
     """What the overrides and the pattern's entries change."""
-    return [path for change in (*spec.overrides.values(), *spec.pattern) for path in flat(change)]
+    return [path for change in (*spec.overrides.values(), *spec.pattern) for path in flatten_values(change)]
 
 
 def test_no_field_is_invisible_to_the_question() -> None:
@@ -200,8 +200,8 @@ def test_no_field_is_invisible_to_the_question() -> None:
         base = small("llama", **start)
         config = {**config_from_spec(base), **NO_TOKENS}
         other = next(other for other in variations(base, path) if not close(our_logits(other), our_logits(base)))
-        assert disagreement(other, config), path
-    assert disagreement(base, config) is None
+        assert find_disagreement(other, config), path
+    assert find_disagreement(base, config) is None
 
 
 @pytest.mark.parametrize(
@@ -383,7 +383,7 @@ def complete_config(
 @pytest.mark.parametrize("case", SIZES_OF_ROUNDING, ids=str)
 def test_right_configurations_are_accepted_where_rounding_is_large(case):
     config = complete_config(*case)
-    assert disagreement(spec_from_config(config), config) is None
+    assert find_disagreement(spec_from_config(config), config) is None
 
 
 @settings(max_examples=25, deadline=None)
@@ -403,6 +403,6 @@ def test_right_gemma_2_configurations_of_any_size_are_accepted(data):
     kv_heads = data.draw(st.sampled_from([count for count in range(1, heads + 1) if heads % count == 0]))
     config = complete_config("Gemma2", width, heads, head_dim, kv_heads, others)
     spec = spec_from_config(config)
-    assert disagreement(spec, config) is None
+    assert find_disagreement(spec, config) is None
     spec.attention.scale *= 1.1  # rounding explains no other model
-    assert disagreement(spec, config) is not None
+    assert find_disagreement(spec, config) is not None

@@ -14,9 +14,9 @@ transformers = pytest.importorskip("transformers")
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: E402
 
 from trainer.config import ConfigError  # noqa: E402
-from trainer.config.extend import extended  # noqa: E402
+from trainer.config.extend import extend_spec  # noqa: E402
 from trainer.config.model import SCALING_FIELDS, ModelSpec, RopeSpec  # noqa: E402
-from trainer.hf.agreement import disagreement  # noqa: E402
+from trainer.hf.agreement import find_disagreement  # noqa: E402
 from trainer.hf.config import ROPE_NAMES, spec_from_config  # noqa: E402
 from trainer.model.rotary import Rotary  # noqa: E402
 
@@ -85,7 +85,7 @@ def extensions(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any], dict[st
 @given(extensions(), st.sampled_from([16, 5000, 100_000]))
 def test_frequencies_are_those_of_transformers_given_the_same_fields(case, length: int) -> None:
     config, changes, theirs, head_dim = case
-    spec = extended(spec_from_config(config), changes)
+    spec = extend_spec(spec_from_config(config), changes)
     scaling = spec.attention.rope.scaling
     assert scaling == changes["scaling"]
     opened = transformers.LlamaConfig.from_dict(theirs)
@@ -99,10 +99,10 @@ def test_frequencies_are_those_of_transformers_given_the_same_fields(case, lengt
 @given(extensions())
 def test_logits_are_those_of_transformers_given_the_same_fields(case) -> None:
     config, changes, theirs, _ = case
-    spec = extended(spec_from_config(config), changes)
+    spec = extend_spec(spec_from_config(config), changes)
     if theirs["rope_parameters"].get("factor", 0) is None:  # in files it is written
         theirs["rope_parameters"]["factor"] = spec.attention.rope.factor
-    assert disagreement(spec, theirs) is None
+    assert find_disagreement(spec, theirs) is None
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -110,10 +110,10 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 
 def test_a_model_that_is_stretched_already_keeps_its_original_length_and_fields() -> None:
     spec = spec_from_config(config_of(1024, 8, 1e4, original_max_position_embeddings=128, **LLAMA3))
-    more = extended(spec, {"max_length": 2048, "factor": 16.0})
+    more = extend_spec(spec, {"max_length": 2048, "factor": 16.0})
     expected = RopeSpec(theta=1e4, scaling="llama3", factor=16.0, original_length=128)
     assert more.max_length == 2048 and more.attention.rope == expected
-    other = extended(spec, {"max_length": 4096, "scaling": "yarn"})
+    other = extend_spec(spec, {"max_length": 4096, "scaling": "yarn"})
     assert other.attention.rope == RopeSpec(theta=1e4, scaling="yarn", factor=32.0, original_length=128)
 
 
@@ -130,9 +130,9 @@ def test_a_model_that_is_stretched_already_keeps_its_original_length_and_fields(
 )
 def test_what_would_have_no_effect_is_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
-        extended(spec_from_config(config_of(1024, 8, 1e4)), changes)
+        extend_spec(spec_from_config(config_of(1024, 8, 1e4)), changes)
 
 
 def test_nothing_changes_nothing() -> None:
     spec = ModelSpec()
-    assert extended(spec, {}) is spec
+    assert extend_spec(spec, {}) is spec

@@ -17,7 +17,7 @@ from trainer.hf import HFWeights, export, spec_from_hf
 from trainer.hf.config import config_from_spec, first_difference, spec_from_config
 from trainer.hf.families import FAMILIES
 from trainer.model.axes import parameter_infos
-from trainer.model.initial import fill, initialize
+from trainer.model.initial import fill_parameters, initialize_model
 from trainer.model.transformer import Transformer
 
 transformers = pytest.importorskip("transformers")
@@ -173,7 +173,7 @@ def ours(folder: Path) -> Transformer:
     with torch.device("meta"):
         model = Transformer(spec)
     model.to_empty(device="cpu")
-    fill(model, HFWeights(folder, spec))
+    fill_parameters(model, HFWeights(folder, spec))
     return model
 
 
@@ -306,7 +306,7 @@ def test_half_precision_export(tmp_path: Path) -> None:
     spec = ModelSpec(vocab_size=VOCAB, width=32, depth=2)
     spec.feed_forward.width = 40
     model = Transformer(spec)
-    initialize(model, spec, 0, torch.device("cpu"))
+    initialize_model(model, spec, 0, torch.device("cpu"))
     export(spec, dict(model.named_parameters()), tmp_path / "out", torch.bfloat16)
     opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert opened.dtype is torch.bfloat16 and opened.generation_config.eos_token_id is None

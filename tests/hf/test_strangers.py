@@ -21,7 +21,7 @@ from trainer.data.documents import find_files, load_hub
 from trainer.data.tokenizer import byte_tokenizer, load_tokenizer
 from trainer.hf import HFWeights, export, spec_from_hf
 from trainer.hf.tokenizer import FILE, NEVER_OPENED
-from trainer.planning.cost.parameters import declarations
+from trainer.planning.cost.parameters import declare_parameters
 
 SECRET = "[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nroot:x:0:0:secret\n"
 
@@ -148,7 +148,7 @@ def hub(tmp_path: Path, folder: Path) -> Path:
 @pytest.fixture
 def model(tmp_path, folder) -> Path:
     """A tiny model and its tokenizer in one folder."""
-    tensors = {name: torch.ones(info.shape) for name, info in declarations(SPEC).items()}
+    tensors = {name: torch.ones(info.shape) for name, info in declare_parameters(SPEC).items()}
     export(SPEC, tensors, tmp_path / "model", torch.float32, tokenizer=folder, shard_size=40_000)
     return tmp_path / "model"
 
@@ -158,7 +158,7 @@ def test_the_cache_of_the_hub_is_opened(model, tmp_path):
     assert load_tokenizer(snapshot).encode("text") == list(b"text")
     spec = spec_from_hf(snapshot)
     weights = HFWeights(snapshot, spec)
-    assert all(weights(name, info).shape == info.shape for name, info in declarations(spec).items())
+    assert all(weights(name, info).shape == info.shape for name, info in declare_parameters(spec).items())
     (tmp_path / "link").symlink_to(snapshot)
     load_tokenizer(tmp_path / "link")
     HFWeights(tmp_path / "link", spec)

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from trainer.kernels.tiles import Shape, cut
+from trainer.kernels.tiles import TileShape, choose_tiles
 
-H200 = Shape(programs=116, copiers=16)
+H200 = TileShape(programs=116, copiers=16)
 
 
 def test_a_product_that_waits_for_nothing_has_all_multiprocessors():
@@ -32,6 +32,6 @@ def test_filled_is_the_share_of_places_that_hold_numbers():
     ],
 )
 def test_the_cut_that_takes_the_least_time_in_whole_waves(tokens, widths, size, expected):
-    chosen = cut(H200, tokens, widths, size, True)
+    chosen = choose_tiles(H200, tokens, widths, size, True)
     assert (chosen.rows, chosen.columns) == expected
     assert replace(chosen, rows=H200.rows, columns=H200.columns) == H200, "nothing else changes"

@@ -21,9 +21,9 @@ from trainer.model.block_mask import block_mask, key_tables, query_tables
 from trainer.model.context import ContextGroup, SharedMask
 from trainer.planning.cost import masks
 from trainer.planning.cost.masks import block_size
-from trainer.planning.estimate.attending import masks as masks_of
-from trainer.planning.estimate.memory import peaks
-from trainer.planning.resolve import resolve
+from trainer.planning.estimate.attending import mask_bytes_by_layer as masks_of
+from trainer.planning.estimate.memory import find_peaks
+from trainer.planning.resolve import resolve_layout
 
 
 def dense(numbers: torch.Tensor, indices: torch.Tensor, columns: int) -> torch.Tensor:
@@ -120,7 +120,7 @@ def test_memory_of_masks_is_that_of_their_tensors(cp, way, window, packed, micro
     sizes = {"batch__sequence_length": length, "batch__micro_size": micro, "data__mask_documents": packed}
     ways = {f"parallel__context__{name}": value for name, value in way.items()}
     config = settings(spec, parallel__cp=cp, **sizes, **ways)
-    layout = resolve(config, cp, spec, cp)
+    layout = resolve_layout(config, cp, spec, cp)
     for place in (attention, context):
         monkeypatch.setattr(place, "mask_of", block_mask)
     documents = (torch.arange(length)[None] // 500).expand(micro, -1).int() if packed else None
@@ -130,4 +130,4 @@ def test_memory_of_masks_is_that_of_their_tensors(cp, way, window, packed, micro
         build = ContextGroup(layout.context, 1, None, gathers).build_mask
     found = sum(held(build(documents, length, window, 0.0, device)).values())
     assert masks_of(layout, packed) == [found, 0, 0]
-    assert peaks(config, layout)[0].categories["activations"] > found > 16 * (length // 128) ** 2 // cp
+    assert find_peaks(config, layout)[0].categories["activations"] > found > 16 * (length // 128) ** 2 // cp

@@ -11,11 +11,11 @@ from support.launch import CAN_COMPILE
 from trainer.checkpointing.activation import policy_of
 from trainer.distributed.collectives import TensorGroup
 from trainer.model import compiled
-from trainer.model.attention import attend, compiled_flex, first_seen, mask_of
+from trainer.model.attention import causal_attention, compiled_flex, first_seen, mask_of
 from trainer.model.block_mask import block_mask
-from trainer.model.linear import columns
+from trainer.model.linear import column_parallel
 from trainer.planning.cost.saved import saved_in
-from trainer.precision.float8 import Float8
+from trainer.precision.float8 import Float8Multiply
 
 
 @pytest.mark.skipif(not CAN_COMPILE, reason="needs a compiler")
@@ -23,7 +23,7 @@ def test_out_of_graphs_is_an_error(monkeypatch):
     """By itself torch goes on uncompiled, which FlexAttention does not survive under selective recompute."""
     monkeypatch.setattr(compiled, "GRAPHS", 2)
     with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=False):
-        double = compiled.compiled(lambda x: 2 * x)
+        double = compiled.compile_function(lambda x: 2 * x)
         for size in (2, 3):
             assert torch.equal(double(torch.ones(size)), torch.full((size,), 2.0))
         with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
@@ -51,7 +51,7 @@ def test_block_masks_are_in_the_graph_of_what_is_around():
     run = policy_of(saved_in(["attention"], 0), [], TensorGroup)
 
     def layer(mask: object) -> torch.Tensor:
-        return run(lambda: factor * attend(query, key, value, mask, 0.25))
+        return run(lambda: factor * causal_attention(query, key, value, mask, 0.25))
 
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(block_mask(first, places, 32)), layer(mask_of(first, places, 32)))
@@ -59,11 +59,11 @@ def test_block_masks_are_in_the_graph_of_what_is_around():
 
 def test_a_single_matrix_in_fp8_stays_in_the_graph_without_gradients():
     """As in evaluation, where the compiler itself calls what autograd calls otherwise."""
-    multiply, x = Float8("rowwise"), torch.randn(32, 16, generator=torch.Generator().manual_seed(0))
+    multiply, x = Float8Multiply("rowwise"), torch.randn(32, 16, generator=torch.Generator().manual_seed(0))
     weight = torch.randn(48, 16, generator=torch.Generator().manual_seed(1), requires_grad=True)
 
     def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return columns(x, [weight], [None], None, multiply=multiply)[0]
+        return column_parallel(x, [weight], [None], None, multiply=multiply)[0]
 
     whole = torch.compile(product, backend="eager", fullgraph=True)
     with torch.no_grad():
@@ -74,7 +74,7 @@ def test_a_single_matrix_in_fp8_stays_in_the_graph_without_gradients():
 @pytest.mark.parametrize("matrices", [1, 2])
 def test_compiled_products_in_fp8_have_the_gradients_of_eager_ones(matrices, dtype):
     """They were zeros in fp32 under torch 2.11."""
-    multiply, draw = Float8("rowwise"), torch.Generator().manual_seed(0)
+    multiply, draw = Float8Multiply("rowwise"), torch.Generator().manual_seed(0)
     x, *weights = (torch.randn(n, 16, generator=draw, dtype=dtype) for n in (32, 48, 24)[: 1 + matrices])
 
     def gradients(run: Callable[..., Sequence[torch.Tensor]]) -> list[torch.Tensor]:
@@ -82,6 +82,6 @@ def test_compiled_products_in_fp8_have_the_gradients_of_eager_ones(matrices, dty
         results = run(leaves[0], leaves[1:], [None] * matrices, None, multiply=multiply)
         return list(torch.autograd.grad(sum(result.float().square().sum() for result in results), leaves))
 
-    compiled = torch.compile(columns, backend="aot_eager", fullgraph=True)
-    for found, expected in zip(gradients(compiled), gradients(columns), strict=True):
+    compiled = torch.compile(column_parallel, backend="aot_eager", fullgraph=True)
+    for found, expected in zip(gradients(compiled), gradients(column_parallel), strict=True):
         assert expected.count_nonzero() and torch.equal(found, expected)

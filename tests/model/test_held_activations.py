@@ -15,14 +15,14 @@ from trainer.checkpointing.activation import apply_recompute
 from trainer.config import ActivationConfig
 from trainer.config.compose import CONFIGS
 from trainer.config.model import ModelSpec, NormSpec, RopeSpec
-from trainer.model.initial import initialize
+from trainer.model.initial import initialize_model
 from trainer.model.transformer import Transformer
 from trainer.parallel.parallelize import compile_layers
 from trainer.planning.cost.layers import layer_costs, left_by_recompute, model_work
 from trainer.planning.cost.saved import saved_in
-from trainer.planning.estimate.memory import peaks
-from trainer.planning.estimate.recompute import Decided, decide, decided
-from trainer.planning.resolve import resolve
+from trainer.planning.estimate.memory import find_peaks
+from trainer.planning.estimate.recompute import RecomputeChoice, decide_recompute, measure_choice
+from trainer.planning.resolve import resolve_layout
 
 LENGTH, SEQUENCES, WIDTH = 32, 2, 64
 POLICIES = {
@@ -78,7 +78,7 @@ def test_layers_of_shipped_models_hold_what_is_planned(name):
     spec, found = layer_of(name), {}
     for label, options in POLICIES.items():
         config, model = ActivationConfig(**options), Transformer(spec)
-        initialize(model, spec, 0, torch.device("cpu"))
+        initialize_model(model, spec, 0, torch.device("cpu"))
         apply_recompute(model, config)
         (left,) = left_by_recompute(model_work(spec, LENGTH, 1, 4), config)
         tokens = LENGTH * SEQUENCES
@@ -96,17 +96,21 @@ def test_what_auto_keeps_of_each_layer_is_what_is_planned(share):
     spec = layer_of("llama3_8b")
     spec.depth = 6
 
-    def choice(mode: str, limit: float = inf) -> Decided:
+    def choice(mode: str, limit: float = inf) -> RecomputeChoice:
         batch = {"batch__sequence_length": LENGTH, "batch__micro_size": SEQUENCES, "activation__tile": 0}
         config = settings(spec, precision__compute="fp32", activation__mode=mode, **batch)
-        layout = resolve(config, 1, spec, 1)
-        return decide(config, layout, h200(), limit, node=1) if mode == "auto" else decided(config, layout, h200(), 1)
+        layout = resolve_layout(config, 1, spec, 1)
+        return (
+            decide_recompute(config, layout, h200(), limit, node=1)
+            if mode == "auto"
+            else measure_choice(config, layout, h200(), 1)
+        )
 
     least, most = choice("full").peak, choice("none").peak
     chosen = choice("auto", least + share * (most - least)).config
     costs = layer_costs(spec, LENGTH, SEQUENCES, 1, 1.0, recompute=chosen.activation, element_bytes=4)
     model = Transformer(spec)
-    initialize(model, spec, 0, torch.device("cpu"))
+    initialize_model(model, spec, 0, torch.device("cpu"))
     apply_recompute(model, chosen.activation)
     assert sum(costs.activation[1:-1]) / held(model) == pytest.approx(1.0, abs=0.05)
     kinds = {saved_in(chosen.activation.save, layer) for layer in range(spec.depth)}
@@ -117,14 +121,14 @@ def test_what_auto_keeps_of_each_layer_is_what_is_planned(share):
 def test_compiled_layers_hold_what_is_planned():
     """Not what a gated block's non-linearity gives, which is a part of the kernel that needs it again."""
     spec, model = layer_of("qwen3_8b"), Transformer(layer_of("qwen3_8b"))
-    initialize(model, spec, 0, torch.device("cpu"))
+    initialize_model(model, spec, 0, torch.device("cpu"))
     compile_layers(model, deferring=False)
     held(model)  # compiles
     config = settings(spec, compile=True, batch__sequence_length=LENGTH, batch__micro_size=SEQUENCES)
     planned = {}
     for compiled in (True, False):
         config.compile, config.precision.compute = compiled, "fp32"
-        (peak,) = peaks(config, resolve(config, 1, spec, 1))
+        (peak,) = find_peaks(config, resolve_layout(config, 1, spec, 1))
         planned[compiled] = peak.categories["activations"]
     (work,) = model_work(spec, LENGTH, 1, 4)
     assert planned[False] - planned[True] == work.fused * LENGTH * SEQUENCES > 0
@@ -137,7 +141,7 @@ def test_compiled_layers_hold_what_backward_reads_of_what_they_are_told_to_keep(
     """The last product of a block is only added to, unless a norm follows it."""
     spec, config = layer_of(name), ActivationConfig(mode="selective", save=["attention", "matmul"])
     model, works = Transformer(spec), model_work(spec, LENGTH, 1, 4)
-    initialize(model, spec, 0, torch.device("cpu"))
+    initialize_model(model, spec, 0, torch.device("cpu"))
     apply_recompute(model, config)
     compile_layers(model, deferring=False)
     held(model)  # compiles

@@ -23,14 +23,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from trainer.checkpointing.activation import apply_recompute
 from trainer.config import ActivationConfig
 from trainer.config.model import ModelSpec
-from trainer.distributed.tensors import local
+from trainer.distributed.tensors import local_values
 from trainer.model import layers
 from trainer.model.transformer import Transformer
-from trainer.parallel.tensor import split
+from trainer.parallel.tensor import shard_model
 from trainer.planning.cost.layers import left_by_recompute, model_work
-from trainer.planning.estimate.pace import Ring
+from trainer.planning.estimate.pace import RingTimes
 from trainer.planning.estimate.timing import time_units
-from trainer.planning.resolve import resolve
+from trainer.planning.resolve import resolve_layout
 
 LENGTH, ELEMENT = 8192, 4
 FAMILIES = (
@@ -92,7 +92,7 @@ class Noted(Live):
 @pytest.fixture(params=[1, 2, 4])
 def tp(request, monkeypatch) -> Iterator[int]:
     monkeypatch.setattr(F, "rms_norm", lambda x, shape, weight, eps: FusedNorm.apply(x, weight))
-    monkeypatch.setattr(layers, "attend", flash)
+    monkeypatch.setattr(layers, "causal_attention", flash)
     if dist.is_initialized():  # by a run in this process
         dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.param)
@@ -108,12 +108,12 @@ def passes(name: str, tp: int, policy: ActivationConfig) -> tuple[int, Counter]:
         model = Transformer(spec)
         x = torch.empty(LENGTH // tp, spec.width, requires_grad=True)
         angles = torch.empty(1, LENGTH, 1, spec.layer(0).attention.head_dim // 2)
-    split(model, init_device_mesh("cpu", (tp,)))
+    shard_model(model, init_device_mesh("cpu", (tp,)))
     apply_recompute(model, policy)
     gc.collect()
     gc.disable()
     try:
-        with Noted([x, angles, *map(local, model.parameters())]) as noted:
+        with Noted([x, angles, *map(local_values, model.parameters())]) as noted:
             result = model.layers["0"](x, (1, LENGTH), (angles, angles), None)
             held = noted.bytes
             result.backward(torch.empty_like(result))
@@ -127,8 +127,8 @@ def planned_collectives(spec: ModelSpec, tp: int, policy: ActivationConfig) -> C
     sizes = {"batch__sequence_length": LENGTH, "batch__micro_size": 1, "batch__accumulation": 1}
     config = settings(spec, precision__compute="fp32", parallel__tp=tp, **sizes)
     config.activation, whole = policy, ELEMENT * LENGTH * spec.width
-    layout = resolve(config, tp, spec)
-    one = Ring.of(h200(), layout.plan, "tp").seconds(whole)
+    layout = resolve_layout(config, tp, spec)
+    one = RingTimes.of(h200(), layout.plan, "tp").seconds(whole)
     seconds = time_units(config, layout, h200()).units[1].collectives["tensor"]
     return Counter({whole: round(seconds / one, 6)} if tp > 1 else {})
 

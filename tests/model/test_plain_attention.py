@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.model.attention import attend
+from trainer.model.attention import causal_attention
 from trainer.model.plain_attention import (
-    Fit,
+    KernelFit,
     attend_causal,
     attend_fitted,
     attend_last_by_flash,
     attend_plain,
-    capability,
-    fit,
+    device_capability,
+    fit_kernel,
     last_queries,
 )
 
@@ -28,35 +28,35 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
     "capability, dtype, head_dim, given",
     [  # flash attention
         *(
-            (gpu, dtype, 128, Fit(dtype, 128, True))
+            (gpu, dtype, 128, KernelFit(dtype, 128, True))
             for gpu in (AMPERE, RTX_3090, HOPPER, BLACKWELL)
             for dtype in (BF16, FP16)
         ),
-        (HOPPER, BF16, 100, Fit(BF16, 104, True)),
-        (HOPPER, BF16, 256, Fit(BF16, 256, True)),
-        (RTX_3090, BF16, 256, Fit(BF16, 256, True)),
+        (HOPPER, BF16, 100, KernelFit(BF16, 104, True)),
+        (HOPPER, BF16, 256, KernelFit(BF16, 256, True)),
+        (RTX_3090, BF16, 256, KernelFit(BF16, 256, True)),
         # the memory-efficient kernel: flash attention has no such type, head or backward pass
-        (HOPPER, FP32, 128, Fit(FP32, 128, False)),
-        (HOPPER, FP32, 6, Fit(FP32, 8, False)),
-        (TURING, FP32, 6, Fit(FP32, 6, False)),
-        (HOPPER, BF16, 257, Fit(BF16, 264, False)),
-        (AMPERE, FP16, 512, Fit(FP16, 512, False)),
-        (RTX_3090, BF16, 200, Fit(BF16, 200, False)),
-        (RTX_5090, FP16, 224, Fit(FP16, 224, False)),
-        (TURING, FP16, 128, Fit(FP16, 128, False)),
-        (TURING, FP16, 100, Fit(FP16, 104, False)),
-        (TURING, BF16, 128, Fit(FP32, 128, False)),  # which has no bf16 there
+        (HOPPER, FP32, 128, KernelFit(FP32, 128, False)),
+        (HOPPER, FP32, 6, KernelFit(FP32, 8, False)),
+        (TURING, FP32, 6, KernelFit(FP32, 6, False)),
+        (HOPPER, BF16, 257, KernelFit(BF16, 264, False)),
+        (AMPERE, FP16, 512, KernelFit(FP16, 512, False)),
+        (RTX_3090, BF16, 200, KernelFit(BF16, 200, False)),
+        (RTX_5090, FP16, 224, KernelFit(FP16, 224, False)),
+        (TURING, FP16, 128, KernelFit(FP16, 128, False)),
+        (TURING, FP16, 100, KernelFit(FP16, 104, False)),
+        (TURING, BF16, 128, KernelFit(FP32, 128, False)),  # which has no bf16 there
     ],
 )
 def test_a_kernel_that_holds_no_scores_is_given_what_it_takes(capability, dtype, head_dim, given) -> None:
-    assert fit(capability, dtype, head_dim) == given
+    assert fit_kernel(capability, dtype, head_dim) == given
 
 
 @pytest.mark.parametrize("queries", [9, 3])
 @pytest.mark.parametrize(
-    "given", [Fit(torch.float64, 6, True), Fit(torch.float64, 8, False), Fit(torch.float64, 6, False)]
+    "given", [KernelFit(torch.float64, 6, True), KernelFit(torch.float64, 8, False), KernelFit(torch.float64, 6, False)]
 )
-def test_what_is_given_changes_no_value(queries: int, given: Fit) -> None:
+def test_what_is_given_changes_no_value(queries: int, given: KernelFit) -> None:
     """Forward and backward: repeated keys, and heads filled up with zeros."""
     generator = torch.Generator().manual_seed(0)
     shapes = (2, 4, queries, 6), (2, 2, 9, 6), (2, 2, 9, 6), (2, 4, queries, 6)
@@ -72,7 +72,7 @@ def test_a_compiled_layer_asks_for_the_device_without_a_break(monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
 
     def run(x: torch.Tensor) -> torch.Tensor:
-        return x.to(fit(capability(x.device), BF16, 64).dtype)
+        return x.to(fit_kernel(device_capability(x.device), BF16, 64).dtype)
 
     whole = torch.compile(run, backend="eager", fullgraph=True)
     assert whole(torch.zeros(2, dtype=BF16)).dtype == FP32
@@ -89,8 +89,8 @@ def test_last_queries_need_no_mask() -> None:
         def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
             return operator(*args, **(kwargs or {}))
 
-    for run in (attend, torch.compile(attend)):
-        with Recorded() if run is attend else contextlib.nullcontext():
+    for run in (causal_attention, torch.compile(causal_attention)):
+        with Recorded() if run is causal_attention else contextlib.nullcontext():
             torch.testing.assert_close(run(query, key, value, None, 0.5), expected, rtol=1e-5, atol=1e-6)
     million = last_queries(2**20, 2**20)
     assert million.untyped_storage().nbytes() == 0 and million.seq_len_kv == 2**20

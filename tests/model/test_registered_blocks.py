@@ -11,12 +11,12 @@ from support.registries import forgotten, package
 
 from trainer.config import ConfigError
 from trainer.model.axes import parameter_infos
-from trainer.model.initial import initialize
+from trainer.model.initial import initialize_model
 from trainer.model.transformer import Transformer
 from trainer.parallel.parallelize import check_model
 from trainer.planning.cost.flops import flops_per_token, parameter_counts
 from trainer.planning.cost.layers import layer_costs, model_work
-from trainer.planning.cost.parameters import declarations
+from trainer.planning.cost.parameters import declare_parameters
 from trainer.planning.plan import check_plan
 from trainer.planning.resolve import compose
 
@@ -78,7 +78,7 @@ def test_an_attention_block_is_planned_as_it_is():
     spec = config.model
     check_model(config, spec, torch.device("cpu"))
     model = Transformer(spec)
-    assert declarations(spec) == parameter_infos(model)
+    assert declare_parameters(spec) == parameter_infos(model)
     shapes = [tuple(model.layers[str(index)].attention.v.weight.shape) for index in range(3)]
     assert shapes == [(16, 32), (24, 32), (12, 32)], "settings of a layer over those of all"
     assert parameter_counts(spec)["total"] == sum(parameter.numel() for parameter in model.parameters())
@@ -86,7 +86,7 @@ def test_an_attention_block_is_planned_as_it_is():
     softmax = 4 * 32 * (1 + 8) / 2
     assert flops_per_token(spec, 8, causal=True) == 3 * (2 * matrices + softmax + 2 * 24 + 2 * 12)
     assert all(work.saved > 0 for work in model_work(spec, 8, 1, 2)) and layer_costs(spec, 8, 1, 1, 1e12).f
-    initialize(model, spec, 0, torch.device("cpu"))
+    initialize_model(model, spec, 0, torch.device("cpu"))
     tokens = torch.randint(0, 300, (2, 8), generator=torch.Generator().manual_seed(0))
     logits, changed = model(tokens), tokens.clone()
     changed[:, 5:] = 1

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from trainer.distributed.collectives import TensorGroup
-from trainer.model.attention import attend
+from trainer.model.attention import causal_attention
 from trainer.model.context import ContextGroup
 from trainer.model.shared_attention import attend_gathered
-from trainer.planning.context import Context
+from trainer.planning.context import ContextPlan
 
 LENGTH, HEADS, KV_HEADS, SIZE = 1024, 2, 2, 32
 CPU = torch.device("cpu")
@@ -58,7 +58,9 @@ class Threads(TensorGroup):
         return x
 
 
-def gradients(inputs: list[Tensor], gradient: Tensor, ranks: int, context: Context, window: int = 0) -> list[Tensor]:
+def gradients(
+    inputs: list[Tensor], gradient: Tensor, ranks: int, context: ContextPlan, window: int = 0
+) -> list[Tensor]:
     """Of keys and values, over `ranks` threads: [batch, kv_heads, tokens, head_dim] each."""
     meeting = Meeting(ranks)
 
@@ -83,7 +85,7 @@ def error(found: list[Tensor], exact: list[Tensor]) -> list[float]:
 def alone(inputs: list[Tensor], gradient: Tensor, window: int = 0) -> list[Tensor]:
     query, key, value = (x.clone().requires_grad_() for x in inputs)
     mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().triu(1 - window) if window else None
-    attend(query, key, value, mask, SIZE**-0.5).backward(gradient)
+    causal_attention(query, key, value, mask, SIZE**-0.5).backward(gradient)
     return [key.grad, value.grad]
 
 
@@ -98,6 +100,6 @@ def test_gradients_in_bf16_are_as_exact_over_many_ranks(order: str, window: int,
     exact = alone([x.double() for x in inputs], gradient.double(), window)
     one = error(alone(inputs, gradient, window), exact)
     for ranks in (8, 16):
-        found = gradients(inputs, gradient, ranks, Context(1, ranks, order, 16, bool(window), 2), window)
+        found = gradients(inputs, gradient, ranks, ContextPlan(1, ranks, order, 16, bool(window), 2), window)
         many = error(found, exact)
         assert all(mine < most * plain for mine, plain in zip(many, one)), (ranks, many, one)

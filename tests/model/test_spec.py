@@ -19,16 +19,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.config.model import AttentionSpec, ModelSpec, NormSpec
-from trainer.hf.agreement import disagreement, narrowed, with_few_layers
+from trainer.hf.agreement import find_disagreement, shrink_model, with_few_layers
 from trainer.hf.config import config_from_spec, first_difference, spec_from_config
-from trainer.model.attention import attend, build_mask
+from trainer.model.attention import build_mask, causal_attention
 from trainer.model.axes import parameter_infos
-from trainer.model.initial import initial_std, initialize
+from trainer.model.initial import initial_std, initialize_model
 from trainer.model.loss import LinearCrossEntropy, LossSettings
 from trainer.model.transformer import Transformer
 from trainer.planning.cost import flops as cost
 from trainer.planning.cost import memory
-from trainer.planning.cost.parameters import declarations
+from trainer.planning.cost.parameters import declare_parameters
 from trainer.planning.plan import Plan
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -77,7 +77,7 @@ def small(**changes) -> ModelSpec:
 
 def build(spec: ModelSpec, layers: range | None = None, seed: int = 0) -> Transformer:
     model = Transformer(spec, layers)
-    initialize(model, spec, seed, CPU)
+    initialize_model(model, spec, seed, CPU)
     return model
 
 
@@ -91,13 +91,13 @@ def test_shipped_models(name: str) -> None:
     assert count == PUBLISHED.get(name, count)
     config = json.loads(json.dumps(config_from_spec(spec)))
     assert first_difference(spec, spec_from_config(config)) is None
-    assert disagreement(spec, {**config, "pad_token_id": None}) is None
+    assert find_disagreement(spec, {**config, "pad_token_id": None}) is None
 
 
 @pytest.mark.parametrize("name", ["llama3_70b", "gemma2_9b", "gpt2_xl"])
 def test_asking_transformers_costs_as_little_for_a_large_model(name: str) -> None:
     spec, config = with_few_layers(shipped(name), {})
-    assert spec.depth <= 3 and cost.parameter_counts(narrowed(spec, config)[0])["total"] < 2e7
+    assert spec.depth <= 3 and cost.parameter_counts(shrink_model(spec, config)[0])["total"] < 2e7
 
 
 def test_shipped_sizes() -> None:
@@ -129,7 +129,7 @@ def test_pattern_and_overrides() -> None:
     assert [layer.attention.rope.theta for layer in layers] == [7.0] + [10000.0] * 6
     assert layers[0].attention.kv_heads == 2 and layers[0].attention.head_dim == 8
     assert spec.attention == small().attention  # resolving a layer leaves the spec alone
-    assert declarations(spec)["layers.1.feed_forward.up.weight"].shape == (10, 32)
+    assert declare_parameters(spec)["layers.1.feed_forward.up.weight"].shape == (10, 32)
     assert build(spec)(torch.arange(24)[None]).shape == (1, 24, 61)
 
 
@@ -234,7 +234,7 @@ def test_a_cut_model_computes_what_the_whole_computes() -> None:
 def test_initial_scale(scheme: dict, residual: float) -> None:
     spec = small(width=256, feed_forward__width=512, **scheme)
     std = spec.init.std or (2 / (5 * 256)) ** 0.5
-    model, infos = build(spec), declarations(spec)
+    model, infos = build(spec), declare_parameters(spec)
     for name, expected in (
         ("layers.1.attention.q.weight", std),
         ("layers.1.attention.o.weight", residual),
@@ -288,7 +288,7 @@ def test_attention_against_its_definition(window: int, cap: float, packed: bool)
     seen = ((distance >= 0) & (distance < (window or length))).expand(2, -1, -1)
     if packed:
         seen = seen & (documents[:, :, None] == documents[:, None, :])
-    ours = attend(query, key, value, build_mask(documents, length, window, cap, CPU), 0.7, cap)
+    ours = causal_attention(query, key, value, build_mask(documents, length, window, cap, CPU), 0.7, cap)
     torch.testing.assert_close(ours, dense_attention(query, key, value, seen, 0.7, cap), rtol=1e-12, atol=1e-12)
 
 
@@ -436,7 +436,7 @@ def test_declarations_name_every_parameter() -> None:
         with torch.device("meta"):
             model = Transformer(spec)
         infos = parameter_infos(model)
-        assert infos == declarations(spec)
+        assert infos == declare_parameters(spec)
         for name, parameter in model.named_parameters():
             assert tuple(parameter.shape) == infos[name].shape, name
         assert all(len(info.axes) == len(info.shape) for info in infos.values())

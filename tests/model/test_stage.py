@@ -17,9 +17,9 @@ import trainer
 from trainer.checkpointing.activation import apply_recompute
 from trainer.config import ActivationConfig
 from trainer.config.model import AttentionSpec, FeedForwardSpec, ModelSpec
-from trainer.model.initial import initialize
+from trainer.model.initial import initialize_model
 from trainer.model.layers import ATTENTION, FEED_FORWARD, Layer
-from trainer.model.stage import Report, Reported, Stage, StageLayer, apart, together
+from trainer.model.stage import BlockReport, ReportedOutput, Stage, StageLayer, join_reports, split_report
 from trainer.model.transformer import Transformer
 
 USERS = (
@@ -86,13 +86,13 @@ def test_nothing_else_is_asked_of_a_model(user):
 
 
 def test_reports_are_added_up_and_named():
-    one = Report(torch.tensor(2.0), {"load": torch.ones(2)})
-    two = Report(torch.tensor(3.0), {})
-    result, report = apart(together("x", {"a": one, "b": None, "c": two}))
+    one = BlockReport(torch.tensor(2.0), {"load": torch.ones(2)})
+    two = BlockReport(torch.tensor(3.0), {})
+    result, report = split_report(join_reports("x", {"a": one, "b": None, "c": two}))
     assert result == "x" and report.objective == 5 and report.statistics.keys() == {"a.load"}
-    assert together("x", {"a": None}) == "x" and apart("x") == ("x", None)
-    assert apart(Reported("x", one)) == ("x", one)
-    assert apart(together("x", {"a": Report(None, {"load": torch.ones(2)})}))[1].objective is None
+    assert join_reports("x", {"a": None}) == "x" and split_report("x") == ("x", None)
+    assert split_report(ReportedOutput("x", one)) == ("x", one)
+    assert split_report(join_reports("x", {"a": BlockReport(None, {"load": torch.ones(2)})}))[1].objective is None
 
 
 def test_a_compiled_and_recomputed_layer_reports_once(monkeypatch):
@@ -102,12 +102,12 @@ def test_a_compiled_and_recomputed_layer_reports_once(monkeypatch):
     batch, seen = random_batch(0, 2, 16, spec.vocab_size, False), []
     for compiled in (False, True):
         model = Transformer(spec)
-        initialize(model, spec, 0, torch.device("cpu"))
+        initialize_model(model, spec, 0, torch.device("cpu"))
         if compiled:
             apply_recompute(model, ActivationConfig(mode="full"))
             for layer in model.layers.values():
                 layer.run = torch.compile(layer.run, dynamic=False, backend="aot_eager")
-        (objective, _), report = apart(model(batch.tokens, batch.targets))
+        (objective, _), report = split_report(model(batch.tokens, batch.targets))
         (objective + report.objective).backward()
         seen.append([*report.statistics.values(), *(parameter.grad for parameter in model.parameters())])
     for one, other in zip(*seen):
@@ -123,5 +123,5 @@ def test_layers_report_in_training_alone(monkeypatch):
         nn.init.normal_(parameter)
     layer.attention.rotary = False
     x = torch.randn(8, spec.width)
-    assert isinstance(layer(x, (2, 4), None, None), Reported)
+    assert isinstance(layer(x, (2, 4), None, None), ReportedOutput)
     assert torch.equal(layer.eval()(x, (2, 4), None, None), layer.train()(x, (2, 4), None, None).result)

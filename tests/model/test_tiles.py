@@ -17,7 +17,7 @@ from trainer.checkpointing import host
 from trainer.checkpointing.activation import apply_recompute
 from trainer.config import ActivationConfig
 from trainer.config.model import ModelSpec
-from trainer.model.initial import initialize
+from trainer.model.initial import initialize_model
 from trainer.model.linear import DeferredGrads
 from trainer.model.transformer import Transformer
 
@@ -44,7 +44,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 def built(spec: ModelSpec, dtype: torch.dtype = torch.float64) -> Transformer:
     model = Transformer(spec)
-    initialize(model, spec, 0, CPU)
+    initialize_model(model, spec, 0, CPU)
     return model.to(dtype)
 
 
@@ -136,14 +136,14 @@ def test_inputs_leave_the_device_and_come_back_in_time(schedule, monkeypatch):
     """At any time the device has two of them at most, and the host the others; nothing is left at the end."""
     alive: list[weakref.ref] = []
     inputs: list[StorageWeakRef] = []
-    made = host.Kept.__init__
+    made = host.HostTensor.__init__
 
-    def noted(kept: host.Kept, x: Tensor, *arguments: Any) -> None:
+    def noted(kept: host.HostTensor, x: Tensor, *arguments: Any) -> None:
         made(kept, x, *arguments)
         alive.append(weakref.ref(kept))
         inputs.append(StorageWeakRef(x.untyped_storage()))
 
-    monkeypatch.setattr(host.Kept, "__init__", noted)
+    monkeypatch.setattr(host.HostTensor, "__init__", noted)
     spec = tiny_spec(depth=5)
     model = built(spec)
     apply_recompute(model, ActivationConfig(mode="full", tile=8, offload=True))
@@ -177,7 +177,7 @@ def test_host_memory_frees_that_of_a_gpu():
         gc.collect()  # a layer refers to itself (`run`): the model before this one lives until it is collected
         before = torch.cuda.memory_allocated()
         model = Transformer(spec).to(device)
-        initialize(model, spec, 0, device)
+        initialize_model(model, spec, 0, device)
         model.set_loss(0.0, 2048, False, 2048)
         apply_recompute(model, ActivationConfig(mode="full", tile=2048, offload=offload))
         batch = random_batch(0, 1, 16384, spec.vocab_size, False, device)

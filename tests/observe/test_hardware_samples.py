@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.observe import nvml
-from trainer.observe.hardware import OVER_RANKS, Sampler, clocks_of, over_ranks
+from trainer.observe.hardware import OVER_RANKS, HardwareSampler, clocks_of, over_ranks
 from trainer.observe.metrics import METRICS
 
 VALUES = {2: 91.0, 5: 40.0, 10: 30.0, 20: 1000.0, 21: 500.0, 60: 2000.0, 61: 4000.0}
@@ -101,7 +101,7 @@ def gpu(monkeypatch):
 
     def find(**faults):
         monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(**faults))
-        return nvml.Gpu.find("1-2")
+        return nvml.NVMLDevice.find("1-2")
 
     return find
 
@@ -109,7 +109,7 @@ def gpu(monkeypatch):
 def test_known_values_become_known_numbers(gpu):
     found = gpu()
     assert found.read() == pytest.approx(READ) and found.read() == pytest.approx(READ)
-    assert nvml.words(READ["throttle"]) == "power cap and hardware thermal slowdown"
+    assert nvml.throttle_reasons(READ["throttle"]) == "power cap and hardware thermal slowdown"
 
 
 COUNTERS = set(nvml.GPM)
@@ -140,7 +140,7 @@ def test_devices_without_counters_reasons_or_anything(gpu, monkeypatch):
     assert gpu(failing=both).read()["throttle"] is None
     assert gpu(failing=("nvmlInit",)) is None and gpu(failing=("nvmlDeviceGetHandleByUUID",)) is None
     monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
-    assert nvml.Gpu.find("1-2") is None
+    assert nvml.NVMLDevice.find("1-2") is None
 
 
 READINGS = st.fixed_dictionaries({name: st.none() | st.integers(0, 255) for name in OVER_RANKS})
@@ -201,7 +201,7 @@ def test_a_gpu_is_sampled_and_its_machine(gpu, monkeypatch, tmp_path):
     gpu()
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1-2"))
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"num_alloc_retries": 3})
-    sampler = Sampler(torch.device("cuda", 0), tmp_path, 0.01, first=True)
+    sampler = HardwareSampler(torch.device("cuda", 0), tmp_path, 0.01, first=True)
     found = taken(sampler)
     assert {name: found[name] for name in READ} == pytest.approx(READ) and found["alloc_retries"] == 3
     assert 0 <= found["host_cpu"] <= 1 and 0 < found["host_memory"] < 1 and found["disk_free_gib"] > 0
@@ -209,18 +209,18 @@ def test_a_gpu_is_sampled_and_its_machine(gpu, monkeypatch, tmp_path):
 
 
 def test_a_machine_without_gpus_has_its_own_counters_on_one_rank(tmp_path):
-    first = taken(Sampler(torch.device("cpu"), tmp_path, 0.01, first=True))
+    first = taken(HardwareSampler(torch.device("cpu"), tmp_path, 0.01, first=True))
     assert {name for name, value in first.items() if value is not None} >= {"host_memory", "disk_free_gib"}
     assert not {"sm", "power_watts", "alloc_retries"} & {name for name, value in first.items() if value is not None}
     for other in (
-        Sampler(torch.device("cpu"), tmp_path, 0.01, first=False),
-        Sampler(torch.device("cpu"), tmp_path, 0.0, first=True),
+        HardwareSampler(torch.device("cpu"), tmp_path, 0.01, first=False),
+        HardwareSampler(torch.device("cpu"), tmp_path, 0.0, first=True),
     ):
         assert set(other.take().values()) == {None} and not other.sample()
 
 
 def test_a_reading_costs_less_than_a_hundredth_of_its_period(tmp_path):
-    sampler, seconds = Sampler(torch.device("cpu"), tmp_path, 3600.0, first=True), []
+    sampler, seconds = HardwareSampler(torch.device("cpu"), tmp_path, 3600.0, first=True), []
     for _ in range(5):
         start = time.thread_time()
         sampler.sample()
@@ -233,7 +233,7 @@ def test_a_reading_costs_less_than_a_hundredth_of_its_period(tmp_path):
 def test_a_real_gpu_tells_what_it_does():
     pytest.importorskip("pynvml")
     properties = torch.cuda.get_device_properties(0)
-    found = nvml.Gpu.find(str(properties.uuid))
+    found = nvml.NVMLDevice.find(str(properties.uuid))
     square = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     for _ in range(300):
         square @ square

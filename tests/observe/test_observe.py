@@ -23,7 +23,7 @@ from trainer.config import ConfigError, LoggingConfig, RunConfig, WandbConfig
 from trainer.observe import metrics, sinks
 from trainer.observe.deferred import DeferredScalars
 from trainer.observe.hardware import over_ranks
-from trainer.observe.metrics import Meter
+from trainer.observe.metrics import SpeedMeter
 from trainer.observe.sinks import Logger
 from trainer.planning.cost import devices
 from trainer.util import tables
@@ -99,7 +99,7 @@ def test_lines_have_the_keys_of_the_contract(tmp_path):
     assert set(step) == contract
     assert evaluation == {"step": 1, "time": evaluation["time"], "tokens": 4096, "eval_loss": 2.0}
     assert abs(evaluation["time"] - time.time()) < 60 and step["time"] <= evaluation["time"]
-    assert {name for name in metrics.METRICS if not metrics.many(name)} == contract | {"eval_loss"} and all(
+    assert {name for name in metrics.METRICS if not metrics.stands_for_many(name)} == contract | {"eval_loss"} and all(
         metrics.METRICS.values()
     )
 
@@ -128,12 +128,12 @@ def test_a_name_outside_the_table_is_an_error(tmp_path):
     assert written(tmp_path) == []
 
 
-SINGLE = [name for name in metrics.STEP[1:] if not metrics.many(name)]
+SINGLE = [name for name in metrics.STEP[1:] if not metrics.stands_for_many(name)]
 
 
 @given(st.dictionaries(st.sampled_from([*SINGLE, "user/a", "user/b"]), st.floats() | st.integers() | st.none()))
 def test_every_line_is_json_and_what_is_not_finite_is_null(values):
-    line = strict(json.dumps(metrics.line({"step": 3, **values}, metrics.STEP), allow_nan=False))
+    line = strict(json.dumps(metrics.format_line({"step": 3, **values}, metrics.STEP), allow_nan=False))
     assert set(line) == {"step", *SINGLE, *values}
     for name in {*SINGLE, *values}:
         value = values.get(name)
@@ -150,7 +150,7 @@ def test_lines_can_be_read_while_the_run_writes(tmp_path):
     log = logger(tmp_path)
     for step in (1, 2):
         log.step(record(step))
-        assert [line["step"] for line in metrics.read(tmp_path)] == list(range(1, step + 1))
+        assert [line["step"] for line in metrics.read_metrics(tmp_path)] == list(range(1, step + 1))
     log.close("done")
 
 
@@ -167,7 +167,7 @@ def test_metrics_that_cannot_be_read_are_refused(text, words, tmp_path):
     if text is not None:
         (tmp_path / "metrics.jsonl").write_text(text)
     with pytest.raises(ConfigError) as refusal:
-        metrics.read(tmp_path)
+        metrics.read_metrics(tmp_path)
     assert all(word in str(refusal.value) for word in [str(tmp_path), *words])
 
 
@@ -175,7 +175,7 @@ def test_metrics_that_cannot_be_read_are_refused(text, words, tmp_path):
 
 
 def test_meter_counts_the_window_and_leaves_the_first_step_out_of_the_percentiles():
-    meter = Meter(total_steps=10, flops_per_token=100.0, flops_per_token_full=150.0, peak=1e4, world=2)
+    meter = SpeedMeter(total_steps=10, flops_per_token=100.0, flops_per_token_full=150.0, peak=1e4, world=2)
     meter.finished(1, seconds=50.0, data_seconds=1.0, tokens=100)
     first = meter.read()
     assert first["tokens_per_second"] == 2.0 and first["step_seconds"] == 50.0
@@ -192,7 +192,7 @@ def test_meter_counts_the_window_and_leaves_the_first_step_out_of_the_percentile
 
 
 def test_meter_after_a_resume_has_only_the_remaining_steps():
-    meter = Meter(total_steps=100, flops_per_token=1.0, flops_per_token_full=1.0, peak=None, world=1, recent=2)
+    meter = SpeedMeter(total_steps=100, flops_per_token=1.0, flops_per_token_full=1.0, peak=None, world=1, recent=2)
     for step, seconds in ((91, 30.0), (92, 9.0), (93, 1.0), (94, 3.0)):
         meter.finished(step, seconds, 0.0, 10)
     values = meter.read()
@@ -202,7 +202,7 @@ def test_meter_after_a_resume_has_only_the_remaining_steps():
 
 @given(st.lists(st.floats(1e-3, 1e3), min_size=2, max_size=50))
 def test_meter_percentiles_are_ordered_and_lie_within_the_steps(seconds):
-    meter = Meter(1000, 1.0, 1.0, 1e12, 4)
+    meter = SpeedMeter(1000, 1.0, 1.0, 1e12, 4)
     for step, value in enumerate(seconds, 1):
         meter.finished(step, value, 0.0, 8)
     values = meter.read()
@@ -360,8 +360,8 @@ def test_a_resume_puts_away_what_the_lost_part_wrote(tmp_path):
     assert [line["step"] for line in written(tmp_path)] == [1, 1, 2, 2, 3, 3]
     log.step(record(4, loss=0.5))
     log.close("done")
-    assert [line["step"] for line in metrics.read(tmp_path)] == [1, 1, 2, 2, 3, 3, 4]
-    assert metrics.read(tmp_path)[-1]["loss"] == 0.5
+    assert [line["step"] for line in metrics.read_metrics(tmp_path)] == [1, 1, 2, 2, 3, 3, 4]
+    assert metrics.read_metrics(tmp_path)[-1]["loss"] == 0.5
     again = [strict(text)["step"] for text in (tmp_path / "metrics-replaced.jsonl").read_text().splitlines()]
     assert again == [4, 4, 5, 5]
     assert {path.name for path in tmp_path.iterdir()} == {
@@ -677,30 +677,30 @@ def test_a_broken_tensorboard_and_a_closed_output_do_not_stop_the_run(tmp_path, 
 @pytest.mark.parametrize(
     "format_, value, text",
     [
-        (tables.count, 0, "0"),
-        (tables.count, 999, "999"),
-        (tables.count, 999.9, "1.00k"),
-        (tables.count, 1234, "1.23k"),
-        (tables.count, 8030261248, "8.03B"),
-        (tables.count, 0.5, "0.50"),
-        (tables.count, -2500, "-2.50k"),
-        (tables.count, None, "-"),
-        (tables.count, 5e16, "50000T"),
-        (tables.flops, 48.1e9, "48.1 GFLOP"),
-        (tables.size, 54.3 * 2**30, "54.3 GiB"),
-        (tables.size, 512, "512 B"),
-        (tables.size, 1023.9, "1.00 KiB"),
-        (tables.percent, 0.5321, "53.2%"),
-        (tables.percent, None, "-"),
-        (tables.duration, 0.01234, "12.3 ms"),
-        (tables.duration, 4.567, "4.57 s"),
-        (tables.duration, 59.97, "1m 00s"),
-        (tables.duration, 125, "2m 05s"),
-        (tables.duration, 3599.9, "1h 00m"),
-        (tables.duration, 11220, "3h 07m"),
-        (tables.duration, 86399, "1d 00h"),
-        (tables.duration, 352800, "4d 02h"),
-        (tables.duration, math.nan, "-"),
+        (tables.format_count, 0, "0"),
+        (tables.format_count, 999, "999"),
+        (tables.format_count, 999.9, "1.00k"),
+        (tables.format_count, 1234, "1.23k"),
+        (tables.format_count, 8030261248, "8.03B"),
+        (tables.format_count, 0.5, "0.50"),
+        (tables.format_count, -2500, "-2.50k"),
+        (tables.format_count, None, "-"),
+        (tables.format_count, 5e16, "50000T"),
+        (tables.format_flops, 48.1e9, "48.1 GFLOP"),
+        (tables.format_bytes, 54.3 * 2**30, "54.3 GiB"),
+        (tables.format_bytes, 512, "512 B"),
+        (tables.format_bytes, 1023.9, "1.00 KiB"),
+        (tables.format_percent, 0.5321, "53.2%"),
+        (tables.format_percent, None, "-"),
+        (tables.format_duration, 0.01234, "12.3 ms"),
+        (tables.format_duration, 4.567, "4.57 s"),
+        (tables.format_duration, 59.97, "1m 00s"),
+        (tables.format_duration, 125, "2m 05s"),
+        (tables.format_duration, 3599.9, "1h 00m"),
+        (tables.format_duration, 11220, "3h 07m"),
+        (tables.format_duration, 86399, "1d 00h"),
+        (tables.format_duration, 352800, "4d 02h"),
+        (tables.format_duration, math.nan, "-"),
     ],
 )
 def test_numbers_for_people(format_, value, text):
@@ -709,7 +709,7 @@ def test_numbers_for_people(format_, value, text):
 
 @given(st.floats(0.01, 9e14))
 def test_counts_are_short_and_right(value):
-    text = tables.count(value)
+    text = tables.format_count(value)
     number, unit = re.fullmatch(r"([\d.]+)([kMBT]?)", text).groups()
     assert float(number) * {"": 1, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[unit] == pytest.approx(
         value, rel=6e-3, abs=6e-3
@@ -719,7 +719,7 @@ def test_counts_are_short_and_right(value):
 
 @given(st.floats(0, 1e7))
 def test_durations_are_right_and_never_show_a_full_unit(value):
-    text = tables.duration(value)
+    text = tables.format_duration(value)
     seconds = {"ms": 1e-3, "s": 1, "m": 60, "h": 3600, "d": 86400}
     parts = re.findall(r"([\d.]+) ?(ms|[smhd])", text)
     assert sum(float(number) * seconds[unit] for number, unit in parts) == pytest.approx(value, rel=0.03, abs=1e-5)
@@ -727,16 +727,16 @@ def test_durations_are_right_and_never_show_a_full_unit(value):
 
 
 STARTUP = dict(
-    model=[("name", "llama3_8b"), ("parameters", tables.count(8030261248))],
+    model=[("name", "llama3_8b"), ("parameters", tables.format_count(8030261248))],
     plan=[("zero", "stage 3, [shard] 8")],
     batch=[("global", "64 sequences x 8192 = 524k tokens")],
-    memory=[("parameters", tables.size(4e9)), ("total", None)],
+    memory=[("parameters", tables.format_bytes(4e9)), ("total", None)],
 )
 
 
 def test_startup_is_aligned_plain_text_in_a_log():
     out = io.StringIO()
-    tables.sections(STARTUP, console=Console(file=out))
+    tables.print_sections(STARTUP, console=Console(file=out))
     assert out.getvalue().splitlines() == [
         "model   name        llama3_8b",
         "        parameters  8.03B",
@@ -749,7 +749,7 @@ def test_startup_is_aligned_plain_text_in_a_log():
 
 def test_startup_is_one_framed_table_on_a_terminal():
     out = io.StringIO()
-    tables.sections(STARTUP, console=Console(file=out, force_terminal=True, width=80, color_system=None))
+    tables.print_sections(STARTUP, console=Console(file=out, force_terminal=True, width=80, color_system=None))
     lines = out.getvalue().splitlines()
     assert sum("├" in line for line in lines) == 3 and len({len(line) for line in lines}) == 1
     assert "[shard] 8" in out.getvalue()
@@ -761,7 +761,7 @@ def test_the_parameter_type_map_is_a_table():
         {"type": "norm", "parameters": 266240, "weight decay": 0.0, "optimizer": "adamw"},
         {"type": "matrix", "parameters": 6979321856, "weight decay": 0.1, "optimizer": None},
     ]
-    tables.rows("parameter types", rows, console=Console(file=out))
+    tables.print_rows("parameter types", rows, console=Console(file=out))
     header, *body = [line.split() for line in out.getvalue().splitlines()[1:]]
     assert header == ["type", "parameters", "weight", "decay", "optimizer"]
     assert body == [["norm", "266k", "0.0", "adamw"], ["matrix", "6.98B", "0.1", "-"]]

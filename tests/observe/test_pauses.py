@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.config import GuardConfig
-from trainer.observe.pauses import PAUSES, Growth, Pauses
+from trainer.observe.pauses import PAUSES, PauseGrowth, PauseTimes
 
 EVERY = 10
 """Steps between two pauses."""
@@ -17,7 +17,7 @@ EVERY = 10
 
 def told(*parts, name="evaluation", every=EVERY, lines=1, factor=1.25):
     """What is said of (number of pauses, seconds of a step, seconds of each pause). lines: steps of a line."""
-    growth, said, step, waiting = Growth(name, GuardConfig(slow_factor=factor)), [], 0, 0.0
+    growth, said, step, waiting = PauseGrowth(name, GuardConfig(slow_factor=factor)), [], 0, 0.0
     for count, seconds, pause in parts:
         for _ in range(count * every):
             step += 1
@@ -40,7 +40,7 @@ def test_a_pause_that_takes_a_growing_share_is_told_with_its_layer(name, lines):
 
 
 def test_of_pauses_that_come_more_often_as_well():
-    growth, said = Growth("checkpoint", GuardConfig()), []
+    growth, said = PauseGrowth("checkpoint", GuardConfig()), []
     for step in range(1, 400):
         due = step % (4 if step > 200 else 50) == 1
         line = {"step": step, "step_seconds": 1.0, "checkpoint_seconds": 2.0 * due}
@@ -63,7 +63,7 @@ def test_a_longer_pause_that_hardly_slows_the_run_down_is_not_told():
 @given(st.integers(0, 10**6), st.floats(0.01, 10), st.sampled_from([1, 3, 10, 30]))
 def test_noise_is_no_growth(seed, seconds, every):
     """Pauses that vary by a fifth, and a rare one that takes ten times as long."""
-    draw, growth = random.Random(seed), Growth("evaluation", GuardConfig())
+    draw, growth = random.Random(seed), PauseGrowth("evaluation", GuardConfig())
     recent = [False] * 2  # a rare one has two usual ones beside it
     for step in range(1, 600):
         pause = 0.0
@@ -76,7 +76,7 @@ def test_noise_is_no_growth(seed, seconds, every):
 
 
 def test_readers_count_by_themselves():
-    pauses = Pauses()
+    pauses = PauseTimes()
     with pauses.spent("evaluation"):
         pass
     first = pauses.since("log")

@@ -8,8 +8,8 @@ from support.estimates import shipped
 from trainer.config.model import ModelSpec
 from trainer.observe.report import model_table
 from trainer.planning.cost.flops import parameter_counts
-from trainer.planning.cost.parameters import declarations
-from trainer.util.tables import count
+from trainer.planning.cost.parameters import declare_parameters
+from trainer.util.tables import format_count
 
 
 @pytest.mark.parametrize("name", ["llama3_8b", "gpt2", "gemma2_2b", "olmo2_7b"])
@@ -17,9 +17,11 @@ def test_equal_layers_stand_once_and_all_is_there(name):
     spec = shipped(name)
     table = {row["parameter"]: row for row in model_table(spec)}
     layers = f"layers.0-{spec.depth - 1}"
-    assert table["all"]["in all"] == count(parameter_counts(spec)["total"]) and table["all"]["share"] == "100.0%"
-    named = {one.replace("layers.0.", f"{layers}.") for one in declarations(spec) if not one.startswith("layers.")}
-    named |= {one.replace("layers.0.", f"{layers}.") for one in declarations(spec) if one.startswith("layers.0.")}
+    assert table["all"]["in all"] == format_count(parameter_counts(spec)["total"]) and table["all"]["share"] == "100.0%"
+    named = {
+        one.replace("layers.0.", f"{layers}.") for one in declare_parameters(spec) if not one.startswith("layers.")
+    }
+    named |= {one.replace("layers.0.", f"{layers}.") for one in declare_parameters(spec) if one.startswith("layers.0.")}
     assert named == table.keys() - {"all", layers} and table[layers]["shape"] == f"{spec.depth} layers"
 
 

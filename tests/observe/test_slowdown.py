@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from trainer.config import GuardConfig
 from trainer.observe.hardware import over_ranks
-from trainer.observe.slowdown import Slowdown
+from trainer.observe.slowdown import SlowdownAlert
 
 LINES, HOSTS = 8, ["a", "b", "b", "c"]
 QUIET = {
@@ -33,7 +33,7 @@ NEW = {"profiled_step": 34}
 
 def told(*parts, lines=LINES, factor=1.25):
     """What is said of steps that are given as (number, seconds, changes of their lines)."""
-    slowdown, said, step = Slowdown(GuardConfig(slow_factor=factor, slow_lines=lines), HOSTS), [], 0
+    slowdown, said, step = SlowdownAlert(GuardConfig(slow_factor=factor, slow_lines=lines), HOSTS), [], 0
     for count, seconds, changes in parts:
         for _ in range(count):
             step += 1
@@ -97,7 +97,7 @@ def test_without_the_values_nothing_is_wrong():
 @given(st.integers(0, 10**6), st.floats(1e-3, 100))
 def test_noise_and_rare_long_steps_are_no_slow_down(seed, seconds):
     """Compilation in the first step, evaluations and saves beside every third step at most."""
-    draw, slowdown = random.Random(seed), Slowdown(GuardConfig(slow_lines=LINES))
+    draw, slowdown = random.Random(seed), SlowdownAlert(GuardConfig(slow_lines=LINES))
     for step in range(1, 20 * LINES):
         long = draw.choice([1, 1, 10]) if step % 3 == 0 else 1
         line = {"step": step, "step_seconds": seconds * draw.uniform(1, 1.2) * long * (100 if step == 1 else 1)}
@@ -105,7 +105,7 @@ def test_noise_and_rare_long_steps_are_no_slow_down(seed, seconds):
 
 
 def test_another_schedule_begins_anew():
-    slowdown = Slowdown(GuardConfig(slow_lines=LINES))
+    slowdown = SlowdownAlert(GuardConfig(slow_lines=LINES))
     for step in range(1, 8 * LINES):
         if step == 4 * LINES:
             slowdown.restart()

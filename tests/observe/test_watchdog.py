@@ -24,7 +24,7 @@ from trainer.cluster.ports import free_ports
 from trainer.config import GuardConfig
 from trainer.observe import flight
 from trainer.observe.neighbours import NeighbourWatch
-from trainer.observe.stragglers import Stragglers, slowest
+from trainer.observe.stragglers import StragglerAlert, find_straggler
 from trainer.observe.watchdog import (
     DATA,
     EVALUATING,
@@ -35,7 +35,7 @@ from trainer.observe.watchdog import (
     Heartbeat,
     RankReport,
     Watchdog,
-    describe,
+    describe_ranks,
 )
 from trainer.util.exit_codes import STALLED
 
@@ -132,7 +132,7 @@ def test_the_recorder_says_who_waits_for_whom():
             entry(3, "9", p2p=True, what="nccl:send", state="completed"),
         ],
     }
-    ahead = flight.summary(dump, {"0": [0, 1, 2, 3]})
+    ahead = flight.summarise_dump(dump, {"0": [0, 1, 2, 3]})
     assert ahead["0 collective"] == {
         "desc": "dp",
         "ranks": [0, 1, 2, 3],
@@ -142,13 +142,13 @@ def test_the_recorder_says_who_waits_for_whom():
         "at": "step.py:32 train_step",
     }
     assert ahead["9 p2p"] == {"desc": "dp", "ranks": [0, 1], "entered": 3}
-    behind = flight.summary({"entries": [entry(6, retired=True)]}, {"0": [0, 1, 2, 3]})
-    assert flight.waits({0: ahead, 1: ahead, 2: behind}) == [
+    behind = flight.summarise_dump({"entries": [entry(6, retired=True)]}, {"0": [0, 1, 2, 3]})
+    assert flight.describe_waits({0: ahead, 1: ahead, 2: behind}) == [
         "ranks 0-1 in all_reduce Float[2, 3] (number 7 of dp) at step.py:32 train_step, which rank 2 did not enter, "
         "which rank 3 may not have entered"
     ]
-    assert flight.waits({0: behind, 1: behind}) == []
-    assert flight.ranks([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8" and flight.ranks([4]) == "rank 4"
+    assert flight.describe_waits({0: behind, 1: behind}) == []
+    assert flight.format_ranks([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8" and flight.format_ranks([4]) == "rank 4"
 
 
 def test_a_collective_that_torch_calls_by_itself_is_told_by_its_caller():
@@ -160,9 +160,12 @@ def test_a_collective_that_torch_calls_by_itself_is_told_by_its_caller():
         ("/env/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", 590, "foreach_reduce"),
         ("/env/torch/autograd/graph.py", 3, "backward"),
     ]
-    assert flight.lines([*wrappers, *fsdp]) == "_fsdp_collectives.py:590 foreach_reduce"
-    assert flight.lines([*wrappers, (f"{flight.PROJECT}step.py", 32, "train_step"), *fsdp]) == "step.py:32 train_step"
-    assert flight.lines(wrappers) == "distributed_c10d.py:5 all_reduce"
+    assert flight.project_lines([*wrappers, *fsdp]) == "_fsdp_collectives.py:590 foreach_reduce"
+    assert (
+        flight.project_lines([*wrappers, (f"{flight.PROJECT}step.py", 32, "train_step"), *fsdp])
+        == "step.py:32 train_step"
+    )
+    assert flight.project_lines(wrappers) == "distributed_c10d.py:5 all_reduce"
 
 
 def test_the_report_begins_with_who_holds_up_the_others():
@@ -171,7 +174,7 @@ def test_the_report_begins_with_who_holds_up_the_others():
         for rank, count, phase in ((0, 17, STEP), (1, 17, STEP), (2, 16, DATA), (3, 2, STARTING))
     }
     records = {rank: RankReport(beats[rank], "step.py:32 train_step") for rank in (0, 1, 2)}
-    assert describe(records, beats, 4) == [
+    assert describe_ranks(records, beats, 4) == [
         "rank 3 does not answer: its process is stopped or stuck, or its machine is lost; last heard of: starting in "
         "step 8 for 12.0 s, on node1",
         "rank 2 (behind the others) on node1: waiting for data in step 8 for 12.0 s, at step.py:32 train_step",
@@ -249,13 +252,16 @@ def test_a_stall_ends_every_rank_and_names_those_that_hold_up_the_others(tmp_pat
 
 
 def test_the_slowest_rank_is_compared_with_its_peers():
-    assert slowest([1.0, 1.0, 3.0, 2.0], [0, 0, 1, 1]) == (1.5, 2)  # stages differ, and that is no fault of theirs
-    assert slowest([1.0, 1.0, 1.1, 2.0], [0] * 4) == (pytest.approx(2.0), 3)
-    assert slowest([5.0, 1.0], [0, 1]) == (None, None) and slowest([0.0, 0.0], [0, 0]) == (None, None)
+    assert find_straggler([1.0, 1.0, 3.0, 2.0], [0, 0, 1, 1]) == (
+        1.5,
+        2,
+    )  # stages differ, and that is no fault of theirs
+    assert find_straggler([1.0, 1.0, 1.1, 2.0], [0] * 4) == (pytest.approx(2.0), 3)
+    assert find_straggler([5.0, 1.0], [0, 1]) == (None, None) and find_straggler([0.0, 0.0], [0, 0]) == (None, None)
 
 
 def test_a_slow_rank_is_told_of_once_and_only_when_it_stays_slow():
-    stragglers = Stragglers(GuardConfig(straggler_factor=1.5, straggler_lines=3))
+    stragglers = StragglerAlert(GuardConfig(straggler_factor=1.5, straggler_lines=3))
     seen = [
         stragglers.add(*one)
         for one in [(2.0, 1), (2.0, 1), (1.2, 1), (2.0, 1), (2.0, 0), (2.0, 0), (2.0, 0), (2.0, 0), (None, None)]

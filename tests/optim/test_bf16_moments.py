@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config import ConfigError, OptimizerConfig
-from trainer.optim.groups import Policy
+from trainer.optim.groups import ParameterPolicy
 from trainer.optim.optimizer import Optimizer
 from trainer.planning.cost.updates import DECAYS, SLOWEST_IN_BF16
 from trainer.planning.resolve import compose
@@ -24,7 +24,7 @@ def moments_of(name: str, state: torch.dtype, decay: float, steps: int) -> dict[
         config.beta1 = decay
     config.muon.momentum = decay
     weight, generator = nn.Parameter(torch.zeros(40, 50)), torch.Generator().manual_seed(0)
-    optimizer = Optimizer({"w": weight}, {"w": Policy(name, state, 0.0, 1.0)}, config)
+    optimizer = Optimizer({"w": weight}, {"w": ParameterPolicy(name, state, 0.0, 1.0)}, config)
     mean = 1 + torch.rand(40, 50, generator=generator)
     for (_, moment), value in optimizer.state.items():
         value.copy_((mean**2 if moment == "exp_avg_sq" else mean) / ((1 - decay) if name == "sgd" else 1))

@@ -14,15 +14,15 @@ from torch import nn
 from trainer.config import ConfigError, OptimizerConfig, TypePolicy
 from trainer.config.schema import MuonConfig
 from trainer.optim import muon
-from trainer.optim.groups import Policy, parameter_policies
+from trainer.optim.groups import ParameterPolicy, parameter_policies
 from trainer.optim.optimizer import Optimizer
-from trainer.planning.checks import check
-from trainer.planning.cost.flops import orthogonalisation
-from trainer.planning.cost.memory import held_parameters, state_bytes
-from trainer.planning.cost.parameters import declarations
-from trainer.planning.cost.updates import Updates
+from trainer.planning.checks import config_problems
+from trainer.planning.cost.flops import orthogonalisation_flops
+from trainer.planning.cost.memory import local_parameters, state_bytes
+from trainer.planning.cost.parameters import declare_parameters
+from trainer.planning.cost.updates import UpdateSettings
 from trainer.planning.plan import Plan
-from trainer.planning.resolve import resolve
+from trainer.planning.resolve import resolve_layout
 
 SHAPES = [(24, 12), (12, 24), (16, 16), (1, 7)]
 
@@ -33,7 +33,7 @@ def test_steps_are_those_of_torch(adjust, nesterov):
     weights = {f"p{i}": nn.Parameter(torch.randn(shape, generator=generator)) for i, shape in enumerate(SHAPES)}
     copies = [nn.Parameter(weight.detach().clone()) for weight in weights.values()]
     config = OptimizerConfig(muon=MuonConfig(adjust_lr=adjust, nesterov=nesterov, steps=4, momentum=0.9))
-    ours = Optimizer(weights, dict.fromkeys(weights, Policy("muon", torch.float32, 0.1, 0.5)), config)
+    ours = Optimizer(weights, dict.fromkeys(weights, ParameterPolicy("muon", torch.float32, 0.1, 0.5)), config)
     theirs = torch.optim.Muon(
         copies, lr=0.01, weight_decay=0.1, momentum=0.9, nesterov=nesterov, ns_steps=4, adjust_lr_fn=adjust
     )
@@ -50,9 +50,9 @@ def test_steps_are_those_of_torch(adjust, nesterov):
 @given(st.lists(st.tuples(st.integers(1, 9000), st.integers(1, 9000)), min_size=1, max_size=40), st.integers(1, 9))
 def test_ranks_share_the_work(shapes, ranks):
     names = {str(index): shape for index, shape in enumerate(shapes)}
-    rounds = muon.deal(names, ranks)
+    rounds = muon.assign_matrices(names, ranks)
     assert sorted(name for some in rounds for name, _ in some) == sorted(names)
-    costs = {name: orthogonalisation(shape, 5) for name, shape in names.items()}
+    costs = {name: orthogonalisation_flops(shape, 5) for name, shape in names.items()}
     longest = 0
     for some in rounds:
         owned = [[name for name, owner in some if owner == rank] for rank in range(ranks)]
@@ -64,7 +64,7 @@ def test_ranks_share_the_work(shapes, ranks):
 
 def test_it_is_for_hidden_matrices_and_leaves_the_rest_to_adamw():
     config = settings(optimizer__name="muon", precision__types__rules={"layers.0.*.q.weight": {"optimizer": "lion"}})
-    infos = declarations(tiny_spec())
+    infos = declare_parameters(tiny_spec())
     policies = parameter_policies(infos, config.precision.types, config.optimizer)
     assert policies["layers.0.attention.q.weight"].optimizer == "lion"
     for name, info in infos.items():
@@ -83,7 +83,7 @@ def test_it_is_refused_for_what_is_no_hidden_matrix(where, words):
     config = settings(batch__global_size=1)
     vars(config.precision.types).update(where)
     with pytest.raises(ConfigError) as refused:
-        resolve(config, 1, tiny_spec())
+        resolve_layout(config, 1, tiny_spec())
     (problem,) = refused.value.problems
     assert words in problem and "precision.types.matrix.optimizer=muon" in problem
 
@@ -91,7 +91,7 @@ def test_it_is_refused_for_what_is_no_hidden_matrix(where, words):
 @pytest.mark.parametrize("given", [{"optimizer__name": "muon"}, {"precision__types__matrix__optimizer": "muon"}])
 def test_deepspeed_is_refused(given):
     engine = {"parallel__zero__engine": "deepspeed", "parallel__zero__stage": 1}
-    problems = [text for text in check(settings(**engine, **given)) if "muon" in text]
+    problems = [text for text in config_problems(settings(**engine, **given)) if "muon" in text]
     assert len(problems) == 1 and "parallel.zero.engine=torch" in problems[0]
 
 
@@ -99,11 +99,11 @@ def test_states_are_counted_as_they_are_kept():
     spec, plan = tiny_spec(), Plan(pp=1, replicate=1, shard=2, tp=2, stage=1, offload=False)
     config = settings(optimizer__name="muon", optimizer__ema__decay=0.9)
     config.precision.types.norm.state_dtype = "bf16"
-    states = state_bytes(spec, plan, 4, updates=Updates.of(config))
+    states = state_bytes(spec, plan, 4, updates=UpdateSettings.of(config))
     sizes = {"matrix": 4, "norm": 4}
-    moments = sum(sizes.get(info.role, 8) * info.held(2) for info in declarations(spec).values())
+    moments = sum(sizes.get(info.role, 8) * info.held(2) for info in declare_parameters(spec).values())
     assert states.optimizer == -(-moments // 2)
-    assert states.average == 4 * -(-sum(held_parameters(spec, 2).units(range(3))) // 2)
+    assert states.average == 4 * -(-sum(local_parameters(spec, 2).units(range(3))) // 2)
     assert dict(states.rows())["average of weights"] == states.average
     plain = state_bytes(spec, plan, 4)
     assert states.total - states.average - states.optimizer == plain.total - plain.optimizer

@@ -12,10 +12,10 @@ from support.registries import forgotten, package
 from torch import nn
 
 from trainer.config import Config, ConfigError, LearningRateConfig, OptimizerConfig, PrecisionConfig, TypePolicy
-from trainer.config.imports import load
+from trainer.config.imports import import_modules
 from trainer.model.axes import parameter_infos
 from trainer.model.transformer import Transformer
-from trainer.optim.groups import Policy, parameter_policies
+from trainer.optim.groups import ParameterPolicy, parameter_policies
 from trainer.optim.lr_schedule import learning_rate
 from trainer.optim.optimizer import Optimizer
 from trainer.planning.resolve import compose
@@ -26,7 +26,7 @@ def problem(optimizer: str, state: torch.dtype = torch.float32, decay: float = 0
     generator = torch.Generator().manual_seed(0)
     weights = {f"p{i}": nn.Parameter(torch.randn(5, 3, generator=generator)) for i in range(3)}
     ours = Optimizer(
-        weights, {name: Policy(optimizer, state, decay, 1.0) for name in weights}, OptimizerConfig(beta2=0.99)
+        weights, {name: ParameterPolicy(optimizer, state, decay, 1.0) for name in weights}, OptimizerConfig(beta2=0.99)
     )
     return weights, ours, generator
 
@@ -53,7 +53,7 @@ def test_adamw_equals_torch(state, tolerance):
 
 def test_a_registered_optimizer_equals_torch_and_skips():
     with forgotten():
-        load(["examples.adamax"])
+        import_modules(["examples.adamax"])
         weights, ours, generator = problem("adamax", decay=0.0)
         copies = [nn.Parameter(w.detach().clone()) for w in weights.values()]
         theirs = torch.optim.Adamax(copies, lr=0.01, betas=(0.9, 0.999), eps=1e-8)
@@ -206,9 +206,9 @@ def test_parameter_types_by_role_and_rule():
         policies["embedding.weight"]
         == policies["norm.weight"]
         == policies["layers.1.attention.q.bias"]
-        == Policy("adamw", torch.float32, 0.0, 1.0)
+        == ParameterPolicy("adamw", torch.float32, 0.0, 1.0)
     )
-    assert policies["layers.1.feed_forward.up.weight"] == Policy("adamw", torch.float32, 0.1, 1.0)
-    assert policies["head.weight"] == Policy("lion", torch.float32, 0.1, 0.5)
-    assert policies["layers.0.attention.q.weight"] == Policy("adamw", torch.bfloat16, 0.7, 0.1)
-    assert policies["layers.0.attention_norm.weight"] == Policy("adamw", torch.float32, 0.0, 0.1)
+    assert policies["layers.1.feed_forward.up.weight"] == ParameterPolicy("adamw", torch.float32, 0.1, 1.0)
+    assert policies["head.weight"] == ParameterPolicy("lion", torch.float32, 0.1, 0.5)
+    assert policies["layers.0.attention.q.weight"] == ParameterPolicy("adamw", torch.bfloat16, 0.7, 0.1)
+    assert policies["layers.0.attention_norm.weight"] == ParameterPolicy("adamw", torch.float32, 0.0, 0.1)

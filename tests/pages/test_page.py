@@ -21,9 +21,9 @@ from trainer import report
 from trainer.config import ConfigError
 from trainer.config.compose import CONFIGS
 from trainer.observe import metrics
-from trainer.pages.curves import Curves, Points, few
-from trainer.pages.page import SCRIPTS, own, render
-from trainer.pages.panels import NOT_DRAWN, panels
+from trainer.pages.curves import MetricCurves, MetricPoints, thin_curve
+from trainer.pages.page import SCRIPTS, own_assets, render_page
+from trainer.pages.panels import NOT_DRAWN, arrange_panels
 from trainer.pages.shown import open_folders
 from trainer.util import reading
 
@@ -67,7 +67,7 @@ class Page(HTMLParser):
 
 
 def page_of(*folders: Path, hardware: str = "") -> Page:
-    return Page(render(open_folders(folders, hardware)))
+    return Page(render_page(open_folders(folders, hardware)))
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def rich(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_numbers_are_those_of_the_files(rich):
-    page, lines = page_of(rich), metrics.read(rich)
+    page, lines = page_of(rich), metrics.read_metrics(rich)
     for name in (
         "loss",
         "grad_norm",
@@ -190,7 +190,7 @@ def test_texts_of_a_run_are_never_code(tmp_path):
     (search / "config/best.yaml").write_text(HOSTILE)
     for page in (page_of(folder), page_of(folder, write_run(tmp_path / "<b>&amp;", 5)), page_of(folder, search)):
         assert [kind for kind, _ in page.scripts] == ["application/json", None]
-        assert page.scripts[1][1] == own(*SCRIPTS), "the page's own script, and no other"
+        assert page.scripts[1][1] == own_assets(*SCRIPTS), "the page's own script, and no other"
         assert not [tag for tag, _ in page.tags if tag in ("img", "iframe", "object", "base", "form")]
         assert not [name for _, given in page.tags for name in given if name.startswith("on")]
         assert not [given for _, given in page.tags if "src" in given or "http" in (given.get("href") or "")]
@@ -234,7 +234,7 @@ def test_runs_are_compared(tmp_path):
     assert [run["label"] for run in page.data["runs"]] == ["slow", "fast"]
     for place, folder in enumerate((slow, fast)):
         assert page.values("loss", place) == {
-            line["step"]: line["loss"] for line in metrics.read(folder) if "loss" in line
+            line["step"]: line["loss"] for line in metrics.read_metrics(folder) if "loss" in line
         }
     differ = page.source[page.source.index('id="differ"') : page.source.index('id="bound"')]
     cells = re.findall(r"<td[^>]*>([^<]*)</td>", differ)
@@ -293,10 +293,10 @@ def test_a_search_that_has_measured_nothing_says_so(tmp_path):
 
 @given(st.lists(st.none() | st.floats(-1e9, 1e9), min_size=1, max_size=400), st.integers(8, 60))
 def test_fewer_points_keep_the_extremes_and_invent_none(values, most):
-    points = Points()
+    points = MetricPoints()
     for line, value in enumerate(values):
         points.add(line, value)
-    lines, drawn = few(points, most)
+    lines, drawn = thin_curve(points, most)
     assert len(lines) <= max(most, 2) and list(lines) == sorted(set(lines.tolist()))
     known = {line: value for line, value in enumerate(values) if value is not None}
     found = {line: value for line, value in zip(lines.tolist(), drawn.tolist()) if math.isfinite(value)}
@@ -308,7 +308,7 @@ def test_fewer_points_keep_the_extremes_and_invent_none(values, most):
 def test_a_run_is_followed_line_by_line(tmp_path):
     folder = tmp_path / "run"
     write_metrics(folder, 2)
-    curves, path = Curves(folder), folder / "metrics.jsonl"
+    curves, path = MetricCurves(folder), folder / "metrics.jsonl"
     assert curves.read() and not curves.read() and len(curves) == 2
     text = json.dumps(step_line(3, loss=1.25)) + "\n"
     with open(path, "a") as file:
@@ -334,7 +334,7 @@ def test_many_metrics_are_drawn_each_in_its_place():
         "hardware/power",
         "new",
     ]
-    found = {panel.names: panel.group for panel in panels(names)}
+    found = {panel.names: panel.group for panel in arrange_panels(names)}
     assert found == {
         ("loss", "eval_loss"): "",
         ("loss/web",): "",
@@ -343,7 +343,7 @@ def test_many_metrics_are_drawn_each_in_its_place():
         ("hardware/power",): "hardware",
         ("new",): "others",
     }
-    drawn = {name for panel in panels(metrics.METRICS) for name in panel.names}
+    drawn = {name for panel in arrange_panels(metrics.METRICS) for name in panel.names}
     assert drawn == set(metrics.METRICS) - NOT_DRAWN - {"targets/NAME"}
 
 

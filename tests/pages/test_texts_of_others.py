@@ -27,11 +27,11 @@ from trainer import diagnose, plot, report
 from trainer.cluster import job
 from trainer.config import ConfigError
 from trainer.observe import metrics
-from trainer.pages.page import content_of, data_of, render
+from trainer.pages.page import content_of, data_of, render_page
 from trainer.pages.shown import open_folders
 from trainer.sweep import results
 from trainer.util.reading import SURROGATES, Malformed, read_json, read_yaml
-from trainer.util.run_folder import labels
+from trainer.util.run_folder import label_runs
 
 FILES = ("status.json", "starts.jsonl", "metrics.jsonl", "accounts.jsonl", "diagnosis.json")
 ODD = [
@@ -103,8 +103,8 @@ def test_a_page_survives_any_text(good, tmp_path_factory, text, seed):
     damage(good / "search", folder / "search", ("search.json", "trials.jsonl"), text, seed)
     for one in (folder / "run", folder / "search"):
         shown = open_folders([one])
-        page = render(shown, "1", 1.0)
-        assert Tags(page).scripts == Tags(render(open_folders([good / one.name]), "1", 1.0)).scripts
+        page = render_page(shown, "1", 1.0)
+        assert Tags(page).scripts == Tags(render_page(open_folders([good / one.name]), "1", 1.0)).scripts
         json.dumps({"content": content_of(shown, data_of(shown)), "data": data_of(shown)}, allow_nan=False).encode()
         page.encode()
         report.main([str(one), f"out={folder / 'page.html'}"])
@@ -131,8 +131,8 @@ def test_commands_print_any_text(good, tmp_path_factory, text, seed, monkeypatch
         try:
             assert diagnose.main([str(folder / "run")]) in (0, 2)
             with contextlib.suppress(ConfigError):  # a key is another one
-                results.show(results.Results(sweep).lines.values(), "loss")
-            print(job.end(folder / "run", "17", 1, False, "RUNNING", 3))
+                results.print_results(results.SweepResults(sweep).lines.values(), "loss")
+            print(job.end_job(folder / "run", "17", 1, False, "RUNNING", 3))
             stdout.flush()
         finally:
             monkeypatch_module.undo()
@@ -157,7 +157,7 @@ def test_a_plot_survives_any_text(text, tmp_path, capsys):
 def test_a_folder_whose_name_is_no_text_is_shown(tmp_path, capsys):
     folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/run-\xff\xfe-$x$-\x1b[2J"))
     write_run(tmp_path / "run", 4).rename(folder)
-    assert labels([folder]) == ["run-  -$x$- [2J"]
+    assert label_runs([folder]) == ["run-  -$x$- [2J"]
     assert report.main([str(folder)]) == 0
     assert plot.main([str(folder)]) == 0
     assert diagnose.main([str(folder)]) == 0

@@ -19,13 +19,13 @@ from support.browser import CHROMIUM, Browser
 from support.runs import step_line, write_metrics, write_run, write_search
 
 from trainer import watch
-from trainer.pages.server import PageServer, serve
-from trainer.pages.shown import Shown
+from trainer.pages.server import PageServer, start_server
+from trainer.pages.shown import PageRuns
 
 
 @contextlib.contextmanager
 def serving(*folders: Path, seconds: float = 0.2) -> Iterator[PageServer]:
-    with serve(Shown(folders), 0, seconds) as server:
+    with start_server(PageRuns(folders), 0, seconds) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         try:

@@ -27,11 +27,21 @@ from workers.compress import BROKEN, PLANS, RANKS, RESUMED, STEPS
 import trainer
 import trainer.training.run
 from trainer.config import Config, ConfigError, HopConfig
-from trainer.parallel.compress.codec import Blocks, Codec, ErrorFeedback, decode, encode, pack, rotate, uniform, unpack
+from trainer.parallel.compress.codec import (
+    BlockCodec,
+    BlockLayout,
+    ErrorFeedback,
+    decode_payload,
+    encode_blocks,
+    hadamard_rotate,
+    pack_blocks,
+    uniform_noise,
+    unpack_blocks,
+)
 from trainer.parallel.compress.reduction import with_chosen_codecs
-from trainer.planning.gradient_comm import routes
+from trainer.planning.gradient_comm import reduction_routes
 from trainer.planning.plan import Plan
-from trainer.planning.resolve import check
+from trainer.planning.resolve import check_config
 
 CPU = torch.device("cpu")
 LARGEST = {"int8": 127, "int4": 7, "fp8": 448}
@@ -61,7 +71,7 @@ def gradients(seed: int, *shape: int) -> torch.Tensor:
     return torch.where(torch.rand(shape, generator=choose) < 0.1, 0.0, values)
 
 
-def parsed(codec: Codec, payload: torch.Tensor, count: int) -> tuple[np.ndarray, np.ndarray]:
+def parsed(codec: BlockCodec, payload: torch.Tensor, count: int) -> tuple[np.ndarray, np.ndarray]:
     """What the bytes of a payload mean by the format's description, computed without the project: scales [rows, count]
     in fp32 and values [rows, count, block] in fp64."""
     rows, begin = payload.shape[0], 0 if codec.kind == "bf16" else math.ceil(count / 4) * 16
@@ -84,7 +94,7 @@ def parsed(codec: Codec, payload: torch.Tensor, count: int) -> tuple[np.ndarray,
     return scales, numbers.reshape(rows, count, codec.block) * scales[..., None]
 
 
-def most_off(codec: Codec, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
+def most_off(codec: BlockCodec, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """The largest error that the format allows for each value of a block."""
     half = 1.0 if codec.stochastic else 0.5
     if codec.kind in ("int8", "int4"):
@@ -104,16 +114,16 @@ def most_off(codec: Codec, values: np.ndarray, scales: np.ndarray) -> np.ndarray
     SEEDS,
 )
 def test_a_code_is_off_by_half_a_step_at_most(kind, block, rows, count, stochastic, seed):
-    codec = Codec(kind, block, stochastic=stochastic and kind.startswith("int"))
+    codec = BlockCodec(kind, block, stochastic=stochastic and kind.startswith("int"))
     values = gradients(seed, rows, count, block)
-    payload, left = encode(codec, values, seed)
+    payload, left = encode_blocks(codec, values, seed)
     assert payload.dtype == torch.uint8 and payload.shape == (rows, codec.row_bytes(count))
     scales, meant = parsed(codec, payload, count)
     exact = values.double().numpy()
     assert (np.abs(meant - exact) <= most_off(codec, exact, scales)).all()
     if kind != "bf16":  # a bound that follows a scale says nothing where the scale is too large
         assert scales == pytest.approx(np.abs(exact).max(-1) / LARGEST[kind], rel=1e-6, abs=1e-30)
-    decoded = decode(codec, payload.unsqueeze(0), count)
+    decoded = decode_payload(codec, payload.unsqueeze(0), count)
     assert decoded.double().numpy() == pytest.approx(meant, rel=1e-6, abs=1e-37)
     assert torch.equal(left, values - decoded)
 
@@ -123,7 +133,7 @@ def test_a_code_is_off_by_half_a_step_at_most(kind, block, rows, count, stochast
 def test_the_size_of_a_row(kind, block, count):
     bits = {"int8": 8, "fp8": 8, "int4": 4, "bf16": 16}[kind]
     scales = 0 if kind == "bf16" else (count + 3) // 4 * 16
-    assert Codec(kind, block).row_bytes(count) == scales + count * block * bits // 8
+    assert BlockCodec(kind, block).row_bytes(count) == scales + count * block * bits // 8
 
 
 @QUICK
@@ -139,16 +149,16 @@ def test_the_size_of_a_row(kind, block, count):
 def test_ragged_pieces_of_any_type_come_back_to_their_places(kind, block, pieces, rows, hadamard, dtype, seed):
     """Pieces of any length with gaps between them; nothing else is written, and no piece shares a scale with
     another."""
-    codec = Codec(kind, block, 0 if kind == "bf16" else min(hadamard, block // 2))
+    codec = BlockCodec(kind, block, 0 if kind == "bf16" else min(hadamard, block // 2))
     segments, end = placed(pieces)
     flat = torch.randn(end + 5, generator=generator(seed)).to(dtype)
     for number, (offset, length) in enumerate(segments):
         flat[offset : offset + length] *= 10.0 ** -(number % 4)
-    blocks = Blocks(segments, block, rows, CPU)
-    payload = pack(codec, flat, blocks)
+    blocks = BlockLayout(segments, block, rows, CPU)
+    payload = pack_blocks(codec, flat, blocks)
     assert payload.shape == (rows, codec.row_bytes(blocks.count))
     result = torch.full_like(flat, 77.0)
-    unpack(codec, payload.unsqueeze(0), blocks, result)
+    unpack_blocks(codec, payload.unsqueeze(0), blocks, result)
     inside = torch.zeros(len(flat), dtype=torch.bool)
     share = {"int8": 0.5 / 127, "int4": 0.5 / 7, "fp8": 2.0**-4, "bf16": 2.0**-8}[kind]
     rounding = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}[dtype]
@@ -167,7 +177,7 @@ def test_ragged_pieces_of_any_type_come_back_to_their_places(kind, block, pieces
 def test_gather_scatter_and_the_kernels_table_agree(pieces, block, grains, rows):
     segments, end = placed(pieces)
     flat = torch.arange(1.0, end + 1)
-    blocks = Blocks(segments, block, rows, CPU, block * grains)
+    blocks = BlockLayout(segments, block, rows, CPU, block * grains)
     gathered = blocks.gather(flat)
     assert gathered.shape == (rows, blocks.count, block) and blocks.length == blocks.count * block
     starts, lengths = blocks.table
@@ -186,22 +196,22 @@ def test_gather_scatter_and_the_kernels_table_agree(pieces, block, grains, rows)
     assert (rows - 1) * blocks.length < sum(
         -(-length // (block * grains)) * block * grains for _, length in segments
     ) + rows * block * grains
-    coarse = Blocks(segments, block * grains, rows, CPU)
+    coarse = BlockLayout(segments, block * grains, rows, CPU)
     assert torch.equal(coarse.gather(flat).view(-1), gathered.view(-1))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("hadamard", [0, 16])
 def test_zeros_and_what_is_too_small_become_zeros(kind, hadamard):
-    codec = Codec(kind, 32, 0 if kind == "bf16" else hadamard)
+    codec = BlockCodec(kind, 32, 0 if kind == "bf16" else hadamard)
     values = torch.zeros(1, 4, 32)
     values[0, 1], values[0, 2, ::3], values[0, 3, 5] = 1e-42, -1e-38, 1.0
-    payload, left = encode(codec, rotate(values, codec.hadamard))
-    decoded = rotate(decode(codec, payload.unsqueeze(0), 4), codec.hadamard)
+    payload, left = encode_blocks(codec, hadamard_rotate(values, codec.hadamard))
+    decoded = hadamard_rotate(decode_payload(codec, payload.unsqueeze(0), 4), codec.hadamard)
     assert torch.isfinite(decoded).all() and (decoded[0, 0] == 0).all() and decoded[0, :3].abs().max() <= 2e-38
     assert decoded[0, 3, 5] == pytest.approx(1.0, rel=0.1)
     assert torch.isfinite(left).all()
-    _, scaled = encode(Codec(kind, 32), torch.full((1, 1, 32), 1e-30))  # the smallest that is not
+    _, scaled = encode_blocks(BlockCodec(kind, 32), torch.full((1, 1, 32), 1e-30))  # the smallest that is not
     assert torch.isfinite(scaled).all() and scaled.abs().max() < 1e-31
 
 
@@ -218,14 +228,14 @@ def test_zeros_and_what_is_too_small_become_zeros(kind, hadamard):
 def test_what_is_not_finite_stays_so_in_its_block_and_nowhere_else(
     kind, hadamard, stochastic, value, place, zeros, seed
 ):
-    codec = Codec(kind, 64, 0 if kind == "bf16" else hadamard, stochastic and kind.startswith("int"))
+    codec = BlockCodec(kind, 64, 0 if kind == "bf16" else hadamard, stochastic and kind.startswith("int"))
     flat = torch.zeros(3 * 64) if zeros else torch.randn(3 * 64, generator=generator(seed))
     flat[place] = float(value)
-    blocks = Blocks([(0, 3 * 64)], 64, 1, CPU)
+    blocks = BlockLayout([(0, 3 * 64)], 64, 1, CPU)
     others = torch.randn(3 * 64, generator=generator(seed + 1))
-    received = torch.stack([pack(codec, part, blocks, seed=seed) for part in (others, flat, others)])
+    received = torch.stack([pack_blocks(codec, part, blocks, seed=seed) for part in (others, flat, others)])
     result = torch.zeros(3 * 64)
-    unpack(codec, received, blocks, result)
+    unpack_blocks(codec, received, blocks, result)
     broken = ~torch.isfinite(result.view(3, 64)).all(-1)
     assert broken.tolist() == [number == place // 64 for number in range(3)]
     assert not torch.isfinite(result[place])
@@ -237,8 +247,8 @@ def test_the_largest_numbers_stay_finite(kind, seed, size):
     values = torch.rand(1, 2, 64, generator=generator(seed)) * 2 - 1
     values[0, 0, 3] = 1.0
     values *= size
-    payload, _ = encode(Codec(kind, 64), values)
-    decoded = decode(Codec(kind, 64), payload.unsqueeze(0), 2)
+    payload, _ = encode_blocks(BlockCodec(kind, 64), values)
+    decoded = decode_payload(BlockCodec(kind, 64), payload.unsqueeze(0), 2)
     assert (
         torch.isfinite(decoded).all()
         and (decoded - values).abs().max() <= size / {"int8": 253, "int4": 13.9, "fp8": 15.9}[kind]
@@ -251,11 +261,11 @@ def test_the_rotation_is_orthonormal_and_its_own_inverse(size):
     while len(matrix) < size:
         matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), matrix)
     values = torch.randn(2, 3, 256, generator=generator(0))
-    rotated = rotate(values, size)
+    rotated = hadamard_rotate(values, size)
     expected = (values.double().view(-1, size) @ matrix / math.sqrt(size)).view_as(values)
     torch.testing.assert_close(rotated.double(), expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(rotate(rotated, size), values, rtol=1e-5, atol=1e-5)
-    assert rotate(values, 0) is values
+    torch.testing.assert_close(hadamard_rotate(rotated, size), values, rtol=1e-5, atol=1e-5)
+    assert hadamard_rotate(values, 0) is values
 
 
 def test_rotation_spreads_outliers():
@@ -263,36 +273,40 @@ def test_rotation_spreads_outliers():
     values[..., 7] = 100.0
     errors = {}
     for size in (0, 64):
-        codec = Codec("int4", 128, size)
-        payload, _ = encode(codec, rotate(values, size))
-        errors[size] = (rotate(decode(codec, payload.unsqueeze(0), 40), size) - values).norm()
+        codec = BlockCodec("int4", 128, size)
+        payload, _ = encode_blocks(codec, hadamard_rotate(values, size))
+        errors[size] = (hadamard_rotate(decode_payload(codec, payload.unsqueeze(0), 40), size) - values).norm()
     assert errors[64] < 0.7 * errors[0]  # which are all but the outliers
 
 
 @QUICK
 @given(st.sampled_from(["int8", "int4"]), st.integers(0, (1 << 31) - 1), st.integers(1, 5))
 def test_stochastic_rounding_depends_on_seed_and_position_alone(kind, seed, rows):
-    codec, values = Codec(kind, 32, stochastic=True), gradients(seed % 97, rows, 4, 32)
+    codec, values = BlockCodec(kind, 32, stochastic=True), gradients(seed % 97, rows, 4, 32)
     torch.manual_seed(0)
-    first, _ = encode(codec, values, seed)
+    first, _ = encode_blocks(codec, values, seed)
     torch.manual_seed(1)
-    again, _ = encode(codec, values, seed)
+    again, _ = encode_blocks(codec, values, seed)
     assert torch.equal(first, again)
-    longer, _ = encode(codec, torch.cat([values, values]), seed)
+    longer, _ = encode_blocks(codec, torch.cat([values, values]), seed)
     assert torch.equal(longer[:rows], first)
-    number = uniform((rows, 4, 32), seed, CPU)
-    assert torch.equal(uniform((rows * 4 * 32,), seed, CPU), number.view(-1)) and number.min() >= 0 and number.max() < 1
+    number = uniform_noise((rows, 4, 32), seed, CPU)
+    assert (
+        torch.equal(uniform_noise((rows * 4 * 32,), seed, CPU), number.view(-1))
+        and number.min() >= 0
+        and number.max() < 1
+    )
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_stochastic_rounding_has_no_bias(kind):
     """The mean over many seeds is the value, at every position, and the errors of neighbours and of seeds do not go
     together."""
-    codec, values, seeds = Codec(kind, 64, stochastic=True), torch.randn(1, 4, 64, generator=generator(3)), 600
+    codec, values, seeds = BlockCodec(kind, 64, stochastic=True), torch.randn(1, 4, 64, generator=generator(3)), 600
     step = values.abs().amax(-1, keepdim=True) / LARGEST[kind]
     off = torch.stack(
         [
-            (decode(codec, encode(codec, values, seed * 7919)[0].unsqueeze(0), 4) - values) / step
+            (decode_payload(codec, encode_blocks(codec, values, seed * 7919)[0].unsqueeze(0), 4) - values) / step
             for seed in range(seeds)
         ]
     )
@@ -306,25 +320,27 @@ def test_stochastic_rounding_has_no_bias(kind):
 
 
 def test_random_numbers_are_uniform_and_those_of_close_seeds_unrelated():
-    numbers = torch.stack([uniform((20_000,), seed, CPU) for seed in (0, 1, 2, 1 << 20, (1 << 31) - 1)])
+    numbers = torch.stack([uniform_noise((20_000,), seed, CPU) for seed in (0, 1, 2, 1 << 20, (1 << 31) - 1)])
     counts = torch.stack([row.mul(50).long().bincount(minlength=50) for row in numbers])
     assert ((counts - 400).square() / 400).sum(-1).max() < 105  # chi-square of 49 degrees: 1e-5
     together = torch.corrcoef(numbers) - torch.eye(5)
     assert together.abs().max() < 0.035
     # Nor are they the same numbers in another order, which seeds that differ in few bits would draw.
-    drawn = [set(uniform((1 << 16,), seed, CPU).tolist()) for seed in (512, 513, 512 + 16, 1 << 20)]
+    drawn = [set(uniform_noise((1 << 16,), seed, CPU).tolist()) for seed in (512, 513, 512 + 16, 1 << 20)]
     assert max(len(one & other) for one, other in itertools.combinations(drawn, 2)) < 1000
 
 
 @QUICK
 @given(st.sampled_from(KINDS), st.integers(1, 5), st.integers(1, 3), st.integers(1, 5), SEEDS)
 def test_what_arrives_is_the_fp32_sum_of_the_senders_in_order(kind, senders, rows, count, seed):
-    codec = Codec(kind, 32)
-    payloads = torch.stack([encode(codec, gradients(seed + sender, rows, count, 32))[0] for sender in range(senders)])
+    codec = BlockCodec(kind, 32)
+    payloads = torch.stack(
+        [encode_blocks(codec, gradients(seed + sender, rows, count, 32))[0] for sender in range(senders)]
+    )
     total = torch.zeros(rows, count, 32)
     for payload in payloads:
-        total += decode(codec, payload.unsqueeze(0), count)
-    assert torch.equal(decode(codec, payloads, count), total)
+        total += decode_payload(codec, payload.unsqueeze(0), count)
+    assert torch.equal(decode_payload(codec, payloads, count), total)
 
 
 FEEDBACK = [("int8", 0, False), ("int4", 16, False), ("int4", 0, True), ("fp8", 0, False), ("bf16", 0, False)]
@@ -334,7 +350,7 @@ FEEDBACK = [("int8", 0, False), ("int4", 16, False), ("int4", 0, True), ("fp8", 
 def test_classic_feedback_telescopes(kind, hadamard, stochastic):
     """All that was sent is all gradients less what is kept, over steps that were skipped and loss scales that
     changed."""
-    codec, blocks = Codec(kind, 64, hadamard, stochastic), Blocks([(3, 500), (510, 77)], 64, 2, CPU)
+    codec, blocks = BlockCodec(kind, 64, hadamard, stochastic), BlockLayout([(3, 500), (510, 77)], 64, 2, CPU)
     errors = ErrorFeedback("classic", blocks)
     sent, wanted, spent = torch.zeros(600, dtype=torch.float64), torch.zeros(600, dtype=torch.float64), 0
     for step in range(40):
@@ -344,11 +360,11 @@ def test_classic_feedback_telescopes(kind, hadamard, stochastic):
         if skipped:
             gradient[9] = [float("inf"), float("nan")][step % 2]
         before = [kept.clone() for kept in errors.kept]
-        payload, result = pack(codec, gradient, blocks, errors, scale, seed=step), torch.zeros(600)
+        payload, result = pack_blocks(codec, gradient, blocks, errors, scale, seed=step), torch.zeros(600)
         assert all(
             torch.equal(kept, old) for kept, old in zip(errors.kept, before)
         )  # not before it is known whether the step counts
-        unpack(codec, payload.unsqueeze(0), blocks, result)
+        unpack_blocks(codec, payload.unsqueeze(0), blocks, result)
         errors.end_step(torch.tensor(float(skipped)), step + 1)
         if skipped:
             assert not torch.isfinite(result).all()
@@ -356,7 +372,7 @@ def test_classic_feedback_telescopes(kind, hadamard, stochastic):
             continue
         sent, wanted, spent = sent + result.double() / scale, wanted + gradient.double() / scale, spent + 1
     kept = torch.zeros(600)
-    blocks.scatter(rotate(errors.read(), hadamard), kept)
+    blocks.scatter(hadamard_rotate(errors.read(), hadamard), kept)
     inside = torch.zeros(600, dtype=torch.bool)
     inside[3:503], inside[510:587] = True, True
     torch.testing.assert_close(sent[inside], (wanted - kept)[inside], rtol=1e-5, atol=2e-4)
@@ -368,7 +384,7 @@ def test_classic_feedback_telescopes(kind, hadamard, stochastic):
 @pytest.mark.parametrize("kind, hadamard, stochastic", FEEDBACK)
 def test_average8_keeps_a_moving_average_in_8_bits(kind, hadamard, stochastic):
     """Against the average in fp32, over skipped steps and changes of the loss scale."""
-    codec, blocks = Codec(kind, 64, hadamard, stochastic), Blocks([(0, 640)], 64, 1, CPU)
+    codec, blocks = BlockCodec(kind, 64, hadamard, stochastic), BlockLayout([(0, 640)], 64, 1, CPU)
     errors, average = ErrorFeedback("average8", blocks), torch.zeros(1, 10, 64)
     assert [(kept.dtype, tuple(kept.shape)) for kept in errors.kept] == [
         (torch.int8, (1, 10, 64)),
@@ -382,12 +398,12 @@ def test_average8_keeps_a_moving_average_in_8_bits(kind, hadamard, stochastic):
             gradient[100] = float("nan")
         before = [kept.clone() for kept in errors.kept]
         held = errors.read()
-        sent = decode(codec, pack(codec, gradient, blocks, errors, scale, seed=step).unsqueeze(0), 10)
+        sent = decode_payload(codec, pack_blocks(codec, gradient, blocks, errors, scale, seed=step).unsqueeze(0), 10)
         errors.end_step(torch.tensor(float(skipped)), step + 1)
         if skipped:
             assert all(torch.equal(kept, old) for kept, old in zip(errors.kept, before))
             continue
-        left = rotate(gradient.view(1, 10, 64), hadamard) / scale + held - sent / scale
+        left = hadamard_rotate(gradient.view(1, 10, 64), hadamard) / scale + held - sent / scale
         average = 0.8 * held + 0.2 * left
         most = average.abs().amax(-1, keepdim=True) / 127
         assert ((errors.read() - average).abs() <= 0.51 * most).all()
@@ -400,7 +416,7 @@ def test_average8_keeps_a_moving_average_in_8_bits(kind, hadamard, stochastic):
 
 def test_feedback_makes_the_mean_gradient_arrive():
     """A gradient that stays the same and is far below half a step: without feedback nothing of it ever arrives."""
-    codec, blocks = Codec("int4", 64), Blocks([(0, 64)], 64, 1, CPU)
+    codec, blocks = BlockCodec("int4", 64), BlockLayout([(0, 64)], 64, 1, CPU)
     gradient = torch.full((64,), 0.01)
     gradient[0] = 1.0
     arrived = {}
@@ -411,7 +427,9 @@ def test_feedback_makes_the_mean_gradient_arrive():
             torch.zeros(64),
         )
         for step in range(100):
-            unpack(codec, pack(codec, gradient, blocks, errors, torch.ones(())).unsqueeze(0), blocks, result)
+            unpack_blocks(
+                codec, pack_blocks(codec, gradient, blocks, errors, torch.ones(())).unsqueeze(0), blocks, result
+            )
             total += result
             if errors:
                 errors.end_step(torch.zeros(()), step + 1)
@@ -443,9 +461,9 @@ def test_routes_cover_every_group_by_hops_that_join_as_many_ranks(node):
         if uneven:
             refused += 1
             with pytest.raises(ValueError, match=f"nodes of {node} processes"):
-                routes(plan, node)
+                reduction_routes(plan, node)
             continue
-        for route, groups, within in zip(routes(plan, node), expected, ("inner", "outer")):
+        for route, groups, within in zip(reduction_routes(plan, node), expected, ("inner", "outer")):
             size = len(groups[0])
             assert (route is None) == (size == 1)
             if route is None:
@@ -921,7 +939,7 @@ def test_impossible_settings_are_refused_with_a_way_out(monkeypatch, name):
     for path, value in {**wrong, **way_out}.items():
         parent, _, field = full[path].rpartition(".")
         setattr(attrgetter(parent)(config), field, value)
-    assert check(config, world) == []
+    assert check_config(config, world) == []
 
 
 @cache
@@ -933,7 +951,7 @@ def neighbour() -> Config:
 def test_a_run_refuses_settings_that_nobody_checked(monkeypatch, tmp_path):
     config = trainer.compose([*COMMON, f"run.dir={tmp_path / 'run'}"])
     config.parallel.grad_comm.outer.codec = "int8"
-    monkeypatch.setattr(trainer.training.run, "join", lambda *_: pytest.fail("joined a process group"))
+    monkeypatch.setattr(trainer.training.run, "join_world", lambda *_: pytest.fail("joined a process group"))
     with pytest.raises(ConfigError, match="parallel.grad_comm.outer.codec=int8"):
         trainer.run(config)
 

@@ -16,8 +16,8 @@ from workers.deepspeed_engine import CASES, CUBES, LEGS, STEPS
 from workers.parallel_runs import run
 
 from trainer.config import Config, ConfigError, ParallelConfig
-from trainer.parallel.deepspeed import load
-from trainer.parallel.deepspeed.config import generate
+from trainer.parallel.deepspeed import import_engine
+from trainer.parallel.deepspeed.config import generate_config
 from trainer.parallel.engine import ENGINES, Engine, load_engine
 from trainer.planning.deepspeed import check_settings
 from trainer.planning.plan import check_plan, resolve_plan
@@ -333,7 +333,7 @@ def test_settings_that_contradict_the_engine(change, words):
 
 
 def test_deepspeed_checks_its_own_settings(tmp_path, monkeypatch):
-    engine = load(torch.device("cpu"))
+    engine = import_engine(torch.device("cpu"))
     (tmp_path / "file").touch(mode=0o777)
     for change, words in (
         ({"deepspeed": zero(sub_grup_size=1)}, ["sub_grup_size"]),
@@ -360,11 +360,11 @@ def test_what_is_given_is_added_to_what_follows():
         "zero_optimization": {"sub_group_size": 7, "overlap_comm": False, "offload_param": {"pin_memory": False}},
     }
     config = Config(parallel=parallel(stage=3, offload=True, deepspeed=given))
-    section = generate(config, torch.device("cuda"))["zero_optimization"]
+    section = generate_config(config, torch.device("cuda"))["zero_optimization"]
     assert section["stage"] == 3 and section["sub_group_size"] == 7 and not section["overlap_comm"]
     assert section["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
     assert section["offload_param"] == {"device": "cpu", "pin_memory": False}
-    assert not generate(config, torch.device("cpu"))["zero_optimization"]["offload_optimizer"]["pin_memory"]
+    assert not generate_config(config, torch.device("cpu"))["zero_optimization"]["offload_optimizer"]["pin_memory"]
     assert "DeepSpeed" in resolve_plan(config.parallel, 4).describe() and not check_plan(config.parallel, 4)
 
 
@@ -388,9 +388,9 @@ def test_imported_only_where_it_is_asked_for_and_for_the_device_of_the_run():
         ],
         check=True,
     )
-    load(torch.device("cpu"))
+    import_engine(torch.device("cpu"))
     with pytest.raises(ConfigError, match="run.device=cuda: .* for run.device=cpu; set that"):
-        load(torch.device("cuda"))
+        import_engine(torch.device("cuda"))
 
 
 @pytest.mark.parametrize(
@@ -418,7 +418,7 @@ def test_state_on_a_disk(tmp_path):
     """Where libaio is installed: masters, moments and parameters in files, and checkpoints to and from the torch
     engine."""
     try:
-        load(torch.device("cpu")).DeepSpeed.check(
+        import_engine(torch.device("cpu")).DeepSpeed.check(
             Config(parallel=parallel(stage=3, nvme=str(tmp_path))), torch.device("cpu")
         )
     except ConfigError as error:

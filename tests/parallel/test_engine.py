@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from trainer.config import Config
-from trainer.distributed.world import join
+from trainer.distributed.world import join_world
 from trainer.parallel.compress.reduction import compression_of
 from trainer.parallel.engine import ENGINES
 from trainer.parallel.fsdp import FSDPSharding
@@ -46,7 +46,7 @@ def test_what_carries_a_plan_out_does_not_ask_for_an_engine():
 def test_a_step_does_not_look_for_units_among_all_modules(monkeypatch):
     """FSDP's setters would, which takes longer than launching the layers' kernels."""
     joined, walks = dist.is_initialized(), []
-    world = join(MESH, torch.device("cpu"))
+    world = join_world(MESH, torch.device("cpu"))
     try:
         model = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.ReLU()) for _ in range(3)))
         for module in [*model, model]:
@@ -74,7 +74,7 @@ def test_a_step_does_not_look_for_units_among_all_modules(monkeypatch):
 def test_fsdp_has_the_private_names_that_are_used():
     """Of a unit before and after its first forward and backward pass; what a version of torch lacks is named."""
     joined = dist.is_initialized()
-    world = join(MESH, torch.device("cpu"))
+    world = join_world(MESH, torch.device("cpu"))
     try:
         model = fully_shard(nn.Linear(3, 5), mesh=world.mesh["shard"])
         assert not is_set_up(model)

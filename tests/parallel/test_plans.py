@@ -14,8 +14,8 @@ from support.reference import settings, tiny_spec
 from trainer.config import Config, ConfigError, ParallelConfig
 from trainer.planning.batch import resolve_batch
 from trainer.planning.pipeline import check_pipeline
-from trainer.planning.plan import check_plan, near, resolve_plan
-from trainer.planning.resolve import check
+from trainer.planning.plan import check_plan, nearby_worlds, resolve_plan
+from trainer.planning.resolve import check_config
 
 
 @pytest.fixture(scope="module")
@@ -274,21 +274,21 @@ def test_what_cannot_be_laid_out_is_refused_with_a_legal_neighbour(world, change
 def test_refusals_come_with_the_configuration():
     config = Config()
     config.parallel.tp, config.batch.sequence_length = 3, 512
-    assert any("parallel.tp=3 does not divide" in problem for problem in check(config, 3))
+    assert any("parallel.tp=3 does not divide" in problem for problem in check_config(config, 3))
     config.parallel.tp, config.parallel.pp, config.parallel.pipeline.schedule = 1, 2, "zb_v"
     config.parallel.pipeline.chunks = 3
-    assert any("parallel.pipeline.chunks=3" in problem for problem in check(config, 2))
+    assert any("parallel.pipeline.chunks=3" in problem for problem in check_config(config, 2))
     config = Config()
     config.parallel.zero.stage, config.parallel.zero.transport = 3, "copy_engine"
     config.parallel.grad_comm.inner.codec = "int8"
     wrong = "copy_engine sends gradients as they are, and parallel.grad_comm.inner.codec=int8 quantises them"
-    assert any(wrong in problem for problem in check(config, 2))
+    assert any(wrong in problem for problem in check_config(config, 2))
 
 
 @given(st.integers(1, 200), st.integers(1, 8), st.integers(1, 8), st.sampled_from([1, 2, 4, 8]))
 def test_offered_numbers_of_processes_run_and_are_the_nearest(world, tp, pp, node):
     parallel = ParallelConfig(tp=tp, pp=pp, tp_across_nodes=True)
-    offered = near(world, tp * pp, node)
+    offered = nearby_worlds(world, tp * pp, node)
     assert offered and all(check_plan(parallel, count, node=min(node, count)) == [] for count in offered)
     if node < world:
         assert all(count % node == 0 for count in offered)

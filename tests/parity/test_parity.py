@@ -14,12 +14,12 @@ from support.launch import launch, warm_python
 from trainer.config import Config, ConfigError
 from trainer.config.model import ModelSpec
 from trainer.parity.cli import main, parse_arguments
-from trainer.parity.compare import TOLERANCES, coarsest, compare, judge, limits
-from trainer.parity.plans import generated
+from trainer.parity.compare import TOLERANCES, coarsest_tolerance, compare_runs, error_limits, judge_plan
+from trainer.parity.plans import generate_plans
 from trainer.parity.reference import Trajectory
 from trainer.planning.batch import resolve_batch
 from trainer.planning.plan import resolve_plan
-from trainer.planning.variants import fit_batch, global_size, key
+from trainer.planning.variants import fit_batch, global_size, override_key
 
 DATA = [
     "+config=debug",
@@ -172,7 +172,7 @@ def test_arguments():
 def test_generated_plans_are_legal_and_hold_every_layout(processes, depth, count):
     spec = ModelSpec(depth=depth)
     spec.attention.heads, spec.attention.kv_heads = 8, 2
-    plans, seen = generated(spec, processes), set()
+    plans, seen = generate_plans(spec, processes), set()
     for text in plans:
         named = dict(word.split("=") for word in text.split())
         config = Config()
@@ -221,7 +221,7 @@ def test_the_global_batch_is_the_same_under_every_plan():
     assert global_size(dataclasses.replace(batch, global_size=12, micro_size=5), 8) == 12
     assert global_size(dataclasses.replace(batch, global_tokens=4096), 8) == 8
     assert global_size(dataclasses.replace(batch, micro_size=3, accumulation=2), 4) == 24
-    assert key("++parallel.tp=2") == key("parallel.tp=2") == "parallel.tp"
+    assert override_key("++parallel.tp=2") == override_key("parallel.tp=2") == "parallel.tp"
 
 
 def trajectory(**changes) -> Trajectory:
@@ -236,7 +236,7 @@ def trajectory(**changes) -> Trajectory:
 
 
 def verdict(seen: Trajectory, kind: str = "fp32", **options) -> tuple[str, str]:
-    result = judge("plan", [], kind, seen, trajectory(), **options)
+    result = judge_plan("plan", [], kind, seen, trajectory(), **options)
     return result.verdict, "\n".join(result.reasons)
 
 
@@ -246,19 +246,22 @@ def test_equal_numbers_pass_and_small_errors_are_judged_by_the_type():
         verdict(trajectory(losses=[4.0, 3.0001]))[0] == "FAIL"
         and verdict(trajectory(losses=[4.0, 3.0001]), "bf16")[0] == "PASS"
     )
-    assert limits("fp32") == [TOLERANCES["fp32"]]
-    rounding = compare(trajectory(losses=[4.0, 3.0001]), trajectory())
-    assert limits("fp32", rounding)[0] == TOLERANCES["fp32"] and limits("fp32", rounding)[1].loss == pytest.approx(
-        10 / 3 * 1e-4
-    )
+    assert error_limits("fp32") == [TOLERANCES["fp32"]]
+    rounding = compare_runs(trajectory(losses=[4.0, 3.0001]), trajectory())
+    assert error_limits("fp32", rounding)[0] == TOLERANCES["fp32"] and error_limits("fp32", rounding)[
+        1
+    ].loss == pytest.approx(10 / 3 * 1e-4)
     assert verdict(trajectory(losses=[4.0, 3.0003]), plain=rounding)[0] == "PASS"
 
 
 def test_the_type_of_a_plan_is_its_coarsest():
     precision = Config().precision
-    assert coarsest(precision) == "fp32" and coarsest(dataclasses.replace(precision, matmul="high")) == "tf32"
-    assert coarsest(dataclasses.replace(precision, compute="fp16")) == "fp16"
-    assert coarsest(dataclasses.replace(precision, compute="fp16", reduce="bf16")) == "bf16"
+    assert (
+        coarsest_tolerance(precision) == "fp32"
+        and coarsest_tolerance(dataclasses.replace(precision, matmul="high")) == "tf32"
+    )
+    assert coarsest_tolerance(dataclasses.replace(precision, compute="fp16")) == "fp16"
+    assert coarsest_tolerance(dataclasses.replace(precision, compute="fp16", reduce="bf16")) == "bf16"
 
 
 @pytest.mark.parametrize(
@@ -304,5 +307,5 @@ def test_what_is_off_is_named(changes, words):
 def test_weights_that_only_rounding_moves_are_not_compared():
     moved = trajectory(parameters={"a.weight": torch.ones(4, 4), "b.weight": torch.full((3,), 2.1)})
     tiny = [{"a.weight": torch.full((4, 4), 0.5), "b.weight": torch.full((3,), 1e-9)}] * 2
-    assert compare(moved, trajectory(gradients=tiny)).weights == 0
-    assert compare(moved, trajectory()).weights == pytest.approx(0.05)
+    assert compare_runs(moved, trajectory(gradients=tiny)).weights == 0
+    assert compare_runs(moved, trajectory()).weights == pytest.approx(0.05)

@@ -10,13 +10,23 @@ from hypothesis import strategies as st
 
 from trainer.config import Config
 from trainer.config.model import AttentionSpec, FeedForwardSpec, ModelSpec
-from trainer.data.batches import Batch
+from trainer.data.batches import MicroBatch
 from trainer.distributed.collectives import TensorGroup
-from trainer.hf.config import assign
+from trainer.hf.config import assign_field
 from trainer.hf.families import FAMILIES
 from trainer.model import transformer
-from trainer.parity.compare import PLAIN, SLACK, TOLERANCES, Comparison, Errors, compare, judge, limits, plain_problems
-from trainer.parity.reference import Trajectory, reference
+from trainer.parity.compare import (
+    PLAIN,
+    SLACK,
+    TOLERANCES,
+    RunComparison,
+    StepErrors,
+    compare_runs,
+    error_limits,
+    judge_plan,
+    plain_problems,
+)
+from trainer.parity.reference import Trajectory, train_reference
 
 TOKENS, LENGTH, VOCABULARY = 8192, 64, 256
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -27,14 +37,14 @@ def spec_of(family: str) -> ModelSpec:
     spec = ModelSpec(family=family, vocab_size=VOCABULARY, width=32, depth=1, max_length=LENGTH)
     spec.attention, spec.feed_forward = AttentionSpec(heads=2, kv_heads=1), FeedForwardSpec(width=64)
     for path, value in FAMILIES[family].fixed.items():
-        assign(spec, path, value(spec) if callable(value) else value)
+        assign_field(spec, path, value(spec) if callable(value) else value)
     for path in FAMILIES[family].fields.get("attention_bias", ()):
-        assign(spec, path, True)
+        assign_field(spec, path, True)
     spec.parallel_residual, spec.tied = family == "gpt_neox", family in ("gemma2", "gpt2")
     return spec
 
 
-def batches(micro_batches: int, skew: float) -> list[Batch]:
+def batches(micro_batches: int, skew: float) -> list[MicroBatch]:
     """8,192 tokens in some micro-batches. The frequency of the token at rank r is proportional to r**-skew."""
     frequencies = torch.arange(1, VOCABULARY + 1).double() ** -skew
     rows = TOKENS // LENGTH
@@ -42,14 +52,14 @@ def batches(micro_batches: int, skew: float) -> list[Batch]:
         frequencies.expand(rows, -1), LENGTH + 1, True, generator=torch.Generator().manual_seed(1)
     )
     parts = torch.arange(rows).chunk(micro_batches)
-    return [Batch(drawn[part, :-1], drawn[part, 1:], None, [str(row) for row in part.tolist()]) for part in parts]
+    return [MicroBatch(drawn[part, :-1], drawn[part, 1:], None, [str(row) for row in part.tolist()]) for part in parts]
 
 
 def trained(family: str, kind: str | None, micro_batches: int, skew: float = 1.5) -> Trajectory:
     """One step of a plain process: in fp32, or in 16 bits of a kind."""
     compute = torch.float32 if kind is None else DTYPES[kind]
     data = [batches(micro_batches, skew)]
-    return reference(Config(), spec_of(family), data, torch.device("cpu"), compute=compute)
+    return train_reference(Config(), spec_of(family), data, torch.device("cpu"), compute=compute)
 
 
 @pytest.mark.parametrize("kind", list(PLAIN))
@@ -59,10 +69,10 @@ def test_gradients_of_many_tokens_are_right_in_16_bits_whatever_the_micro_batch(
     assert all(value.isfinite().all() for value in whole.gradients[0].values())
     # Half of what parity allows. Every gradient is compared, and none is missing.
     for seen in (whole, parts):
-        errors = compare(seen, expected).steps[0]
+        errors = compare_runs(seen, expected).steps[0]
         assert seen.gradients[0].keys() == expected.gradients[0].keys()
         assert all(error <= limit / 2 for error, limit in zip(errors[:3], PLAIN[kind])), errors
-    assert compare(whole, parts).steps[0].gradient <= PLAIN[kind][2] / 2
+    assert compare_runs(whole, parts).steps[0].gradient <= PLAIN[kind][2] / 2
 
 
 # In fp16, a tied head's gradient is so much larger than the embedding's that the error stays below the limit.
@@ -71,13 +81,13 @@ def test_gradients_of_many_tokens_are_right_in_16_bits_whatever_the_micro_batch(
 )
 def test_parity_fails_a_plain_process_that_adds_up_in_16_bits(family: str, kind: str, monkeypatch) -> None:
     expected = trained(family, None, 1)
-    assert not plain_problems(kind, compare(trained(family, kind, 1), expected))
+    assert not plain_problems(kind, compare_runs(trained(family, kind, 1), expected))
     monkeypatch.setattr(transformer, "look_up", F.embedding)
     wrong = trained(family, kind, 1)
-    plain = compare(wrong, expected)
+    plain = compare_runs(wrong, expected)
     assert plain.steps[0].where == "embedding.weight"
     # The plan has the same fault, and agrees with the plain process.
-    result = judge("plan", [], kind, wrong, expected, plain)
+    result = judge_plan("plan", [], kind, wrong, expected, plain)
     assert result.verdict == "FAIL"
     assert any(f"one plain process in {kind} is wrong by itself" in reason for reason in result.reasons)
     assert any("embedding.weight" in reason for reason in result.reasons)
@@ -141,8 +151,8 @@ ERRORS = st.lists(st.tuples(*[st.floats(0, 0.1)] * 3), min_size=1, max_size=6)
 @given(st.sampled_from(list(TOLERANCES)), ERRORS)
 def test_a_step_may_be_off_by_what_the_plain_process_was_in_any_step_before(kind: str, errors: list) -> None:
     """The plan's errors are those of the plain process, one step later or at once."""
-    plain = Comparison([Errors(*step, "a") for step in errors], 0.0, "a")
-    allowed = limits(kind, plain)
+    plain = RunComparison([StepErrors(*step, "a") for step in errors], 0.0, "a")
+    allowed = error_limits(kind, plain)
     assert len(allowed) == len(errors)
     for number, limit in enumerate(allowed):
         for place in range(3):
@@ -158,6 +168,6 @@ def test_a_loss_whose_error_changes_its_sign_is_no_false_alarm() -> None:
         return Trajectory(weights, list(losses), [1.0] * 3, [weights] * 3, weights)
 
     expected = of(4.0, 4.0, 4.0)
-    plain = compare(of(4.0008, 4.00001, 3.9992), expected)
-    assert judge("plan", [], "bf16", of(4.0008, 4.00096, 3.9992), expected, plain).verdict == "PASS"
-    assert judge("plan", [], "bf16", of(4.0008, 4.004, 3.9992), expected, plain).verdict == "FAIL"
+    plain = compare_runs(of(4.0008, 4.00001, 3.9992), expected)
+    assert judge_plan("plan", [], "bf16", of(4.0008, 4.00096, 3.9992), expected, plain).verdict == "PASS"
+    assert judge_plan("plan", [], "bf16", of(4.0008, 4.004, 3.9992), expected, plain).verdict == "FAIL"

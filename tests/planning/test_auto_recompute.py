@@ -19,13 +19,13 @@ from support.reference import changed
 from trainer.config import Config
 from trainer.config.model import ModelSpec
 from trainer.planning.cost.layers import left_by_recompute, model_work
-from trainer.planning.cost.saved import ALL, entries_of, problems, saved_in
-from trainer.planning.estimate.memory import peaks
+from trainer.planning.cost.saved import ALL, entries_of, entry_problems, saved_in
+from trainer.planning.estimate.memory import find_peaks
 from trainer.planning.estimate.plans import rank_plans
-from trainer.planning.estimate.recompute import EQUAL, Point, Share, decide, front
-from trainer.planning.estimate.sequence import Room, settle
-from trainer.planning.estimate.step import GIB, Estimate
-from trainer.planning.resolve import check, resolve
+from trainer.planning.estimate.recompute import EQUAL, CostPoint, LayerShare, decide_recompute, pareto_front
+from trainer.planning.estimate.sequence import MemoryLimit, decide_memory
+from trainer.planning.estimate.step import GIB, StepEstimate
+from trainer.planning.resolve import check_config, resolve_layout
 
 BEST = {"batch__sequence_length": 8192, "batch__micro_size": 2, "parallel__zero__stage": 3, "compile": True}
 """The plan of Llama-3 8B that was measured on two H200 (docs/performance.md)."""
@@ -42,11 +42,11 @@ HERE = {"activation__tile": 0, "activation__offload": False, "loss__tile": 0}
 PRODUCTS = ["attention", "attention.*", "feed_forward.gate", "feed_forward.up"]
 
 
-def llama(world: int = 2, model: str = "llama3_8b", **changes: Any) -> Estimate:
+def llama(world: int = 2, model: str = "llama3_8b", **changes: Any) -> StepEstimate:
     return estimated(settings(shipped(model), **BEST | changes), world, h200())
 
 
-def fits(one: Estimate) -> bool:
+def fits(one: StepEstimate) -> bool:
     return one.fullest.reserved <= 0.92 * one.hardware.memory * GIB
 
 
@@ -100,20 +100,23 @@ def test_with_less_and_less_memory():
     """All is kept, then some, then nothing; then tiles and host memory are taken, where they are left open."""
     config, asked = settings(shipped("llama31_8b"), **BEST | {"batch__sequence_length": 65536}), []
     config.activation.mode = "auto"
-    layout = resolve(config, 8, config.model, 8)
+    layout = resolve_layout(config, 8, config.model, 8)
     for size in (1000, 300, 140, 100, 60, 1):
-        found, _ = settle(config, layout, Room(size * GIB, inf), 8, h200())
+        found, _ = decide_memory(config, layout, MemoryLimit(size * GIB, inf), 8, h200())
         asked.append((found.activation.mode, bool(found.activation.tile), found.activation.offload))
     assert asked[0] == ("none", False, False) and asked[1][0] == "selective" and asked[-1] == ("full", True, True)
     assert all(before[2] <= after[2] for before, after in pairwise(asked))
-    tight, _ = settle(config, layout, Room(140 * GIB, 0.0), 8, h200())
+    tight, _ = decide_memory(config, layout, MemoryLimit(140 * GIB, 0.0), 8, h200())
     assert tight.activation.offload is False  # there is no host memory
 
 
 def test_a_cpu_takes_of_the_machines_memory():
     config = settings(shipped("llama3_8b"), **BEST, activation__mode="auto")
-    layout = resolve(config, 2, config.model, 2)
-    modes = [settle(config, layout, Room(None, size * GIB), 2, h200())[0].activation.mode for size in (200, 100, 50)]
+    layout = resolve_layout(config, 2, config.model, 2)
+    modes = [
+        decide_memory(config, layout, MemoryLimit(None, size * GIB), 2, h200())[0].activation.mode
+        for size in (200, 100, 50)
+    ]
     assert modes == ["none", "selective", "full"]
 
 
@@ -163,12 +166,12 @@ EXAMPLES = hypothesis_settings(max_examples=6, deadline=None)
 def everything(config: Config) -> Iterator[tuple[float, float]]:
     """Seconds and bytes of every choice in which a layer keeps nothing, all, or the operations that save most seconds
     for a byte."""
-    layout = resolve(config, 1, config.model, 1)
+    layout = resolve_layout(config, 1, config.model, 1)
 
     @cache
     def measured(kept: tuple[tuple[str, ...], ...]) -> tuple[float, float]:
         config.activation = replace(config.activation, mode="selective", save=entries_of(kept, [*OPERATIONS, ALL]))
-        return seconds(config, layout, h200()), peaks(config, layout, lowered=False)[0].reserved
+        return seconds(config, layout, h200()), find_peaks(config, layout, lowered=False)[0].reserved
 
     depth, gains = config.model.depth, {}
     nothing, _ = measured(((),) * depth)
@@ -194,7 +197,7 @@ def test_no_other_choice_is_faster(config, share):
     sizes = [size for _, size in choices]
     limit = min(sizes) + share * (max(sizes) - min(sizes))
     config.activation = replace(config.activation, mode="auto", save=Config().activation.save)
-    found = decide(config, resolve(config, 1, config.model, 1), h200(), limit, node=1)
+    found = decide_recompute(config, resolve_layout(config, 1, config.model, 1), h200(), limit, node=1)
     best = min(seconds for seconds, size in choices if size <= limit)
     assert found.peak <= limit and best * (1 - 1e-9) <= found.seconds <= (1 + EQUAL) * best * (1 + 1e-9)
 
@@ -205,10 +208,10 @@ def test_more_memory_is_never_slower(config, shares, pp):
     if config.model.depth < pp:
         pp = 1
     config.parallel.pp, config.batch.accumulation, config.activation.mode = pp, 2 * pp, "auto"
-    layout = resolve(config, pp, config.model, pp)
-    least = decide(config, layout, h200(), 0.0, node=1)
+    layout = resolve_layout(config, pp, config.model, pp)
+    least = decide_recompute(config, layout, h200(), 0.0, node=1)
     assert least.config.activation.mode == "full"
-    found = [decide(config, layout, h200(), share * least.peak, node=1) for share in sorted(shares)]
+    found = [decide_recompute(config, layout, h200(), share * least.peak, node=1) for share in sorted(shares)]
     assert all(after.seconds <= (1 + SLACK) * before.seconds for before, after in pairwise(found))
     assert all(one.peak <= share * least.peak for one, share in zip(found, sorted(shares)))
 
@@ -219,13 +222,13 @@ POINTS = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1,
 @given(st.lists(POINTS, min_size=1, max_size=4), st.integers(0, 80))
 def test_fronts_hold_the_best_of_every_size(groups, limit):
     points = [
-        [Point(size, time, (Share((place,), (), (), number),)) for number, (size, time) in enumerate(group)]
+        [CostPoint(size, time, (LayerShare((place,), (), (), number),)) for number, (size, time) in enumerate(group)]
         for place, group in enumerate(groups)
     ]
     fitting = [
         sum(time for _, time in choice) for choice in product(*groups) if sum(size for size, _ in choice) <= limit
     ]
-    found = front([points])
+    found = pareto_front([points])
     assert min((one.seconds for one in found if one.size <= limit), default=None) == min(fitting, default=None)
     assert all(len(one.shares) == len(groups) for one in found)
     assert all(a.size < b.size and a.seconds > b.seconds for a, b in pairwise(found))
@@ -237,7 +240,7 @@ KEPT = st.lists(st.sets(st.sampled_from([*OPERATIONS, ALL])), min_size=1, max_si
 @given(KEPT)
 def test_entries_name_what_each_layer_keeps(kept):
     save = entries_of(kept, [*OPERATIONS, ALL])
-    assert not list(problems(save, len(kept)))
+    assert not list(entry_problems(save, len(kept)))
     products = OPERATIONS[1:]
     for layer, names in enumerate(kept):
         entries = saved_in(save, layer)
@@ -261,4 +264,4 @@ def test_entries_name_what_each_layer_keeps(kept):
 )
 def test_what_contradicts_it_is_refused_once(changes, words):
     config = changed(Config(), changes)
-    assert len([problem for problem in check(config, 1) if problem.startswith(words)]) == 1
+    assert len([problem for problem in check_config(config, 1) if problem.startswith(words)]) == 1

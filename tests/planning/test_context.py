@@ -18,24 +18,24 @@ from trainer.config import Config, ConfigError
 from trainer.config.model import ModelSpec
 from trainer.model.attention import first_seen
 from trainer.model.context import ContextGroup
-from trainer.observe.report import sharing
-from trainer.planning.context import DRAWS, Context, balance, traffic
+from trainer.observe.report import describe_context
+from trainer.planning.context import DRAWS, ContextPlan, context_traffic, load_imbalance
 from trainer.planning.context_choice import resolve_context
-from trainer.planning.documents import USUAL, packed
+from trainer.planning.documents import USUAL, draw_documents
 from trainer.planning.estimate.hardware import load_hardware
-from trainer.planning.estimate.memory import peaks
+from trainer.planning.estimate.memory import find_peaks
 from trainer.planning.estimate.plans import rank_plans
-from trainer.planning.estimate.report import show
-from trainer.planning.estimate.step import estimate
+from trainer.planning.estimate.report import print_estimate
+from trainer.planning.estimate.step import estimate_step
 from trainer.planning.estimate.timing import time_units
 from trainer.planning.plan import resolve_plan
-from trainer.planning.remarks import remarks
-from trainer.planning.resolve import check, resolve
+from trainer.planning.remarks import collect_warnings
+from trainer.planning.resolve import check_config, resolve_layout
 
 CPU = torch.device("cpu")
 
 
-def resolved(spec: ModelSpec, world: int, node: int | None = None, **changes: Any) -> Context:
+def resolved(spec: ModelSpec, world: int, node: int | None = None, **changes: Any) -> ContextPlan:
     config = changed(Config(), {"batch__sequence_length": 4096, **changes})
     plan = resolve_plan(config.parallel, world, spec, node or world)
     context = resolve_context(config, spec, plan, node or world)
@@ -53,7 +53,7 @@ def spec_of(heads: int, kv_heads: int, *windows: int) -> ModelSpec:
 def test_every_token_is_held_once_and_in_order(order, inner, outer, unit):
     length = 2 * inner * outer * unit * 4
     groups = [
-        ContextGroup(Context(inner, outer, order, 2 * inner, False, 1), rank, None, None)
+        ContextGroup(ContextPlan(inner, outer, order, 2 * inner, False, 1), rank, None, None)
         for rank in range(inner * outer)
     ]
     held = [group.own(length, CPU) for group in groups]
@@ -71,7 +71,7 @@ def counted_balance(order: str, ranks: int, first: torch.Tensor) -> float:
     """Keys that the queries of the busiest rank see, over the mean, from what each query sees."""
     length = first.shape[1]
     seen = torch.arange(length) - first[0] + 1
-    group = ContextGroup(Context(1, ranks, order, 128, False, 1), 0, None, None)
+    group = ContextGroup(ContextPlan(1, ranks, order, 128, False, 1), 0, None, None)
     work = seen[group.order(length, CPU)].view(ranks, -1).sum(1).double()
     return (work.max() / work.mean()).item()
 
@@ -79,27 +79,27 @@ def counted_balance(order: str, ranks: int, first: torch.Tensor) -> float:
 @pytest.mark.parametrize("window", [0, 3000])
 @pytest.mark.parametrize("length, ranks", [(2**17, 2), (2**17, 8), (2**16, 32)])
 def test_balance_is_that_of_the_keys_that_queries_see(length, ranks, window):
-    starts = [packed(USUAL, length, draw) for draw in range(DRAWS)]
+    starts = [draw_documents(USUAL, length, draw) for draw in range(DRAWS)]
     sizes = [torch.tensor([*one, length]).diff() for one in starts]
     documents = [torch.arange(len(one)).repeat_interleave(one)[None] for one in sizes]
     for order in ("contiguous", "zigzag", "blocks"):
-        context = Context(1, ranks, order, 128, False, 1)
+        context = ContextPlan(1, ranks, order, 128, False, 1)
         alone = counted_balance(order, ranks, first_seen(None, length, window, CPU))
         packs = mean(counted_balance(order, ranks, first_seen(one, length, window, CPU)) for one in documents)
-        assert balance(context, length, window, None) == pytest.approx(alone)
-        assert balance(context, length, window, USUAL) == pytest.approx(packs)
+        assert load_imbalance(context, length, window, None) == pytest.approx(alone)
+        assert load_imbalance(context, length, window, USUAL) == pytest.approx(packs)
 
 
 def test_each_order_is_balanced_for_what_it_is_for():
     def of(order: str, masked: bool, inner: int = 1) -> float:
-        return balance(Context(inner, 8 // inner, order, 128, False, 1), 2**17, 0, USUAL if masked else None)
+        return load_imbalance(ContextPlan(inner, 8 // inner, order, 128, False, 1), 2**17, 0, USUAL if masked else None)
 
     assert of("zigzag", False) == 1.0 and of("contiguous", False) == pytest.approx(1.875, abs=1e-4)
     assert (
         of("blocks", False) < 1.001 and of("blocks", True) < 1.02 and 1.3 < of("zigzag", True) < of("contiguous", True)
     )
     assert of("contiguous", True, inner=8) == 1.0  # whole sequences
-    drawn = [float(size) for seed in range(40) for size in torch.tensor(packed(USUAL, 2**21, seed)).diff()]
+    drawn = [float(size) for seed in range(40) for size in torch.tensor(draw_documents(USUAL, 2**21, seed)).diff()]
     assert mean(drawn) == pytest.approx(USUAL.mean, rel=0.05)
     assert sorted(drawn)[len(drawn) // 2] == pytest.approx(USUAL.median, rel=0.05)
 
@@ -156,17 +156,17 @@ def test_traffic_is_that_of_the_published_formulas(again):
     attention = spec_of(32, 8).layer(0).attention
     for cp in (2, 4, 8, 16):
         own = 2**15 // cp
-        gather, once = Context(1, cp, "zigzag", 128, False, 1), 2 * 8 * 8 * (cp - 1) * own
-        assert traffic(attention, gather, 2**15, 1, again) == ((0, 0), (once, 2 * once))
-        compiled = traffic(attention, gather, 2**15, 1, again, compiled=True)
+        gather, once = ContextPlan(1, cp, "zigzag", 128, False, 1), 2 * 8 * 8 * (cp - 1) * own
+        assert context_traffic(attention, gather, 2**15, 1, again) == ((0, 0), (once, 2 * once))
+        compiled = context_traffic(attention, gather, 2**15, 1, again, compiled=True)
         assert compiled.outer == (once, (1 + again) * once)  # what it has gathered it keeps
-        inner, outer = traffic(attention, Context(cp, 1, "contiguous", 128, False, 1), 2**15, 1, again)
+        inner, outer = context_traffic(attention, ContextPlan(cp, 1, "contiguous", 128, False, 1), 2**15, 1, again)
         once = (64 + 2 * max(8, cp)) * 8 * (cp - 1) / cp * own
         assert inner == pytest.approx((once, (1 + again) * once)) and outer == (0, 0)
     window = spec_of(32, 8, 65).layer(0).attention
     for cp, order, runs in ((4, "zigzag", 2), (2, "zigzag", 1), (4, "contiguous", 1)):
         once = 2 * 8 * 8 * 64 * runs
-        halo = traffic(window, Context(1, cp, order, 128, True, 1), 2**15, 1, again)
+        halo = context_traffic(window, ContextPlan(1, cp, order, 128, True, 1), 2**15, 1, again)
         assert halo == ((0, 0), (once, (1 + again) * once))
 
 
@@ -180,11 +180,11 @@ def test_a_step_of_llama3_8b_is_estimated(length, cp, gathered, exchanged):
     found = {}
     for method, megabytes in (("gather", gathered), ("heads", exchanged)):
         config = trainer.compose([*base, f"parallel.cp={cp}", f"parallel.context.method={method}"], world_size=cp)
-        layout = resolve(config, cp, config.model, cp)
-        one = traffic(config.model.layer(0).attention, layout.context, length, 1, again=1)
+        layout = resolve_layout(config, cp, config.model, cp)
+        one = context_traffic(config.model.layer(0).attention, layout.context, length, 1, again=1)
         assert (one.outer.forward or one.inner.forward) * 2 == megabytes * 2**20
         hardware = load_hardware("h200", [f"devices={cp}", "node.latency=1e-6"])
-        found[method] = estimate(config, layout, hardware)
+        found[method] = estimate_step(config, layout, hardware)
         link = hardware.node.bandwidth * 1e9 * hardware.node.achieved
         expected = config.model.depth * 3 * megabytes * 2**20 / link
         assert found[method].communication["context"] == pytest.approx(expected, rel=1e-3)
@@ -193,7 +193,7 @@ def test_a_step_of_llama3_8b_is_estimated(length, cp, gathered, exchanged):
         found["gather"].terms["context collectives"] < 0.5 * found["gather"].communication["context"]
     )  # behind attention
     alone = trainer.compose([*base, "parallel.dp=1"], world_size=1)
-    whole = peaks(alone, resolve(alone, 1, alone.model, 1))[0].categories
+    whole = find_peaks(alone, resolve_layout(alone, 1, alone.model, 1))[0].categories
     part = found["gather"].fullest.categories
     assert part["activations"] < 1.3 * whole["activations"] / cp
 
@@ -222,7 +222,7 @@ def test_the_start_says_what_is_sent(method, more, expected):
         + ["parallel.cp=8", f"parallel.context.method={method}", *more.split()],
         world_size=8,
     )
-    assert sharing(config, resolve(config, 8, config.model, 8)) == expected
+    assert describe_context(config, resolve_layout(config, 8, config.model, 8)) == expected
 
 
 WAYS = {
@@ -285,7 +285,7 @@ def layer_seconds(cp: int, length: int, masked: bool, method: str, order: str, h
     sizes = {"batch__sequence_length": length, "batch__micro_size": 1, "batch__global_size": 1}
     changes = {"activation__mode": "full", "data__mask_documents": masked, "parallel__cp": cp}
     config = settings(spec, **changes, **sizes, **ways)
-    unit = time_units(config, resolve(config, cp, spec, cp), load_hardware(hardware)).units[1]
+    unit = time_units(config, resolve_layout(config, cp, spec, cp), load_hardware(hardware)).units[1]
     return sum(sum(terms.values()) for terms in (unit.forward, unit.input, unit.weight))
 
 
@@ -352,10 +352,10 @@ REMARKS = [  # processes, of a node, settings, words; no words: nothing is said
 @pytest.mark.parametrize("world, node, settings, words", REMARKS, ids=[str(case[2]) for case in REMARKS])
 def test_what_may_be_a_mistake_is_said(world, node, settings, words, capsys):
     config = trainer.compose(["+config=llama3_8b", *settings.split()], world_size=world)
-    layout = resolve(config, world, config.model, node)
-    found = remarks(config, layout, node)
+    layout = resolve_layout(config, world, config.model, node)
+    found = collect_warnings(config, layout, node)
     assert len(found) == bool(words) and all(word in found[0] for word in words), found
-    show(estimate(config, layout, load_hardware("h200", [f"devices={node}"])))
+    print_estimate(estimate_step(config, layout, load_hardware("h200", [f"devices={node}"])))
     assert (" note " in capsys.readouterr().out) == bool(words)
 
 
@@ -494,7 +494,7 @@ def problems_of(spec: ModelSpec, world: int, changes: dict[str, Any], node: int 
         setattr(config.model, name, value)
     config.data.vocab_size = 16
     config.data.tokenizer = "bpe"
-    return [text for text in check(config, world, node) if "vocab" not in text]
+    return [text for text in check_config(config, world, node) if "vocab" not in text]
 
 
 @pytest.mark.parametrize("world, spec, settings, words, legal", REFUSED, ids=[str(case[2]) for case in REFUSED])
@@ -564,4 +564,4 @@ def test_an_unknown_model_is_not_judged():
     with pytest.raises(ConfigError, match="method=heads"):
         resolve_context(config, spec_of(4, 2), resolve_plan(config.parallel, 8), 8)
     config.model.from_hf = "somewhere"
-    assert not check(config, 8)
+    assert not check_config(config, 8)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from trainer.config.model import AttentionSpec, FeedForwardSpec, ModelSpec
-from trainer.planning.cost.flops import flops_per_token, parameter_counts, product_flops
+from trainer.planning.cost.flops import flops_per_token, gemm_flops, parameter_counts
 from trainer.planning.cost.layers import layer_costs
 from trainer.planning.cost.memory import ELEMENT_BYTES, state_bytes
 from trainer.planning.cost.parameters import ParameterInfo
@@ -80,8 +80,8 @@ def test_costs_follow_a_spec_that_is_changed() -> None:
 def test_flops_count_what_is_active() -> None:
     """Of the matrices of eight experts each token meets two."""
     experts = ParameterInfo((8, 44, 32), ("experts", "mlp", "embed"), "matrix", active=2 / 8)
-    assert product_flops(experts) == 2 * 2 * 44 * 32
-    assert product_flops(experts, ranks=4) == 2 * 2 * 11 * 32
+    assert gemm_flops(experts) == 2 * 2 * 44 * 32
+    assert gemm_flops(experts, ranks=4) == 2 * 2 * 11 * 32
     assert experts.size == 8 * 44 * 32 and experts.held(4) == experts.size / 4
 
 

@@ -14,12 +14,12 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.config.model import AttentionSpec, FeedForwardSpec, ModelSpec, NormSpec, assign
+from trainer.config.model import AttentionSpec, FeedForwardSpec, ModelSpec, NormSpec, assign_fields
 from trainer.model.axes import parameter_infos
 from trainer.model.transformer import Transformer
 from trainer.planning.cost.layers import ATTENTION_SAVED, FEED_FORWARD_SAVED
-from trainer.planning.cost.memory import held_parameters
-from trainer.planning.cost.parameters import ATTENTION, FEED_FORWARD, ParameterInfo, declarations, layer_tables
+from trainer.planning.cost.memory import local_parameters
+from trainer.planning.cost.parameters import ATTENTION, FEED_FORWARD, ParameterInfo, declare_parameters, layer_tables
 
 MODELS = Path(__file__).parents[2] / "configs" / "model"
 LAYERS = [
@@ -43,14 +43,14 @@ def shipped(name: str) -> ModelSpec:
     values = yaml.safe_load((MODELS / f"{name}.yaml").read_text())
     bases = [base for base in values.pop("defaults", []) if base != "_self_"]
     spec = shipped(bases[0]) if bases else ModelSpec()
-    assign(spec, values, "model")
+    assign_fields(spec, values, "model")
     return spec
 
 
 def small(**changes: object) -> ModelSpec:
     spec = ModelSpec(vocab_size=61, width=32, depth=5, max_length=64, feed_forward=FeedForwardSpec(width=44))
     spec.attention = AttentionSpec(heads=4, kv_heads=2)
-    assign(spec, changes, "model")
+    assign_fields(spec, changes, "model")
     return spec
 
 
@@ -100,14 +100,14 @@ def plain(infos: dict) -> list[tuple[str, dict]]:
 @pytest.mark.parametrize("name", sorted(path.stem for path in MODELS.glob("*.yaml")))
 def test_shipped_models_declare_what_the_table_says(name: str) -> None:
     spec = shipped(name)
-    assert declared(spec) == plain(declarations(spec))
+    assert declared(spec) == plain(declare_parameters(spec))
 
 
 @pytest.mark.parametrize("layers", [range(5), range(2), range(2, 4), range(3, 5)])
 @pytest.mark.parametrize("name", ODD)
 def test_stages_of_odd_models_declare_what_the_table_says(name: str, layers: range) -> None:
     spec = small(**ODD[name])
-    assert declared(spec, layers) == plain(declarations(spec, layers))
+    assert declared(spec, layers) == plain(declare_parameters(spec, layers))
 
 
 @given(SPECS, st.data())
@@ -115,7 +115,7 @@ def test_stages_of_odd_models_declare_what_the_table_says(name: str, layers: ran
 def test_any_stage_of_any_model_declares_what_the_table_says(spec: ModelSpec, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, spec.depth - 1))
     layers = range(start, data.draw(st.integers(start + 1, spec.depth)))
-    assert declared(spec, layers) == plain(declarations(spec, layers))
+    assert declared(spec, layers) == plain(declare_parameters(spec, layers))
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
@@ -130,7 +130,7 @@ def test_parameters_held_are_those_of_the_modules(name: str, tp: int) -> None:
             unit = parameter.split(".")[1] if parameter.startswith("layers.") else "outer"
             whole = info.tensor_dimension(tp) is None
             units[unit] = units.get(unit, 0) + (info.size if whole else math.ceil(info.size / tp))
-        assert held_parameters(spec, tp).units(layers) == list(units.values())
+        assert local_parameters(spec, tp).units(layers) == list(units.values())
 
 
 def test_every_kind_of_block_has_its_table() -> None:
@@ -145,15 +145,15 @@ def test_every_kind_of_block_has_its_table() -> None:
 def test_a_changed_spec_has_another_table() -> None:
     """Specs can be changed after they were looked at, down to a list inside of them."""
     spec = small(pattern=copy.deepcopy(LAYERS))
-    before = declarations(spec)
+    before = declare_parameters(spec)
     spec.pattern[0]["attention"]["heads"] = 16
-    assert declarations(spec) == declarations(copy.deepcopy(spec)) != before
-    assert declarations(spec)["layers.0.attention.q.weight"].units == 16
+    assert declare_parameters(spec) == declare_parameters(copy.deepcopy(spec)) != before
+    assert declare_parameters(spec)["layers.0.attention.q.weight"].units == 16
     spec.pattern[0]["attention"]["heads"] = 8
-    assert declarations(spec) == before
-    changed = declarations(spec)
+    assert declare_parameters(spec) == before
+    changed = declare_parameters(spec)
     changed.clear()  # a caller's own
-    assert declarations(spec) == before
+    assert declare_parameters(spec) == before
 
 
 def test_equal_layers_share_one_table() -> None:

@@ -8,16 +8,16 @@ import pytest
 from support.estimates import estimated, h200, settings, shipped
 
 from trainer.config import ActivationConfig
-from trainer.planning.cost.layers import model_work, recomputed
+from trainer.planning.cost.layers import model_work, recompute_effect
 from trainer.planning.estimate import fusion as fusion_times
-from trainer.planning.estimate.fusion import WAYS, Link, passes
+from trainer.planning.estimate.fusion import OVERLAP_MODELS, TensorGroupLink, layer_passes
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.plans import rank_plans
-from trainer.planning.estimate.step import Estimate
+from trainer.planning.estimate.step import StepEstimate
 from trainer.planning.estimate.timing import time_units
-from trainer.planning.resolve import resolve
-from trainer.planning.variants import compose
-from trainer.planning.ways import ways
+from trainer.planning.resolve import resolve_layout
+from trainer.planning.variants import compose_variant
+from trainer.planning.ways import communication_table
 
 PRODUCTS = {
     # docs/kernels.md, 8,192 tokens, forward: milliseconds of the product and of the collective; how many times as fast
@@ -36,7 +36,7 @@ PRODUCTS = {
 def faster(name: str, way: str, **changes: float) -> float:
     product, collective = (1e-3 * milliseconds for milliseconds in PRODUCTS[name][:2])
     link = {"collective": collective, "copied": collective, "call": 0.0, "adding": 0.0, "hidden": 1.0} | changes
-    ways = [WAYS[one](Link(ranks=2, **link)) for one in ("off", way)]
+    ways = [OVERLAP_MODELS[one](TensorGroupLink(ranks=2, **link)) for one in ("off", way)]
     reduced = name.split()[1] in ("o", "down")
     off, other = (way.reduced(product) if reduced else way.gathered(product) for way in ways)
     return sum(off) / sum(other)
@@ -86,7 +86,7 @@ def as_then(kept: str, fusion: str) -> tuple[float, float]:
     left two gathers a layer open that are behind products since, under each way alike."""
     one = step(kept, fusion)
     config = one.config
-    timer = time_units(config, resolve(config, 2, config.model, 2), h200())
+    timer = time_units(config, resolve_layout(config, 2, config.model, 2), h200())
     collective = timer.units[0].forward["tensor collectives"]
     more = 2 * config.model.depth * collective
     return one.seconds + more, (sum(one.exposed.values()) + more) / (one.seconds + more)
@@ -105,7 +105,7 @@ def test_steps_beside_those_of_two_gpus(monkeypatch):
     for kept, (speed, exposed) in OFF.items():
         seconds, share = as_then(kept, "off")
         assert 2 * 8192 / 2 / seconds == pytest.approx(speed, rel=0.02) and share == pytest.approx(exposed, abs=0.025)
-        for fusion in WAYS:
+        for fusion in OVERLAP_MODELS:
             other, shares[kept, fusion] = as_then(kept, fusion)
             ratios[kept, fusion] = seconds / other
     copied = "attention", "copy_engine"
@@ -123,8 +123,8 @@ def test_a_step_by_copies_is_predicted_faster_than_one_by_kernels():
 SMALL = ["model=tiny", "batch.sequence_length=256"]
 
 
-def plans_of(*overrides: str, world: int = 4, device: str = "h200", most: int = 1000) -> list[Estimate]:
-    config = compose(["+config=llama3_8b", *SMALL, *overrides], None, 1, corpus=False)
+def plans_of(*overrides: str, world: int = 4, device: str = "h200", most: int = 1000) -> list[StepEstimate]:
+    config = compose_variant(["+config=llama3_8b", *SMALL, *overrides], None, 1, corpus=False)
     return list(rank_plans(config, load_hardware(device, []), world, 16, most).best)
 
 
@@ -136,7 +136,7 @@ def test_all_plans_try_copies_where_they_are_legal():
     shared = {one.layout.plan.shard > 1 for one in found if one.config.parallel.zero.transport == "copy_engine"}
     assert shared == {True} and "copy_engine" in found[0].config.parallel.zero.transport
     for one in found[:40]:
-        assert resolve(one.config, 4, one.config.model, 4).plan == one.layout.plan
+        assert resolve_layout(one.config, 4, one.config.model, 4).plan == one.layout.plan
     ways = {one.config.parallel.fusion for one in plans_of("parallel.tp=2", "parallel.fusion=triton")}
     assert ways == {"off", "triton", "copy_engine"}
 
@@ -161,8 +161,8 @@ def test_what_a_run_says_of_its_ways():
     recipe = ["+config=llama3_8b", "parallel=zero3", "parallel.zero.transport=copy_engine"]
 
     def said(world: int, *more: str) -> dict[str, str]:
-        config = compose([*recipe, *more], None, world, corpus=False)
-        return dict(ways(config, resolve(config, world, config.model, world).plan))
+        config = compose_variant([*recipe, *more], None, world, corpus=False)
+        return dict(communication_table(config, resolve_layout(config, world, config.model, world).plan))
 
     assert said(2) == {"shared states": "parallel.zero.transport=copy_engine"}
     assert said(1) == {"without effect": "parallel.zero.transport=copy_engine: no ranks share states"}
@@ -181,9 +181,9 @@ def test_what_is_open_of_a_layer(apart, backward, calls):
     where weights' gradients wait, both reductions. Of what recompute repeats each gather, and of the sums none."""
     work = model_work(shipped("llama3_8b"), 8192, 2, 2)[0]
     products, hides = dict.fromkeys(work.shapes, 5.0), {"call": 0.0, "adding": 0.0, "hidden": 1.0}
-    link = Link(ranks=2, collective=1.0, copied=1.0, **hides)
-    again = recomputed(work, 0, ActivationConfig(mode="selective", save=["attention"]), compiled=True).again
-    took = passes(WAYS["off"](link), work, products, products, again, apart)
+    link = TensorGroupLink(ranks=2, collective=1.0, copied=1.0, **hides)
+    again = recompute_effect(work, 0, ActivationConfig(mode="selective", save=["attention"]), compiled=True).again
+    took = layer_passes(OVERLAP_MODELS["off"](link), work, products, products, again, apart)
     assert (took.forward.exposed, took.backward.exposed, took.again.exposed) == (4, backward, 2)
     assert took.moved == calls + 2 and took.again.products == 5 * 5  # q, k, v, gate, up
     assert took.backward.products == 2 * took.forward.products == 2 * 7 * 5

@@ -25,7 +25,7 @@ SECONDS, MEMORY = 30, 2 << 30
 """Most that a command may take: three times what was asked for, since other tests run beside this one; and bytes
 beyond those of this process."""
 
-NUMBERS = [one.path for one in typed.settings() if type(one.default) in (int, float) or one.default is None]
+NUMBERS = [one.path for one in typed.list_settings() if type(one.default) in (int, float) or one.default is None]
 NUMBERS += ["nodes", "processes", "top", "tokens", "hardware.devices", "hardware.memory", "hardware.node.bandwidth"]
 BASES = [
     ["+config=debug"],

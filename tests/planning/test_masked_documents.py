@@ -10,12 +10,12 @@ from support.reference import changed
 from trainer.config import Config
 from trainer.model.attention import first_seen
 from trainer.model.block_mask import block_mask
-from trainer.planning.checks import check
-from trainer.planning.documents import Documents, computed_keys, like, mean_keys, runs
+from trainer.planning.checks import config_problems
+from trainer.planning.documents import DocumentLengths, computed_keys, document_ranges, fit_documents, mean_keys
 from trainer.planning.estimate.timing import time_units
-from trainer.planning.resolve import resolve
+from trainer.planning.resolve import resolve_layout
 
-SHORT = Documents(3000.0, 2000.0)
+SHORT = DocumentLengths(3000.0, 2000.0)
 
 
 def lengths_given(mean: float | None, median: float | None, masked: bool) -> Config:
@@ -23,12 +23,12 @@ def lengths_given(mean: float | None, median: float | None, masked: bool) -> Con
     return changed(Config(), {f"data__{name}": value for name, value in names.items()})
 
 
-@pytest.mark.parametrize("documents", [None, SHORT, Documents(300.0, 300.0), Documents(18900.0, 8100.0)])
+@pytest.mark.parametrize("documents", [None, SHORT, DocumentLengths(300.0, 300.0), DocumentLengths(18900.0, 8100.0)])
 @pytest.mark.parametrize("window", [0, 100, 1000, 5000])
 @pytest.mark.parametrize("length", [1000, 8192])
 def test_keys_are_those_of_the_blocks_of_real_masks(documents, window, length):
     """Counted in masks of FlexAttention, of the same documents."""
-    parts = list(runs(documents, length)) if documents else [(0, length)]
+    parts = list(document_ranges(documents, length)) if documents else [(0, length)]
     sequences, current = [], []
     for start, end in parts[:200]:
         current.append(end - start)
@@ -53,13 +53,13 @@ def test_keys_are_those_of_the_blocks_of_real_masks(documents, window, length):
 
 
 def test_documents_are_as_long_as_they_are_said_to_be():
-    sizes = [end - start for start, end in runs(SHORT, 2**20)]
+    sizes = [end - start for start, end in document_ranges(SHORT, 2**20)]
     assert sum(sizes) / len(sizes) == pytest.approx(3000, rel=0.03)
     assert sorted(sizes)[len(sizes) // 2] == pytest.approx(2000, rel=0.03)
     keys = sum(size * (size + 1) / 2 for size in sizes) / sum(sizes)
     assert mean_keys(2**20, 0, SHORT) == pytest.approx(keys, rel=0.01)
-    for documents in (SHORT, Documents(500.0, 500.0), Documents(18900.0, 8100.0)):
-        again = like(documents.mean, mean_keys(2**17, 0, documents), 2**17)
+    for documents in (SHORT, DocumentLengths(500.0, 500.0), DocumentLengths(18900.0, 8100.0)):
+        again = fit_documents(documents.mean, mean_keys(2**17, 0, documents), 2**17)
         assert tuple(again) == pytest.approx(tuple(documents), rel=0.05)
 
 
@@ -71,9 +71,9 @@ def test_lengths_without_a_meaning_are_refused():
         (0.5, None, True): r"data.documents.mean=0.5",
     }
     for (mean, median, masks), text in wrong.items():
-        found = check(lengths_given(mean, median, masks))
+        found = config_problems(lengths_given(mean, median, masks))
         assert any(text in problem for problem in found), (mean, median, found)
-    assert not [text for text in check(lengths_given(10.0, 5.0, True)) if "documents" in text]
+    assert not [text for text in config_problems(lengths_given(10.0, 5.0, True)) if "documents" in text]
 
 
 def seconds(world: int, **changes: object) -> float:
@@ -81,16 +81,16 @@ def seconds(world: int, **changes: object) -> float:
     sizes = {"batch__sequence_length": 131072, "batch__micro_size": 1, "batch__accumulation": 1}
     off = {"loss__tile": 0, "activation__tile": 0, "activation__offload": False, "activation__mode": "full"}
     config = settings(shipped("llama3_8b"), **sizes, **off, parallel__cp=world, **changes)
-    layer = time_units(config, resolve(config, world, config.model), h200()).units[1]
+    layer = time_units(config, resolve_layout(config, world, config.model), h200()).units[1]
     return sum(sum(passes.values()) for passes in (layer.forward, layer.input, layer.weight))
 
 
-def drawn(length: int = 131072) -> Documents:
+def drawn(length: int = 131072) -> DocumentLengths:
     """The 53 documents that bench/context.py draws."""
     generator = torch.Generator().manual_seed(0)
     numbers = (torch.rand(1, length, generator=generator) < 1 / 3000).cumsum(1)[0]
     sizes = numbers.unique(return_counts=True)[1].double()
-    return like(sizes.mean().item(), (sizes * (sizes + 1)).sum().item() / 2 / length, length)
+    return fit_documents(sizes.mean().item(), (sizes * (sizes + 1)).sum().item() / 2 / length, length)
 
 
 @pytest.mark.parametrize("world, order, measured", [(1, "auto", 0.441), (2, "zigzag", 0.239), (2, "blocks", 0.235)])

@@ -15,16 +15,16 @@ from support.estimates import estimated, h200, settings, shipped
 from trainer.planning.cost.flops import flops_per_token, parameter_counts
 from trainer.planning.cost.layers import layer_costs
 from trainer.planning.cost.memory import rank_states
-from trainer.planning.estimate.course import course
+from trainer.planning.estimate.course import build_memory_timeline
 from trainer.planning.estimate.hardware import load_hardware
-from trainer.planning.estimate.memory import peaks, programs_of
-from trainer.planning.estimate.pace import Ring
+from trainer.planning.estimate.memory import find_peaks, programs_of
+from trainer.planning.estimate.pace import RingTimes
 from trainer.planning.estimate.plans import rank_plans
-from trainer.planning.estimate.seconds import communication
+from trainer.planning.estimate.seconds import communication_seconds
 from trainer.planning.estimate.step import GIB
 from trainer.planning.estimate.timing import time_units
-from trainer.planning.resolve import resolve
-from trainer.planning.schedules.simulate import simulate
+from trainer.planning.resolve import resolve_layout
+from trainer.planning.schedules.simulate import simulate_schedule
 
 LLAMA = {"activation__mode": "selective", "compile": True, "batch__sequence_length": 8192}
 ZERO3 = {"parallel__zero__stage": 3, "batch__micro_size": 1, "batch__accumulation": 1}
@@ -264,7 +264,10 @@ def test_terms_of_any_plan_add_up_to_its_step(degrees, stage, shard, schedule, a
     shared["replicate"] = one.layout.plan.replicate
     assert set(one.communication) == {axis for axis, ranks in shared.items() if ranks > 1}
     costs = replace(one.simulation.costs, unshard=(), reduce=())
-    waiting = [simulate(one.layout.pipeline.schedule, replace(costs, transfer=t)).makespan for t in (0, costs.transfer)]
+    waiting = [
+        simulate_schedule(one.layout.pipeline.schedule, replace(costs, transfer=t)).makespan
+        for t in (0, costs.transfer)
+    ]
     assert one.exposed["pipeline"] == pytest.approx(waiting[1] - waiting[0], abs=1e-9)
 
 
@@ -292,7 +295,7 @@ def test_memory_has_the_states_of_the_start_up_table(predicted):
 
 def test_the_course_of_memory_has_the_peak_and_no_gap(predicted):
     for name, one in predicted.items():
-        stretches = course(one)
+        stretches = build_memory_timeline(one)
         held = [sum(part.categories.values()) for part in stretches]
         assert max(held) == pytest.approx(one.fullest.allocated, rel=1e-9), name
         assert stretches[0].start == 0 and stretches[-1].end == one.seconds
@@ -327,11 +330,11 @@ def test_activations_in_flight_are_the_simulators(schedule):
         parallel__pp=4,
         parallel__pipeline__schedule=schedule,
     )
-    layout = resolve(config, 4, spec)
+    layout = resolve_layout(config, 4, spec)
     costs = layer_costs(spec, 4096, 4, 1, 1.0).stage(layout.pipeline.split)
-    simulated = simulate(layout.pipeline.schedule, costs).memory
+    simulated = simulate_schedule(layout.pipeline.schedule, costs).memory
     for lowered in (True, False):
-        for peak, memory in zip(peaks(config, layout, lowered), simulated, strict=True):
+        for peak, memory in zip(find_peaks(config, layout, lowered), simulated, strict=True):
             held = peak.categories["activations"] + peak.categories["logits and loss"]
             assert held == pytest.approx(memory, rel=0.03)
 
@@ -341,13 +344,13 @@ def test_transfers_are_those_that_ranks_run(schedule):
     """Each sends hidden states of a micro-batch, or their gradient."""
     config = settings(shipped("llama_60m"), parallel__pp=4, parallel__pipeline__schedule=schedule)
     config.batch.accumulation = 8
-    layout = resolve(config, 4, config.model)
+    layout = resolve_layout(config, 4, config.model)
     timing = time_units(config, layout, h200())
     ran = sum(action.kind.startswith("SEND") for program in programs_of(layout.pipeline.schedule) for action in program)
-    moved = communication(layout, timing)["pipeline"]
+    moved = communication_seconds(layout, timing)["pipeline"]
     assert ran > 0 and moved * layout.plan.pp / timing.costs.transfer == pytest.approx(ran)
     size = 2 * layout.batch.micro_size * layout.batch.sequence_length * layout.spec.width
-    assert timing.costs.transfer == pytest.approx(Ring.of(h200(), layout.plan, "pp").transfer(size))
+    assert timing.costs.transfer == pytest.approx(RingTimes.of(h200(), layout.plan, "pp").transfer(size))
 
 
 def test_offloaded_states_are_not_on_the_device():

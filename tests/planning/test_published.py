@@ -11,7 +11,7 @@ from support.estimates import FITTED, a100, estimated, megatron, seconds, settin
 from trainer.planning.cost.layers import layer_costs
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.step import GIB
-from trainer.planning.schedules.simulate import simulate
+from trainer.planning.schedules.simulate import simulate_schedule
 
 KORTHIKANTI = {
     # arXiv 2205.05198, tables 3 and 5, figure 1: width, heads, layers, tp, pp, sequences of a micro-batch and of a
@@ -56,7 +56,7 @@ def of_layers(name: str, extra: float = 0.0) -> float:
     first, *layers, last = costs.activation
     more = extra * 2048 * micro * layout.spec.width
     costs = replace(costs, activation=(first, *(DROPOUT * size + more for size in layers), last))
-    held = simulate(layout.pipeline.schedule, costs.stage(layout.pipeline.split)).memory[0] / GIB
+    held = simulate_schedule(layout.pipeline.schedule, costs.stage(layout.pipeline.split)).memory[0] / GIB
     # One stage: the logits too, which the published figure leaves out.
     return held - (last / GIB if name == "22B" else 0.0)
 

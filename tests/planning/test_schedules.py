@@ -17,12 +17,19 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from trainer.config import ConfigError
 from trainer.planning.cost.stages import StageCosts
 from trainer.planning.schedules import ir
-from trainer.planning.schedules.greedy import fits, least_cap, list_schedule
-from trainer.planning.schedules.ir import Action, Schedule, dumps, loads, parse_action, split_overlaps
-from trainer.planning.schedules.lower import input_of, lower, lower_all, replay
-from trainer.planning.schedules.simulate import simulate
-from trainer.planning.schedules.templates import TEMPLATES, build_schedule, forward_only, greedy, place_stages
-from trainer.planning.schedules.validate import peak_activations, validate
+from trainer.planning.schedules.greedy import fits_cap, least_cap, list_schedule
+from trainer.planning.schedules.ir import (
+    Action,
+    Schedule,
+    format_schedule,
+    parse_action,
+    parse_schedule,
+    split_overlaps,
+)
+from trainer.planning.schedules.lower import find_blocked_ranks, input_of, lower_all, lower_schedule
+from trainer.planning.schedules.simulate import simulate_schedule
+from trainer.planning.schedules.templates import TEMPLATES, build_greedy, build_schedule, forward_only, place_stages
+from trainer.planning.schedules.validate import peak_activations, validate_schedule
 
 SPLITTING = [name for name, template in TEMPLATES.items() if template.splits]
 V_SHAPED = [name for name, template in TEMPLATES.items() if template.placement == "v"]
@@ -57,7 +64,7 @@ def built(draw, names=tuple(TEMPLATES), most_ranks: int = 8) -> Schedule:
 def unit(schedule: Schedule):
     """The simulated step for F = I = W = 1 on a rank's share of the model, split evenly over its chunks."""
     each = 1 / schedule.chunks
-    return simulate(schedule, StageCosts.uniform(schedule.stages, each, each, each, activation=each, kept=1.0))
+    return simulate_schedule(schedule, StageCosts.uniform(schedule.stages, each, each, each, activation=each, kept=1.0))
 
 
 def excess(schedule: Schedule) -> float:
@@ -139,22 +146,22 @@ def test_only_a_forward_and_a_backward_overlap(text):
 @settings(max_examples=40, deadline=None)
 @given(built())
 def test_csv_round_trip(built):
-    read = loads(dumps(built), name=built.name)
+    read = parse_schedule(format_schedule(built), name=built.name)
     assert read == built
-    assert loads(dumps(built), placement=built.placement).placement == built.placement
+    assert parse_schedule(format_schedule(built), placement=built.placement).placement == built.placement
 
 
 @pytest.mark.parametrize("name", ["GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
 def test_torch_files_with_and_without_communication(name):
     plain = get_schedule_ops(name, 4, 8)
     text = "\n".join(",".join("" if action is None else str(action) for action in row) for row in plain)
-    read = loads(text)
+    read = parse_schedule(text)
     assert read.orders == from_torch(name, 4, 8)
-    assert validate(read) == []
+    assert validate_schedule(read) == []
     if name != "GPipe":
         with_comms = get_schedule_ops(name, 4, 8, with_comms=True)
         assert any("SEND_F" in str(action) for action in with_comms[0])
-        assert loads("\n".join(",".join(map(str, row)) for row in with_comms)) == read
+        assert parse_schedule("\n".join(",".join(map(str, row)) for row in with_comms)) == read
 
 
 @pytest.mark.parametrize(
@@ -174,12 +181,12 @@ def test_torch_files_with_and_without_communication(name):
 )
 def test_damaged_files_are_refused_with_line_and_cell(text, message):
     with pytest.raises(ConfigError, match=message):
-        loads(text, name="plan.csv")
+        parse_schedule(text, name="plan.csv")
 
 
 def test_all_damage_is_reported_at_once():
     with pytest.raises(ConfigError) as caught:
-        loads("0F0,what\n1F0,ever\n")
+        parse_schedule("0F0,what\n1F0,ever\n")
     assert len(caught.value.problems) == 2
 
 
@@ -225,24 +232,24 @@ def test_all_damage_is_reported_at_once():
     ],
 )
 def test_what_cannot_run_is_named_by_rank_position_and_action(broken, message):
-    assert any(ir.re.search(message, problem) for problem in validate(broken)), validate(broken)
+    assert any(ir.re.search(message, problem) for problem in validate_schedule(broken)), validate_schedule(broken)
 
 
 def test_forwards_alone_do_not_pass_as_training():
     plan = schedule("0F0", "1F0")
-    assert validate(plan, trains=False) == []
-    assert [problem.split(":")[1] for problem in validate(plan)] == [
+    assert validate_schedule(plan, trains=False) == []
+    assert [problem.split(":")[1] for problem in validate_schedule(plan)] == [
         f" {stage}{kind}0 never computed" for stage in (0, 1) for kind in "IW"
     ]
-    assert validate(schedule("0F0 0B0", "1F0"), trains=False) == [
+    assert validate_schedule(schedule("0F0 0B0", "1F0"), trains=False) == [
         "rank 0, action 2 (0B0): an evaluation has no B; legal: F"
     ]
 
 
 def test_memory_above_the_cap_is_named():
     plan = build_schedule("gpipe", 2, 4)
-    assert validate(plan, cap=4) == []
-    assert validate(plan, cap=2) == [
+    assert validate_schedule(plan, cap=4) == []
+    assert validate_schedule(plan, cap=2) == [
         f"rank {rank}, action 3 ({rank}F2): the rank then holds the activations of 3 micro-batches, above the cap of 2"
         for rank in (0, 1)
     ]
@@ -258,14 +265,14 @@ def test_any_lost_repeated_or_moved_action_is_found_or_harmless(built, rng):
     repeated = order[:place_] + [order[place_]] + order[place_:]
     for broken in (lost, repeated):
         orders = tuple(tuple(broken) if r == rank else o for r, o in enumerate(built.orders))
-        assert any(problem.startswith(f"rank {rank}, ") for problem in validate(replace(built, orders=orders)))
+        assert any(problem.startswith(f"rank {rank}, ") for problem in validate_schedule(replace(built, orders=orders)))
     moved = lost[: (to := rng.randrange(len(order)))] + [order[place_]] + lost[to:]
     mutant = replace(built, orders=tuple(tuple(moved) if r == rank else o for r, o in enumerate(built.orders)))
-    if not validate(mutant):
-        assert simulate(mutant, StageCosts.uniform(built.stages)).makespan > 0
+    if not validate_schedule(mutant):
+        assert simulate_schedule(mutant, StageCosts.uniform(built.stages)).makespan > 0
     else:
         with pytest.raises(ValueError):
-            simulate(mutant, StageCosts.uniform(built.stages))
+            simulate_schedule(mutant, StageCosts.uniform(built.stages))
 
 
 # Templates
@@ -286,7 +293,7 @@ CAPS = {
 @given(built())
 def test_every_template_is_valid_within_its_memory(built):
     cap = CAPS.get(built.name, lambda p, m: m)(built.ranks, built.microbatches)
-    assert validate(built, cap=cap) == []
+    assert validate_schedule(built, cap=cap) == []
     kinds = {action.kind for order in built.orders for action in split_overlaps(order)}
     if built.name not in SPLITTING:
         assert kinds == {"F", "B"}
@@ -349,9 +356,9 @@ def test_interleaving_divides_the_bubble(ranks, chunks):
 
 
 def test_one_rank_takes_one_micro_batch_after_the_other():
-    assert dumps(build_schedule("1f1b", 1, 3)) == "0F0,0B0,0F1,0B1,0F2,0B2\n"
-    assert dumps(build_schedule("gpipe", 1, 2)) == "0F0,0F1,0B0,0B1\n"
-    assert dumps(build_schedule("interleaved", 1, 2, 2)) == "0F0,1F0,1B0,0F1,0B0,1F1,1B1,0B1\n"
+    assert format_schedule(build_schedule("1f1b", 1, 3)) == "0F0,0B0,0F1,0B1,0F2,0B2\n"
+    assert format_schedule(build_schedule("gpipe", 1, 2)) == "0F0,0F1,0B0,0B1\n"
+    assert format_schedule(build_schedule("interleaved", 1, 2, 2)) == "0F0,1F0,1B0,0F1,0B0,1F1,1B1,0B1\n"
     assert all(
         peak_activations(build_schedule(name, 1, 4)) == (1.0,)
         for name in ("1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min")
@@ -446,14 +453,14 @@ def test_greedy_is_valid_and_respects_its_cap(case, room, split, patience):
     costs, placement, microbatches = case
     least = least_cap(costs, placement, split=False)
     cap = least * (1 + room)
-    plan = greedy(costs, placement, microbatches, cap, split, patience)
-    assert validate(plan) == []
+    plan = build_greedy(costs, placement, microbatches, cap, split, patience)
+    assert validate_schedule(plan) == []
     kinds = {action.kind for order in plan.orders for action in order}
     assert kinds == {"F", "B"} or split and cap >= least_cap(costs, placement) and kinds == {"F", "I", "W"}
-    assert max(simulate(plan, costs).memory) <= cap * (1 + 1e-6)
-    assert greedy(costs, placement, microbatches, cap, split, patience) == plan
+    assert max(simulate_schedule(plan, costs).memory) <= cap * (1 + 1e-6)
+    assert build_greedy(costs, placement, microbatches, cap, split, patience) == plan
     with pytest.raises(ConfigError, match="is below the .* that one micro-batch takes; legal: .* or more"):
-        greedy(costs, placement, microbatches, least * 0.99, split, patience)
+        build_greedy(costs, placement, microbatches, least * 0.99, split, patience)
 
 
 @settings(max_examples=60, deadline=None)
@@ -462,15 +469,21 @@ def test_list_scheduling_splits_within_the_least_cap_and_above(case, room):
     costs, placement, microbatches = case
     cap = least_cap(costs, placement) * (1 + room)
     plan, _ = list_schedule("free", costs, placement, microbatches, cap=cap)
-    assert validate(plan) == [] and {action.kind for order in plan.orders for action in order} == {"F", "I", "W"}
-    assert max(simulate(plan, costs).memory) <= cap * (1 + 1e-6)
+    assert validate_schedule(plan) == [] and {action.kind for order in plan.orders for action in order} == {
+        "F",
+        "I",
+        "W",
+    }
+    assert max(simulate_schedule(plan, costs).memory) <= cap * (1 + 1e-6)
     with pytest.raises(ConfigError, match="is below the"):
         list_schedule("free", costs, placement, microbatches, cap=least_cap(costs, placement) * 0.99)
 
 
 def test_greedy_takes_full_backwards_where_splitting_does_not_pay_or_fit():
     def kinds(costs: StageCosts, cap: float) -> set[str]:
-        return {action.kind for order in greedy(costs, place_stages(4, 1, "loop"), 8, cap).orders for action in order}
+        return {
+            action.kind for order in build_greedy(costs, place_stages(4, 1, "loop"), 8, cap).orders for action in order
+        }
 
     assert kinds(StageCosts.uniform(4), 4) == {"F", "I", "W"}
     assert kinds(StageCosts.uniform(4, b=1.2), 4) == {"F", "B"}  # as where a compiler makes one graph of both
@@ -486,7 +499,7 @@ def test_greedy_takes_full_backwards_where_splitting_does_not_pay_or_fit():
 def test_the_predicted_time_of_a_list_schedule_is_the_simulators(case):
     costs, placement, microbatches = case
     plan, seconds = list_schedule("free", costs, placement, microbatches, patience=0.5)
-    assert seconds == pytest.approx(simulate(plan, costs).makespan, rel=1e-6)
+    assert seconds == pytest.approx(simulate_schedule(plan, costs).makespan, rel=1e-6)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8])
@@ -495,10 +508,10 @@ def test_greedy_matches_the_templates_on_even_costs(ranks):
     for name, chunks in (("1f1b", 1), ("zb_h1", 1), ("zb_v", 2), ("v_half", 2), ("v_min", 2)):
         known = build_schedule(name, ranks, m)
         costs = StageCosts.uniform(known.stages, kept=1.0)
-        found = greedy(
+        found = build_greedy(
             costs, known.placement, m, cap=max(peak_activations(known)) * chunks, split=name in SPLITTING, patience=0.0
         )
-        assert simulate(found, costs).makespan <= simulate(known, costs).makespan
+        assert simulate_schedule(found, costs).makespan <= simulate_schedule(known, costs).makespan
 
 
 def test_greedy_gains_on_uneven_costs():
@@ -514,9 +527,10 @@ def test_greedy_gains_on_uneven_costs():
         # No step is shorter than the work of a rank after the first hidden state has reached it.
         least = max(m * 3.2 * (f[rank] + f[-1 - rank]) + sum(f[:rank]) for rank in range(ranks))
         same, more = (
-            simulate(greedy(costs, known.placement, m, cap), costs).makespan for cap in (2 * ranks, 3 * ranks)
+            simulate_schedule(build_greedy(costs, known.placement, m, cap), costs).makespan
+            for cap in (2 * ranks, 3 * ranks)
         )
-        gains.append(simulate(known, costs).makespan / same)
+        gains.append(simulate_schedule(known, costs).makespan / same)
         distances.append(more / least)
     assert min(gains) >= 1 and sum(gains) / len(gains) > 1.01, gains
     assert max(distances) < 1.05 and sum(distances) / len(distances) < 1.02, distances
@@ -527,7 +541,7 @@ def test_greedy_stays_steady_under_a_tight_cap(ranks, cap):
     """Taking whatever is ready loses more with every micro-batch; the order of a V schedule does not."""
     costs = StageCosts.uniform(2 * ranks, kept=1.0)
     few, many = (
-        simulate(greedy(costs, place_stages(ranks, 2, "v"), m, cap), costs).makespan - 6 * m
+        simulate_schedule(build_greedy(costs, place_stages(ranks, 2, "v"), m, cap), costs).makespan - 6 * m
         for m in (4 * ranks, 8 * ranks)
     )
     assert few == many <= 4 * (ranks - 1)
@@ -536,8 +550,12 @@ def test_greedy_stays_steady_under_a_tight_cap(ranks, cap):
 def test_lines_that_do_not_fit_the_cap_are_refused():
     costs = StageCosts.uniform(2)
     lines = [[parse_action(text) for text in line.split()] for line in ("0F0 0F1 0I0 0I1", "1F0 1I0 1F1 1I1")]
-    assert fits(lines, costs, (0, 1), 2.0) and fits(lines, costs, (0, 1), None) and not fits(lines, costs, (0, 1), 1.0)
-    assert validate(list_schedule("lines", costs, (0, 1), 2, cap=2.0, lines=lines)[0]) == []
+    assert (
+        fits_cap(lines, costs, (0, 1), 2.0)
+        and fits_cap(lines, costs, (0, 1), None)
+        and not fits_cap(lines, costs, (0, 1), 1.0)
+    )
+    assert validate_schedule(list_schedule("lines", costs, (0, 1), 2, cap=2.0, lines=lines)[0]) == []
     with pytest.raises(ValueError, match="cannot be kept within a cap of 1"):
         list_schedule("lines", costs, (0, 1), 2, cap=1.0, lines=lines)
 
@@ -559,9 +577,9 @@ def test_patience_waits_for_what_is_due():
 @given(st.integers(1, 6), st.integers(1, 4), st.sampled_from(("loop", "v")), st.integers(0, 20))
 def test_forward_only_runs_on_any_placement(ranks, chunks, style, microbatches):
     plan = forward_only(place_stages(ranks, chunks, style), microbatches)
-    assert not plan.trains and validate(plan, trains=False) == []
+    assert not plan.trains and validate_schedule(plan, trains=False) == []
     programs = lower_all(plan)
-    assert replay(programs, plan.placement) == {}
+    assert find_blocked_ranks(programs, plan.placement) == {}
     assert not any(
         action.kind in ("B", "I", "W", "REDUCE_GRAD", "SEND_B", "RECV_B") for program in programs for action in program
     )
@@ -574,7 +592,7 @@ def test_forward_only_runs_on_any_placement(ranks, chunks, style, microbatches):
 )
 def test_forward_only_has_no_gaps(ranks, chunks, style, wait):
     plan = forward_only(place_stages(ranks, chunks, style), 4 * ranks)
-    assert simulate(plan, StageCosts.uniform(plan.stages)).makespan == 4 * ranks * chunks + wait
+    assert simulate_schedule(plan, StageCosts.uniform(plan.stages)).makespan == 4 * ranks * chunks + wait
 
 
 # Lowering
@@ -587,26 +605,26 @@ def test_no_ranks_wait_for_each_other_in_a_circle(name):
         for microbatches in (1, 2, 3, ranks, ranks + 1, 3 * ranks):
             for chunks in (1, 2, 3) if name == "interleaved" else (None,):
                 plan = build_schedule(name, ranks, microbatches, chunks)
-                assert replay(lower_all(plan), plan.placement) == {}, (ranks, microbatches, chunks)
+                assert find_blocked_ranks(lower_all(plan), plan.placement) == {}, (ranks, microbatches, chunks)
 
 
 @settings(max_examples=150, deadline=None)
 @given(built(most_ranks=6), st.integers(0, 3), st.sampled_from(("last", "every")), st.booleans())
 def test_lowered_programs_cannot_deadlock(built, ahead, reduce, unshard):
     programs = lower_all(built, reduce, unshard, ahead)
-    assert replay(programs, built.placement) == {}
+    assert find_blocked_ranks(programs, built.placement) == {}
     for rank, program in enumerate(programs):
-        assert program == lower(built, rank, reduce, unshard, ahead)
+        assert program == lower_schedule(built, rank, reduce, unshard, ahead)
         assert [action for action in program if action.kind in ir.COMPUTE] == list(split_overlaps(built.orders[rank]))
 
 
 @settings(max_examples=40, deadline=None)
 @given(uneven(most_ranks=4), st.integers(0, 3))
 def test_greedy_schedules_lower_without_deadlock(case, ahead):
-    plan = greedy(*case)
-    assert replay(lower_all(plan, ahead=ahead), plan.placement) == {}
-    csv = loads(dumps(merge_backward(plan)), placement=plan.placement)
-    assert replay(lower_all(csv, ahead=ahead), plan.placement) == {}
+    plan = build_greedy(*case)
+    assert find_blocked_ranks(lower_all(plan, ahead=ahead), plan.placement) == {}
+    csv = parse_schedule(format_schedule(merge_backward(plan)), placement=plan.placement)
+    assert find_blocked_ranks(lower_all(csv, ahead=ahead), plan.placement) == {}
 
 
 def test_a_receive_is_a_circle_before_what_it_waits_for():
@@ -615,7 +633,7 @@ def test_a_receive_is_a_circle_before_what_it_waits_for():
         [parse_action(text) for text in line.split()]
         for line in ("0RECV_B0 0F0 0SEND_F0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0")
     ]
-    assert replay(itself, (0, 1)) == {0: 0, 1: 0}
+    assert find_blocked_ranks(itself, (0, 1)) == {0: 0, 1: 0}
     start = "0F0 0SEND_F0", "1RECV_F0 1F0"
     ends = {  # how rank 0 and rank 1 go on, and whether they can
         ("0RECV_B0 0F1 0SEND_F1 0B0", "1RECV_F1 1B0 1SEND_B0 1F1"): False,
@@ -624,7 +642,7 @@ def test_a_receive_is_a_circle_before_what_it_waits_for():
     }
     for lines, possible in ends.items():
         programs = [[parse_action(text) for text in f"{first} {then}".split()] for first, then in zip(start, lines)]
-        assert replay(programs, (0, 1)) == ({} if possible else {0: 2, 1: 2})
+        assert find_blocked_ranks(programs, (0, 1)) == ({} if possible else {0: 2, 1: 2})
 
 
 @pytest.mark.parametrize("name", [*TEMPLATES, "forward_only"])
@@ -643,7 +661,7 @@ def test_receive_buffers_do_not_grow_with_micro_batches(name, ranks):
 
 def test_receives_are_posted_one_action_ahead_and_no_further():
     def start(name: str, ahead: int) -> str:
-        return " ".join(map(str, lower(build_schedule(name, 2, 4), 1, unshard=False, ahead=ahead)[:7]))
+        return " ".join(map(str, lower_schedule(build_schedule(name, 2, 4), 1, unshard=False, ahead=ahead)[:7]))
 
     assert start("gpipe", 0) == "1RECV_F0 1F0 1RECV_F1 1F1 1RECV_F2 1F2 1RECV_F3"
     assert start("gpipe", 1) == "1RECV_F0 1RECV_F1 1F0 1RECV_F2 1F1 1RECV_F3 1F2"
@@ -651,21 +669,21 @@ def test_receives_are_posted_one_action_ahead_and_no_further():
     # Not posted when needed, but before a send that would otherwise wait for rank 0 while rank 0 waits to send this.
     assert start("1f1b", 0) == "1RECV_F0 1F0 1B0 1RECV_F1 1SEND_B0 1F1 1B1"
     early = schedule("0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3", "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3", microbatches=4)
-    assert [receive_buffers(lower(early, 1, ahead=ahead)) for ahead in (0, 1, 3, 6)] == [1, 1, 2, 3]
+    assert [receive_buffers(lower_schedule(early, 1, ahead=ahead)) for ahead in (0, 1, 3, 6)] == [1, 1, 2, 3]
 
 
 def test_receives_ahead_keep_to_their_number_of_buffers():
     """What rank 1 reads next is what rank 0 sends second, so that posting it ahead takes a buffer for the first too."""
     plan = schedule("1F0 1F1 1B1 1B0", "0F0 0F1 2F1 2F0 2B1 2B0 0B1 0B0", placement=(1, 0, 1), microbatches=2)
-    assert validate(plan) == []
+    assert validate_schedule(plan) == []
     for ahead in (0, 1, 2):
-        program = " ".join(map(str, lower(plan, 1, unshard=False, ahead=ahead)))
+        program = " ".join(map(str, lower_schedule(plan, 1, unshard=False, ahead=ahead)))
         assert program.startswith("0F0 0SEND_F0 0F1 0SEND_F1 2RECV_F0 2RECV_F1 2F1 ")
 
 
 def test_work_on_parameters():
     plan = build_schedule("zb_v", 2, 3)
-    last, every = lower(plan, 0), lower(plan, 0, reduce="every")
+    last, every = lower_schedule(plan, 0), lower_schedule(plan, 0, reduce="every")
     for program, count in ((last, 1), (every, 3)):
         for stage in (0, 3):
             mine = [
@@ -684,7 +702,7 @@ def test_work_on_parameters():
     compute = [action for action in last if action.kind in (*ir.COMPUTE, "UNSHARD")]
     first = next(n for n, action in enumerate(compute) if action.stage == 3 and action.kind == "F")
     assert str(compute[first - 2]) == "3UNSHARD"
-    assert not {"UNSHARD", "RESHARD"} & {action.kind for action in lower(plan, 0, unshard=False)}
+    assert not {"UNSHARD", "RESHARD"} & {action.kind for action in lower_schedule(plan, 0, unshard=False)}
 
 
 @settings(max_examples=40, deadline=None)
@@ -709,12 +727,12 @@ def test_replay_finds_crossed_transfers_and_blocking_sends():
         [parse_action(text) for text in line.split()]
         for line in ("0F0 0SEND_F0 0F1 0SEND_F1", "1RECV_F1 1RECV_F0 1F0 1F1")
     ]
-    assert replay(crossed, (0, 1)) == {0: 1, 1: 0}
+    assert find_blocked_ranks(crossed, (0, 1)) == {0: 1, 1: 0}
     exchange = [
         [parse_action(text) for text in line.split()]
         for line in ("0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1")
     ]
-    assert replay(exchange, (0, 1)) == {0: 3, 1: 3}
+    assert find_blocked_ranks(exchange, (0, 1)) == {0: 3, 1: 3}
 
 
 def finish(programs: tuple[tuple[Action, ...], ...], placement: tuple[int, ...], costs: StageCosts) -> float:
@@ -748,11 +766,11 @@ def test_transfers_overlap_with_computation(name, backward):
     for ranks, microbatches in ((2, 2), (2, 8), (4, 4), (4, 16), (8, 8), (8, 32)):
         plan = build_schedule(name, ranks, microbatches)
         costs = StageCosts.uniform(plan.stages, 1.0, i, w, i + w, transfer=0.05)
-        assert finish(lower_all(plan), plan.placement, costs) <= 1.02 * simulate(plan, costs).makespan
+        assert finish(lower_all(plan), plan.placement, costs) <= 1.02 * simulate_schedule(plan, costs).makespan
 
 
 def test_one_rank_communicates_with_nobody():
-    assert [str(action) for action in lower(build_schedule("interleaved", 1, 1, 2), 0)] == [
+    assert [str(action) for action in lower_schedule(build_schedule("interleaved", 1, 1, 2), 0)] == [
         "0UNSHARD",
         "1UNSHARD",
         "0F0",

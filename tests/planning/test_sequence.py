@@ -13,15 +13,15 @@ from support.reference import changed
 
 import trainer
 from trainer.config import Config, ConfigError
-from trainer.planning.checks import check
-from trainer.planning.context import Context, balance
+from trainer.planning.checks import config_problems
+from trainer.planning.context import ContextPlan, load_imbalance
 from trainer.planning.documents import USUAL
 from trainer.planning.estimate.hardware import load_hardware
-from trainer.planning.estimate.memory import peaks
+from trainer.planning.estimate.memory import find_peaks
 from trainer.planning.estimate.plans import rank_plans
-from trainer.planning.estimate.sequence import TILE, Room, measures, settle
-from trainer.planning.estimate.step import GIB, estimate
-from trainer.planning.resolve import resolve
+from trainer.planning.estimate.sequence import TILE, MemoryLimit, decide_memory, describe_measures
+from trainer.planning.estimate.step import GIB, estimate_step
+from trainer.planning.resolve import resolve_layout
 
 DOCS = Path(__file__).parents[2] / "docs"
 OFF = {"loss__tile": 0, "activation__tile": 0, "activation__offload": False}
@@ -32,34 +32,34 @@ def config_of(length: int, **changes: object):
     return settings(shipped("llama31_8b"), batch__sequence_length=length, **FULL | changes)
 
 
-def chosen(length: int, world: int, room: Room, **changes: object):
+def chosen(length: int, world: int, room: MemoryLimit, **changes: object):
     config = config_of(length, **changes)
-    found, layout = settle(config, resolve(config, world, config.model, world), room, world)
+    found, layout = decide_memory(config, resolve_layout(config, world, config.model, world), room, world)
     return (found.loss.tile, found.activation.tile, found.activation.offload), found, layout
 
 
 def test_short_sequences_need_nothing():
-    assert chosen(8192, 8, Room(140 * GIB, 1e12))[0] == (0, 0, False)
-    assert chosen(131072, 8, Room(None, 1e12))[0] == (0, 0, False)  # the memory of a CPU is not predicted
+    assert chosen(8192, 8, MemoryLimit(140 * GIB, 1e12))[0] == (0, 0, False)
+    assert chosen(131072, 8, MemoryLimit(None, 1e12))[0] == (0, 0, False)  # the memory of a CPU is not predicted
 
 
 def test_as_much_is_taken_as_is_needed():
     """With less and less memory, in the order of what it costs; what is set stays as it is."""
     lengths = [8192, 131072, 262144, 1048576]
-    found = [chosen(length, 8, Room(140 * GIB, 1e15))[0] for length in lengths]
+    found = [chosen(length, 8, MemoryLimit(140 * GIB, 1e15))[0] for length in lengths]
     assert found[0] == (0, 0, False) and found[-1] == (TILE, TILE, True)
     assert all(sum(map(bool, one)) <= sum(map(bool, other)) for one, other in pairwise(found))
-    assert chosen(1048576, 8, Room(140 * GIB, 1e15), loss__tile=0, activation__tile=4096)[0] == (0, 4096, True)
-    assert chosen(1048576, 8, Room(140 * GIB, 1e15), activation__offload=False)[0][::2] == (TILE, False)
+    assert chosen(1048576, 8, MemoryLimit(140 * GIB, 1e15), loss__tile=0, activation__tile=4096)[0] == (0, 4096, True)
+    assert chosen(1048576, 8, MemoryLimit(140 * GIB, 1e15), activation__offload=False)[0][::2] == (TILE, False)
 
 
 def test_what_the_host_does_not_hold_does_not_go_there():
-    assert chosen(262144, 2, Room(140 * GIB, 200 * GIB))[0][2] is True
-    assert chosen(262144, 2, Room(140 * GIB, 20 * GIB))[0][2] is False
+    assert chosen(262144, 2, MemoryLimit(140 * GIB, 200 * GIB))[0][2] is True
+    assert chosen(262144, 2, MemoryLimit(140 * GIB, 20 * GIB))[0][2] is False
 
 
 def test_a_step_that_is_replayed_copies_nothing_to_the_host():
-    room = Room(70 * GIB, 1000 * GIB)
+    room = MemoryLimit(70 * GIB, 1000 * GIB)
     for recorded, expected in ((False, True), (True, False)):
         changes = {"model__depth": 4, "run__cuda_graphs": recorded}
         assert chosen(524288, 1, room, **changes)[0][2] is expected
@@ -71,11 +71,11 @@ def test_the_choice_fits_and_is_said():
         plain = estimated(config_of(length, **OFF), world, h200())
         assert one.fits == "yes" and plain.fits != "yes"
         assert one.memory < plain.memory and one.seconds < 1.2 * plain.seconds
-    assert measures(one.config, one.fullest) == (
+    assert describe_measures(one.config, one.fullest) == (
         f"loss in tiles of {TILE} tokens, feed-forward in tiles of {TILE}, inputs of recomputed layers in host memory "
         f"({one.fullest.host / GIB:.1f} GiB)"
     )
-    assert measures(config_of(8192, **OFF)) == ""
+    assert describe_measures(config_of(8192, **OFF)) == ""
 
 
 def test_the_search_takes_what_long_sequences_need():
@@ -105,8 +105,8 @@ def test_a_run_without_memory_is_told_of_them():
 def test_inputs_of_all_micro_batches_in_flight_wait_on_the_host(schedule):
     pipeline = {"parallel__pp": 4, "parallel__pipeline__schedule": schedule, "batch__accumulation": 8}
     config = config_of(65536, **pipeline, activation__offload=True, parallel__zero__stage=1)
-    found = [peak.host for peak in peaks(config, resolve(config, 4, config.model, 4))]
-    layers = [len(part) for part in resolve(config, 4, config.model, 4).pipeline.split]
+    found = [peak.host for peak in find_peaks(config, resolve_layout(config, 4, config.model, 4))]
+    layers = [len(part) for part in resolve_layout(config, 4, config.model, 4).pipeline.split]
     flights = {"1f1b": [4, 3, 2, 1], "gpipe": [8] * 4, "zb_h1": [4, 3, 2, 1]}[schedule]
     assert found == [flight * 65536 * 4096 * 2 * count for flight, count in zip(flights, layers)]
 
@@ -128,7 +128,7 @@ def test_inputs_of_all_micro_batches_in_flight_wait_on_the_host(schedule):
 )
 def test_what_cannot_go_together_is_refused(changes, words):
     config = changed(Config(), changes)
-    assert [problem for problem in check(config) if problem.startswith(words)]
+    assert [problem for problem in config_problems(config) if problem.startswith(words)]
 
 
 def documented(head: str) -> list[list[str]]:
@@ -156,7 +156,7 @@ def test_documented_predictions_are_those_of_today():
         words = [f"batch.sequence_length={length}", f"model.max_length={length}"]
         words += ["parallel=zero3_offload"] * ("on the host" in plan) + re.findall("parallel.cp=[0-9]+", plan)
         config = trainer.compose(["+config=llama3_8b_128k", *words], world_size=world)
-        found = estimate(config, resolve(config, world, config.model, world), load_hardware("h200"))
+        found = estimate_step(config, resolve_layout(config, world, config.model, world), load_hardware("h200"))
         config = found.config
         assert [config.loss.tile, config.activation.tile, config.activation.offload] == TAKEN[taken], (gpus, tokens)
         waiting = max(peak.host for peak in found.ranks) / GIB
@@ -169,5 +169,7 @@ def test_documented_balances_are_those_of_today():
     assert [int(row[0]) for row in rows] == [2, 4, 8, 32]
     for ranks, *cells in rows:
         cases = itertools.product((None, USUAL), ("contiguous", "zigzag", "blocks"))
-        found = [balance(Context(1, int(ranks), order, 128, False, 1), 2**17, 0, packs) for packs, order in cases]
+        found = [
+            load_imbalance(ContextPlan(1, int(ranks), order, 128, False, 1), 2**17, 0, packs) for packs, order in cases
+        ]
         assert found == pytest.approx([float(cell) for cell in cells], abs=0.006)

@@ -17,8 +17,8 @@ from trainer.planning.cost.flops import flops_per_token, seen_keys
 from trainer.planning.cost.layers import layer_costs
 from trainer.planning.cost.stages import LayerCosts, StageCosts
 from trainer.planning.schedules.ir import Action, Schedule, parse_action
-from trainer.planning.schedules.simulate import Simulation, held_change, simulate
-from trainer.planning.schedules.templates import build_schedule, forward_only, greedy, place_stages
+from trainer.planning.schedules.simulate import Simulation, activation_change, simulate_schedule
+from trainer.planning.schedules.templates import build_greedy, build_schedule, forward_only, place_stages
 
 SHAPES = [(1, 1), (1, 5), (2, 2), (2, 7), (4, 4), (4, 8), (8, 32)]
 LLAMA = ModelSpec(
@@ -38,13 +38,13 @@ def schedule(*lines: str, placement: tuple[int, ...], microbatches: int) -> Sche
 
 def held(result: Simulation, rank: int) -> list[float]:
     """What the rank holds after each of its actions."""
-    return list(accumulate(held_change(action, result.costs, True) for action in result.actions[rank]))
+    return list(accumulate(activation_change(action, result.costs, True) for action in result.actions[rank]))
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("p, m", SHAPES)
 def test_bubble_of_gpipe_and_1f1b_is_the_closed_formula(name, p, m):
-    result = simulate(build_schedule(name, p, m), StageCosts.uniform(p, f=1, i=2, w=1))
+    result = simulate_schedule(build_schedule(name, p, m), StageCosts.uniform(p, f=1, i=2, w=1))
     assert result.makespan == 4 * (m + p - 1)
     assert result.bubble == pytest.approx((p - 1) / (m + p - 1), abs=1e-15)
     assert result.busy == (4.0 * m,) * p
@@ -53,44 +53,45 @@ def test_bubble_of_gpipe_and_1f1b_is_the_closed_formula(name, p, m):
 @pytest.mark.parametrize("v", [1, 2, 3, 4])
 @pytest.mark.parametrize("p, m", [(2, 2), (2, 8), (4, 4), (4, 8), (8, 16), (8, 32)])
 def test_interleaving_divides_the_bubble_by_the_chunks(p, m, v):
-    result = simulate(build_schedule("interleaved", p, m, v), StageCosts.uniform(p * v, f=1, i=1, w=1))
+    result = simulate_schedule(build_schedule("interleaved", p, m, v), StageCosts.uniform(p * v, f=1, i=1, w=1))
     assert result.makespan == 3 * (v * m + p - 1)
     assert result.bubble == pytest.approx((p - 1) / (v * m + p - 1), abs=1e-15)
 
 
 @pytest.mark.parametrize("p, m", [(2, 4), (4, 8), (8, 16), (8, 32)])
 def test_zero_bubble_h1_leaves_a_third_of_the_bubble(p, m):
-    assert simulate(build_schedule("zb_h1", p, m), StageCosts.uniform(p)).makespan == 3 * m + (p - 1)
+    assert simulate_schedule(build_schedule("zb_h1", p, m), StageCosts.uniform(p)).makespan == 3 * m + (p - 1)
 
 
 @pytest.mark.parametrize("p, m", SHAPES)
 def test_activations_held_at_the_peak(p, m):
-    assert simulate(build_schedule("1f1b", p, m), StageCosts.uniform(p)).memory == tuple(
+    assert simulate_schedule(build_schedule("1f1b", p, m), StageCosts.uniform(p)).memory == tuple(
         min(m, p - rank) for rank in range(p)
     )
-    assert simulate(build_schedule("gpipe", p, m), StageCosts.uniform(p)).memory == (m,) * p
+    assert simulate_schedule(build_schedule("gpipe", p, m), StageCosts.uniform(p)).memory == (m,) * p
 
 
 @pytest.mark.parametrize("p, m, v", [(4, 8, 2), (8, 32, 2), (8, 32, 4)])
 def test_interleaving_holds_a_little_more(p, m, v):
     costs = StageCosts.uniform(p * v, activation=1)
     held = tuple((v - 1) * p + 2 * (p - 1 - rank) + 1 for rank in range(p))
-    assert simulate(build_schedule("interleaved", p, m, v), costs).memory == held
+    assert simulate_schedule(build_schedule("interleaved", p, m, v), costs).memory == held
 
 
 @pytest.mark.parametrize("p, m", SHAPES)
 def test_transfers_shift_the_phases_of_gpipe_and_cost_nothing_within_a_rank(p, m):
     plan, costs = build_schedule("gpipe", p, m), StageCosts.uniform(p, transfer=0.25)
-    assert simulate(plan, costs).makespan == 3 * (m + p - 1) + 2 * (p - 1) * 0.25
+    assert simulate_schedule(plan, costs).makespan == 3 * (m + p - 1) + 2 * (p - 1) * 0.25
     turn = schedule("0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0", placement=(0, 1, 1, 0), microbatches=1)
-    assert simulate(turn, StageCosts.uniform(4, transfer=0.25)).makespan == 12 + 4 * 0.25
+    assert simulate_schedule(turn, StageCosts.uniform(4, transfer=0.25)).makespan == 12 + 4 * 0.25
 
 
 def test_transfers_overlap_with_computation():
     """In 1F1B's steady state one hop there and one back lie between a forward and its turn, and only they show."""
     p, m = 4, 32
     plain, slow = (
-        simulate(build_schedule("1f1b", p, m), StageCosts.uniform(p, transfer=seconds)) for seconds in (0.0, 0.1)
+        simulate_schedule(build_schedule("1f1b", p, m), StageCosts.uniform(p, transfer=seconds))
+        for seconds in (0.0, 0.1)
     )
     assert plain.makespan + 2 * (p - 1) * 0.1 <= slow.makespan < plain.makespan + 2 * m * 0.1
     assert slow.busy == plain.busy
@@ -102,9 +103,9 @@ def test_transfers_of_one_sender_queue(latency):
     plan, m = build_schedule("gpipe", 2, 6), 6
     forward = StageCosts.uniform(2, f=1, i=0, w=0, transfer=5.0, latency=latency)
     arrivals = [1 + 5 + number * (5 - latency) for number in range(m)]
-    result = simulate(plan, forward)
+    result = simulate_schedule(plan, forward)
     assert [span.start for span in result.spans[1] if span.action.kind == "F"] == arrivals
-    lone = simulate(schedule("0F0 0B0", "1F0 1B0", placement=(0, 1), microbatches=1), forward)
+    lone = simulate_schedule(schedule("0F0 0B0", "1F0 1B0", placement=(0, 1), microbatches=1), forward)
     assert lone.makespan == 1 + 5 + 1 + 5
 
 
@@ -113,13 +114,13 @@ def test_a_rank_sends_to_both_neighbours_over_one_link():
     m, makespans = 40, []
     for ranks in (2, 3):
         costs = StageCosts.uniform(ranks, f=0.01, i=0.01, w=0, transfer=1.0)
-        makespans.append(simulate(build_schedule("1f1b", ranks, m), costs).makespan)
+        makespans.append(simulate_schedule(build_schedule("1f1b", ranks, m), costs).makespan)
     two, three = makespans
     assert m < two < 1.6 * m and 2 * m < three < 2.2 * m
 
 
 def test_host_time_precedes_every_action_and_is_not_computation():
-    result = simulate(build_schedule("1f1b", 1, 6), StageCosts.uniform(1, host=0.5))
+    result = simulate_schedule(build_schedule("1f1b", 1, 6), StageCosts.uniform(1, host=0.5))
     assert (result.makespan, result.busy) == (6 * 3 + 12 * 0.5, (18.0,))
     assert (result.spans[0][0].start, result.spans[0][0].end) == (0.5, 1.5)
 
@@ -127,7 +128,7 @@ def test_host_time_precedes_every_action_and_is_not_computation():
 def test_gathers_delay_the_first_use_and_reductions_follow_the_last():
     plan = schedule("0F0 1F0 1B0 0B0", placement=(0, 0), microbatches=1)
     costs = replace(StageCosts.uniform(2), unshard=(1.0, 5.0), reduce=(4.0, 1.0))
-    result = simulate(plan, costs)
+    result = simulate_schedule(plan, costs)
     assert [(str(span.action), span.start, span.end) for span in result.spans[0]] == [
         ("0F0", 1, 2),
         ("1F0", 6, 7),
@@ -135,29 +136,29 @@ def test_gathers_delay_the_first_use_and_reductions_follow_the_last():
         ("0B0", 9, 11),
     ]
     assert result.makespan == 11 + 4 and result.busy == (6.0,)
-    assert simulate(plan, replace(costs, reduce=(1.0, 9.0))).makespan == 9 + 9 + 1
+    assert simulate_schedule(plan, replace(costs, reduce=(1.0, 9.0))).makespan == 9 + 9 + 1
 
 
 def test_an_overlapped_pair_runs_one_after_the_other():
     apart = schedule("0F0 1F0 0F1 1B0 1F1 1B1 0B0 0B1", placement=(0, 0), microbatches=2)
     paired = schedule("0F0 1F0 (0F1;1B0)OVERLAP_F_B 1F1 1B1 0B0 0B1", placement=(0, 0), microbatches=2)
     costs = StageCosts.uniform(2)
-    assert simulate(apart, costs).spans == simulate(paired, costs).spans
+    assert simulate_schedule(apart, costs).spans == simulate_schedule(paired, costs).spans
 
 
 def test_forward_only_schedules_hold_nothing():
-    result = simulate(forward_only((0, 1, 1, 0), 5), replace(StageCosts.uniform(4), reduce=(9.0,) * 4))
+    result = simulate_schedule(forward_only((0, 1, 1, 0), 5), replace(StageCosts.uniform(4), reduce=(9.0,) * 4))
     assert result.memory == (0.0, 0.0) and result.busy == (10.0, 10.0)
-    assert simulate(forward_only(place_stages(4, 1, "loop"), 6), StageCosts.uniform(4)).makespan == 6 + 3
+    assert simulate_schedule(forward_only(place_stages(4, 1, "loop"), 6), StageCosts.uniform(4)).makespan == 6 + 3
 
 
 def test_split_backward_keeps_a_share_until_w():
     plan = schedule("0F0 0F1 0I0 0I1 0W0 0W1", placement=(0,), microbatches=2)
-    result = simulate(plan, StageCosts.uniform(1, kept=0.25, activation=8))
+    result = simulate_schedule(plan, StageCosts.uniform(1, kept=0.25, activation=8))
     assert result.memory == (16.0,)
     assert held(result, 0) == [8.0, 16.0, 10.0, 4.0, 2.0, 0.0]
     # After recompute, W can hold more than F left.
-    assert simulate(plan, StageCosts.uniform(1, kept=3.0, activation=8)).memory == (48.0,)
+    assert simulate_schedule(plan, StageCosts.uniform(1, kept=3.0, activation=8)).memory == (48.0,)
 
 
 @pytest.mark.parametrize(
@@ -180,13 +181,13 @@ def test_split_backward_keeps_a_share_until_w():
 )
 def test_deadlocks_name_rank_and_action(lines, stuck):
     with pytest.raises(ValueError) as error:
-        simulate(schedule(*lines, placement=(0, 1), microbatches=2), StageCosts.uniform(2))
+        simulate_schedule(schedule(*lines, placement=(0, 1), microbatches=2), StageCosts.uniform(2))
     assert all(text in str(error.value) for text in stuck), error.value
 
 
 def test_costs_of_other_stages_are_refused():
     with pytest.raises(ValueError, match="costs of 3 stages"):
-        simulate(build_schedule("1f1b", 2, 2), StageCosts.uniform(3))
+        simulate_schedule(build_schedule("1f1b", 2, 2), StageCosts.uniform(3))
 
 
 def reference(plan: Schedule, costs: StageCosts) -> dict[Action, float]:
@@ -262,8 +263,8 @@ def test_any_schedule_and_costs_equal_the_definition(data, ranks, layout, microb
         latency=transfer * data.draw(st.floats(0, 1)),
         host=data.draw(st.floats(0, 0.5)),
     )
-    plan = greedy(StageCosts.uniform(stages), place_stages(ranks, chunks, style), microbatches, None, split)
-    result = simulate(plan, costs)
+    plan = build_greedy(StageCosts.uniform(stages), place_stages(ranks, chunks, style), microbatches, None, split)
+    result = simulate_schedule(plan, costs)
     ends = reference(plan, costs)
     assert result.makespan == pytest.approx(max(ends.values()), rel=1e-12)
     for rank, spans in enumerate(result.spans):
@@ -279,7 +280,7 @@ def test_any_schedule_and_costs_equal_the_definition(data, ranks, layout, microb
 def test_a_thousand_gpu_schedule_takes_about_a_second():
     plan, costs = build_schedule("1f1b", 64, 512), StageCosts.uniform(64)
     start = time.perf_counter()
-    assert simulate(plan, costs).makespan == 3 * (512 + 63)
+    assert simulate_schedule(plan, costs).makespan == 3 * (512 + 63)
     assert time.perf_counter() - start < 3
 
 
@@ -404,7 +405,7 @@ def test_scaled_costs_are_those_of_a_larger_micro_batch():
 
 
 def test_bubbles_by_rank():
-    result: Simulation = simulate(
+    result: Simulation = simulate_schedule(
         build_schedule("1f1b", 2, 1), StageCosts((1.0, 3.0), (0.5, 1.5), (0.5, 1.5), (1.0, 3.0), (1.0, 1.0))
     )
     assert result.makespan == 8 and result.bubbles == (0.75, 0.25) and result.bubble == 0.5

@@ -13,11 +13,11 @@ import trainer
 from trainer.data.corpus import open_corpus
 from trainer.data.lengths import documents_in, with_lengths
 from trainer.estimate import main
-from trainer.observe.report import predicted
+from trainer.observe.report import predict_run
 from trainer.planning.documents import USUAL, mean_keys
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.step import SHORTEST
-from trainer.planning.resolve import resolve
+from trainer.planning.resolve import resolve_layout
 
 LLAMA = {"activation__mode": "selective", "compile": True, "batch__sequence_length": 8192}
 HSDP = {"parallel__shard": 8}
@@ -108,7 +108,7 @@ def test_a_corpus_at_hand_is_measured(texts):
     measured = with_lengths(config).data.documents
     assert (measured.mean, measured.median) == tuple(found)
     world = SimpleNamespace(device=torch.device("cpu"))
-    at_start = predicted(config, resolve(config, 1, config.model), open_corpus(config), world, 1)
+    at_start = predict_run(config, resolve_layout(config, 1, config.model), open_corpus(config), world, 1)
     assert at_start.config.data.documents == measured and not at_start.assumptions
     config.data.documents.mean = 7.0
     assert with_lengths(config) is config  # what is given counts

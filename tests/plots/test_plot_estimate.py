@@ -15,7 +15,7 @@ pytest.importorskip("matplotlib")
 
 from matplotlib.figure import Figure
 
-from trainer.plots.estimate import draw_course, look
+from trainer.plots.estimate import category_style, draw_memory_timeline
 
 PROTAN = [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]
 DEUTAN = [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]
@@ -30,7 +30,7 @@ def seen(colour: str, cones: list[list[float]]) -> numpy.ndarray:
 
 
 def test_neighbouring_parts_are_told_apart_under_colour_blindness():
-    looks = [look(place) for place in range(len(CATEGORIES))]
+    looks = [category_style(place) for place in range(len(CATEGORIES))]
     assert len({(one["facecolor"], one["hatch"]) for one in looks}) == len(looks)
     for one, other in pairwise(looks):
         for cones in (numpy.eye(3).tolist(), PROTAN, DEUTAN):
@@ -41,6 +41,6 @@ def test_what_is_drawn_is_what_is_predicted():
     changes = {"parallel__pp": 2, "parallel__zero__stage": 1, "batch__accumulation": 4, "batch__sequence_length": 1024}
     one = estimated(settings(shipped("llama_60m"), **changes), 4, h200())
     axes = Figure().subplots()
-    draw_course(axes, one)
+    draw_memory_timeline(axes, one)
     [marker] = [line for line in axes.lines if line.get_marker() == "v"]
     assert marker.get_ydata()[0] == pytest.approx(one.fullest.allocated / GIB)

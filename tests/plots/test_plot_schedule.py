@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from trainer import plot
 from trainer.config import ConfigError
 from trainer.planning.cost.stages import StageCosts
-from trainer.planning.schedules.ir import Action, dumps
-from trainer.planning.schedules.simulate import Span, simulate
+from trainer.planning.schedules.ir import Action, format_schedule
+from trainer.planning.schedules.simulate import ActionSpan, simulate_schedule
 from trainer.planning.schedules.templates import TEMPLATES, build_schedule
-from trainer.planning.schedules.timeline import idle, measure, read_timeline, write_timeline
+from trainer.planning.schedules.timeline import idle_gaps, measure_timeline, read_timeline, write_timeline
 from trainer.plots import runs, templates
 from trainer.plots import schedule as pictures
-from trainer.plots.files import save
+from trainer.plots.files import save_figure
 from trainer.plots.schedule import chrome_trace, draw_schedule
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -28,7 +28,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 def planned(name, ranks, microbatches, seconds=1.0):
     schedule = build_schedule(name, ranks, microbatches)
-    return simulate(schedule, StageCosts.uniform(schedule.stages, seconds, seconds, seconds)).spans
+    return simulate_schedule(schedule, StageCosts.uniform(schedule.stages, seconds, seconds, seconds)).spans
 
 
 def bars(axes):
@@ -62,7 +62,7 @@ def test_1f1b_is_drawn_as_its_textbook_picture():
     assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 0", "rank 1", "rank 2", "rank 3"]
     found = bars(axes)
     for rank in range(4):
-        assert found[rank, "F"] == found[rank, "B"] == 8 and found[rank, "bubble"] == len(idle(spans[rank], 0.33))
+        assert found[rank, "F"] == found[rank, "B"] == 8 and found[rank, "bubble"] == len(idle_gaps(spans[rank], 0.33))
     assert sum(found.values()) == 4 * 16 + sum(found[rank, "bubble"] for rank in range(4))
     drawn = {collection.get_gid(): times(collection) for collection in axes.collections}
     numpy.testing.assert_allclose(drawn["rank0-bubble"][0], (0.04, 0.10), atol=1e-12)
@@ -75,11 +75,13 @@ def test_1f1b_is_drawn_as_its_textbook_picture():
 
 
 def test_planned_above_measured_share_one_time_axis():
-    slower = [[Span(action, 2 * start, 2 * end) for action, start, end in spans] for spans in planned("zb_h1", 3, 5)]
+    slower = [
+        [ActionSpan(action, 2 * start, 2 * end) for action, start, end in spans] for spans in planned("zb_h1", 3, 5)
+    ]
     figure = draw_schedule({"planned": planned("zb_h1", 3, 5), "measured": slower})
     above, below = figure.axes
     assert above.get_position().y0 > below.get_position().y1 and above.get_xlim() == below.get_xlim()
-    assert below.get_xlim() == (0, pytest.approx(measure(slower)[0])) and bars(above) == bars(below)
+    assert below.get_xlim() == (0, pytest.approx(measure_timeline(slower)[0])) and bars(above) == bars(below)
     assert titles(above)[0] == "planned" and titles(below)[0] == "measured"
     assert titles(above)[1].split("bubble")[1] == titles(below)[1].split("bubble")[1]
 
@@ -120,11 +122,11 @@ def test_chunks_are_shades_and_overlaps_share_a_row():
 
     ranks = [
         [
-            Span(Action(0, "F", 0), 0, 1),
-            Span(overlap((0, "F", 1), (3, "B", 0)), 1, 4),
-            Span(Action(0, "REDUCE_GRAD"), 4, 5),
+            ActionSpan(Action(0, "F", 0), 0, 1),
+            ActionSpan(overlap((0, "F", 1), (3, "B", 0)), 1, 4),
+            ActionSpan(Action(0, "REDUCE_GRAD"), 4, 5),
         ],
-        [Span(Action(1, "F", 0), 1, 2), Span(Action(2, "I", 0), 2, 3), Span(Action(2, "W", 0), 3, 4)],
+        [ActionSpan(Action(1, "F", 0), 1, 2), ActionSpan(Action(2, "I", 0), 2, 3), ActionSpan(Action(2, "W", 0), 3, 4)],
     ]
     (axes,) = draw_schedule({"measured": ranks}, seconds=False).axes
     found = {collection.get_gid(): collection for collection in axes.collections}
@@ -152,9 +154,9 @@ def luminance(colour):
 
 
 def test_kinds_are_told_apart_without_colour():
-    base = sorted(luminance(pictures._colour(kind, 0, 1)) for kind in pictures.LOOKS)
+    base = sorted(luminance(pictures._colour(kind, 0, 1)) for kind in pictures.ACTION_STYLES)
     assert min(high - low for low, high in zip(base, base[1:])) > 15
-    for kind, look in pictures.LOOKS.items():
+    for kind, look in pictures.ACTION_STYLES.items():
         ink, shades = (
             luminance(matplotlib.colors.to_rgb(look.ink)),
             [luminance(pictures._colour(kind, chunk, 2)) for chunk in (0, 1)],
@@ -166,7 +168,7 @@ def test_kinds_are_told_apart_without_colour():
 @pytest.mark.parametrize("suffix, start", [(".png", PNG), (".svg", b"<?xml")])
 def test_pictures_are_written_at_every_size(ranks, microbatches, suffix, start, tmp_path):
     path = tmp_path / f"schedule{suffix}"
-    save(draw_schedule({"planned": planned("gpipe", ranks, microbatches)}), path)
+    save_figure(draw_schedule({"planned": planned("gpipe", ranks, microbatches)}), path)
     assert path.read_bytes().startswith(start)
     if suffix == ".svg":
         text = path.read_text()
@@ -174,14 +176,16 @@ def test_pictures_are_written_at_every_size(ranks, microbatches, suffix, start, 
 
 
 spans = st.lists(st.tuples(st.floats(0, 100), st.floats(0, 10)), max_size=20).map(
-    lambda pairs: [Span(Action(0, "F", index), start, start + length) for index, (start, length) in enumerate(pairs)]
+    lambda pairs: [
+        ActionSpan(Action(0, "F", index), start, start + length) for index, (start, length) in enumerate(pairs)
+    ]
 )
 
 
 @given(spans, st.floats(0, 50))
 def test_gaps_and_computation_fill_the_step(spans, more):
     makespan = max([span.end for span in spans], default=0.0) + more + 1
-    gaps = idle(spans, makespan)
+    gaps = idle_gaps(spans, makespan)
     grid = numpy.linspace(0, makespan, 997)[1:-1]
     busy = numpy.zeros(len(grid), bool)
     for span in spans:
@@ -196,10 +200,10 @@ def test_gaps_and_computation_fill_the_step(spans, more):
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_bubbles_are_those_of_the_simulator(name):
     schedule = build_schedule(name, 4, 12)
-    step = simulate(
+    step = simulate_schedule(
         schedule, StageCosts.uniform(schedule.stages, 0.3, 0.7, 0.2, b=0.8, transfer=0.05, unshard=0.1, reduce=0.4)
     )
-    makespan, bubble, bubbles = measure(step.spans, step.makespan)
+    makespan, bubble, bubbles = measure_timeline(step.spans, step.makespan)
     assert makespan == step.makespan and bubble == pytest.approx(step.bubble) and bubbles == pytest.approx(step.bubbles)
     (axes,) = draw_schedule({name: step.spans}, makespans={name: step.makespan}).axes
     assert f"bubble {100 * step.bubble:.1f}%" in titles(axes)[1]
@@ -233,20 +237,23 @@ def test_timelines_survive_their_file(tmp_path):
     overlap = Action(-1, "OVERLAP_F_B", None, (Action(0, "F", 7), Action(1, "B", 3)))
     ranks = (
         tuple(planned("zb_v", 2, 6, 0.1 / 3)[0]),
-        (Span(Action(1, "REDUCE_GRAD"), 0.0, 1e-3), Span(overlap, 0.5, 0.75)),
+        (ActionSpan(Action(1, "REDUCE_GRAD"), 0.0, 1e-3), ActionSpan(overlap, 0.5, 0.75)),
         (),
     )
     path = tmp_path / "schedule" / "measured.json"
     write_timeline(path, ranks)
-    assert read_timeline(path) == (ranks, measure(ranks)[0])
+    assert read_timeline(path) == (ranks, measure_timeline(ranks)[0])
     content = json.loads(path.read_text())
-    assert (content["makespan"], content["bubble"]) == measure(ranks)[:2]
+    assert (content["makespan"], content["bubble"]) == measure_timeline(ranks)[:2]
     assert content["ranks"][0][0] == {"action": "0F0", "start": 0.0, "end": 0.1 / 3}
     write_timeline(path, ranks, 9.0)
-    assert read_timeline(path) == (ranks, 9.0) and json.loads(path.read_text())["bubble"] == measure(ranks, 9.0)[1]
-    early = ((Span(Action(0, "F", 0), -1e-6, 1.0),),)  # ranks' clocks differ a little
+    assert (
+        read_timeline(path) == (ranks, 9.0)
+        and json.loads(path.read_text())["bubble"] == measure_timeline(ranks, 9.0)[1]
+    )
+    early = ((ActionSpan(Action(0, "F", 0), -1e-6, 1.0),),)  # ranks' clocks differ a little
     write_timeline(path, early, 0.5)
-    assert read_timeline(path) == (early, 1.0) and measure(early) == (1.0, 0.0, (0.0,))
+    assert read_timeline(path) == (early, 1.0) and measure_timeline(early) == (1.0, 0.0, (0.0,))
     assert [entry.name for entry in path.parent.iterdir()] == ["measured.json"]  # nothing half-written stays behind
 
 
@@ -310,7 +317,7 @@ def test_templates_are_compared_on_one_axis(drawn, tmp_path, capsys):
 
 def test_a_csv_file_is_drawn_as_it_says(drawn, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.csv").write_text(dumps(build_schedule("zb_v", 2, 6)))
+    (tmp_path / "mine.csv").write_text(format_schedule(build_schedule("zb_v", 2, 6)))
     assert plot.main(["--schedule", "mine.csv"]) == 0 and capsys.readouterr().out == "schedule.png\n"
     (axes,) = drawn["schedule.png"].axes
     assert titles(axes)[0] == "mine.csv: 2 ranks x 2 chunks, 6 micro-batches" and bars(axes)[1, "F"] == 12

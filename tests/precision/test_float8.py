@@ -18,18 +18,18 @@ from support.reference import settings as config_with
 from torch import Tensor
 
 from trainer.config import ConfigError, Float8Config, ParameterTypes, PrecisionConfig, TypePolicy
-from trainer.model.initial import initialize
-from trainer.model.layers import Linear, project
-from trainer.model.linear import DeferredGrads, columns
+from trainer.model.initial import initialize_model
+from trainer.model.layers import Linear, project_input
+from trainer.model.linear import DeferredGrads, column_parallel
 from trainer.model.transformer import Transformer
 from trainer.parallel.parallelize import multiply_in_float8
-from trainer.parity.reference import Trajectory, reference
+from trainer.parity.reference import Trajectory, train_reference
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.float8 import float8_linears, gathered_in_float8
 from trainer.planning.plan import resolve_plan
-from trainer.planning.resolve import check, compose
-from trainer.precision.float8 import E4M3, E5M2, Float8, check_device, quantise
-from trainer.precision.products import Multiply, Role, matmul
+from trainer.planning.resolve import check_config, compose
+from trainer.precision.float8 import E4M3, E5M2, Float8Multiply, check_device, quantise_operand
+from trainer.precision.products import GEMMRole, Multiply, matmul
 
 CPU = torch.device("cpu")
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -37,8 +37,8 @@ ROUNDING = {E4M3: 2.0**-4, E5M2: 2.0**-3}
 """Half the distance of neighbours, relative."""
 SMALLEST = {E4M3: 2.0**-10, E5M2: 2.0**-17}
 """Half the distance of the smallest numbers."""
-SHAPES = {Role.OUTPUT: ((32, 48), (64, 48)), Role.INPUT_GRADIENT: ((32, 48), (48, 64))}
-SHAPES[Role.WEIGHT_GRADIENT] = ((48, 32), (48, 64))
+SHAPES = {GEMMRole.OUTPUT: ((32, 48), (64, 48)), GEMMRole.INPUT_GRADIENT: ((32, 48), (48, 64))}
+SHAPES[GEMMRole.WEIGHT_GRADIENT] = ((48, 32), (48, 64))
 
 
 def random(shape: tuple[int, int], seed: int) -> Tensor:
@@ -62,7 +62,7 @@ def test_casts_round_and_nothing_saturates(exponents, dtype, rowwise, summed, se
     """Rows of zeros (None), tiny and huge ones together."""
     x = random((len(exponents), 16), seed).double()
     x *= torch.tensor([0.0 if power is None else 2.0**power for power in exponents])[:, None]
-    values, back = quantise((x if summed else x.t()).bfloat16(), summed, dtype, rowwise)
+    values, back = quantise_operand((x if summed else x.t()).bfloat16(), summed, dtype, rowwise)
     assert values.is_contiguous() and values.shape == x.shape and torch.isfinite(back).all()
     assert back.shape == ((len(exponents), 1) if rowwise else ())
     if rowwise:
@@ -74,17 +74,17 @@ def test_casts_round_and_nothing_saturates(exponents, dtype, rowwise, summed, se
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("role", Role)
+@pytest.mark.parametrize("role", GEMMRole)
 def test_products_are_those_of_fp64_but_for_rounding(recipe, role):
     a, b = (random(shape, seed) for seed, shape in enumerate(SHAPES[role]))
     a[3], b[5] = a[3] * 300, b[5] / 300
-    multiply = Float8(recipe)
+    multiply = Float8Multiply(recipe)
     seen, exact = multiply(a, b, role), matmul(a.double(), b.double(), role)
     assert seen.dtype is torch.bfloat16
-    if recipe == "rowwise_with_gw_hp" and role is Role.WEIGHT_GRADIENT:
+    if recipe == "rowwise_with_gw_hp" and role is GEMMRole.WEIGHT_GRADIENT:
         assert torch.equal(seen, matmul(a, b, role))
         return
-    wide = recipe == "tensorwise" and role is not Role.OUTPUT
+    wide = recipe == "tensorwise" and role is not GEMMRole.OUTPUT
     worst = [ROUNDING[E5M2 if wide else E4M3], ROUNDING[E4M3]]
     sizes = matmul(a.double().abs(), b.double().abs(), role)
     allowed = sizes * (worst[0] + worst[1] + worst[0] * worst[1] + 2.0**-8) + 1e-3 * sizes.max()
@@ -98,21 +98,23 @@ def test_products_are_those_of_fp64_but_for_rounding(recipe, role):
 def test_a_row_of_its_own_scale_is_not_lost_beside_huge_ones():
     a, b = random((32, 48), 0), random((64, 48), 1)
     a[0] *= 2.0**-20
-    exact = matmul(a.double(), b.double(), Role.OUTPUT)[0]
-    errors = {name: (Float8(name)(a, b, Role.OUTPUT)[0] - exact).norm() / exact.norm() for name in RECIPES[:2]}
+    exact = matmul(a.double(), b.double(), GEMMRole.OUTPUT)[0]
+    errors = {
+        name: (Float8Multiply(name)(a, b, GEMMRole.OUTPUT)[0] - exact).norm() / exact.norm() for name in RECIPES[:2]
+    }
     assert errors["rowwise"] < 0.05 < errors["tensorwise"]
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("role", Role)
+@pytest.mark.parametrize("role", GEMMRole)
 def test_what_is_not_finite_stays_so(recipe, role, bad):
     """In every result that the element has a part in."""
     for operand in (0, 1):
         factors = [random(shape, seed) for seed, shape in enumerate(SHAPES[role])]
         factors[operand][2, 4] = bad
         exact = matmul(*(factor.float() for factor in factors), role)
-        seen = Float8(recipe)(*factors, role)
+        seen = Float8Multiply(recipe)(*factors, role)
         assert not torch.isfinite(seen[~torch.isfinite(exact)]).any() and not torch.isfinite(exact).all()
 
 
@@ -120,7 +122,7 @@ def test_what_is_not_finite_stays_so(recipe, role, bad):
 def test_scales_of_nan_are_nan(rowwise):
     x = random((8, 16), 0)
     x[2, 4] = float("nan")
-    cast, back = quantise(x, 1, E4M3, rowwise)
+    cast, back = quantise_operand(x, 1, E4M3, rowwise)
     bad = torch.isnan(back).expand(8, 1)[:, 0]
     assert bad.tolist() == [row == 2 or not rowwise for row in range(8)]
     assert torch.equal(cast.float().isnan(), bad[:, None].expand(8, 16))
@@ -131,7 +133,7 @@ SPEC = tiny_spec(width=64, depth=3, feed_forward={"width": 96})
 
 def model_of(float8: Float8Config | None, dtype: torch.dtype = torch.bfloat16) -> Transformer:
     model = Transformer(SPEC)
-    initialize(model, SPEC, 0, CPU)
+    initialize_model(model, SPEC, 0, CPU)
     if float8 is not None:
         multiply_in_float8(model, SPEC, PrecisionConfig(float8=float8))
     return model.to(dtype)
@@ -170,7 +172,7 @@ def trained(steps: int, float8: PrecisionConfig | None) -> Trajectory:
     config = config_with(run__steps=steps, lr__peak=3e-3)
     whole = random_batch(0, 4, 16, SPEC.vocab_size, False)
     batches = [[rows(whole, 0, 2), rows(whole, 2, 4)]] * steps
-    return reference(config, SPEC, batches, CPU, compute=torch.bfloat16, float8=float8)
+    return train_reference(config, SPEC, batches, CPU, compute=torch.bfloat16, float8=float8)
 
 
 @pytest.fixture(scope="module")
@@ -198,18 +200,18 @@ def test_an_operand_of_several_products_is_cast_once(deferring):
 
     def counted(x: Tensor, *how: object) -> tuple[Tensor, Tensor]:
         cast.append(tuple(x.shape))
-        return quantise(x, *how)
+        return quantise_operand(x, *how)
 
-    multiply, deferred = Float8("rowwise", counted), DeferredGrads()
+    multiply, deferred = Float8Multiply("rowwise", counted), DeferredGrads()
     layers = [Linear(48, outputs, ("embed", "mlp")) for outputs in (64, 32)]
     for seed, layer in enumerate(layers):
         layer.multiply, layer.weight = multiply, torch.nn.Parameter(random((len(layer.weight), 48), seed))
         if deferring:
             layer.defer(deferred)
     x, y = random((16, 48), 2).requires_grad_(), [random((16, 64), 3), random((16, 32), 4)]
-    products = project(x, *layers)
+    products = project_input(x, *layers)
     assert sorted(cast) == [(16, 48), (32, 48), (64, 48)]
-    expected = [multiply(gradient, x.detach(), Role.WEIGHT_GRADIENT) for gradient in y]
+    expected = [multiply(gradient, x.detach(), GEMMRole.WEIGHT_GRADIENT) for gradient in y]
     cast.clear()
     deferred.active = deferring
     torch.autograd.backward(products, y)
@@ -223,10 +225,10 @@ def test_compiled_layers_keep_no_weights_in_fp8():
     x, weight, kept = random((64, 64), 0), random((96, 64), 1).requires_grad_(), {}
 
     def activated(x: Tensor, weight: Tensor, multiply: Multiply) -> Tensor:
-        (y,) = columns(2 * x, [weight], [None], None, multiply=multiply)
+        (y,) = column_parallel(2 * x, [weight], [None], None, multiply=multiply)
         return torch.nn.functional.silu(y)
 
-    for multiply in (matmul, Float8("tensorwise")):
+    for multiply in (matmul, Float8Multiply("tensorwise")):
         torch._dynamo.reset()
         sizes = {}
 
@@ -249,9 +251,9 @@ def test_which_layers():
     chosen = float8_linears(PrecisionConfig(float8=Float8Config("rowwise", ["*.feed_forward.*"], 0)), SPEC)
     assert len(chosen) == 3 * 3 and float8_linears(PrecisionConfig(), SPEC) == {}
     model = model_of(Float8Config("rowwise"))
-    assert {name for name, part in model.named_modules() if isinstance(getattr(part, "multiply", None), Float8)} == {
-        *names
-    }
+    assert {
+        name for name, part in model.named_modules() if isinstance(getattr(part, "multiply", None), Float8Multiply)
+    } == {*names}
 
 
 def test_recipes_by_the_parameter_type_map():
@@ -269,7 +271,7 @@ def test_recipes_by_the_parameter_type_map():
     found = {
         name: part.multiply.recipe
         for name, part in model.named_modules()
-        if hasattr(part, "multiply") and isinstance(part.multiply, Float8)
+        if hasattr(part, "multiply") and isinstance(part.multiply, Float8Multiply)
     }
     assert found == chosen
 
@@ -406,7 +408,7 @@ def test_what_is_refused(changes, words):
 def test_parts_of_matrices_are_refused_by_their_plan():
     config = compose([*FP8, "model.feed_forward.width=1040"], world_size=1)
     config.parallel.tp = 2
-    assert any("520" in problem and "parallel.tp=2" in problem for problem in check(config, 2))
+    assert any("520" in problem and "parallel.tp=2" in problem for problem in check_config(config, 2))
 
 
 def test_devices_without_fp8_are_refused():

@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from trainer.diagnosis.account import Account, Kernel
+from trainer.diagnosis.account import KernelTotal, TimeBreakdown
 
 QUIET = {
     "products": 0.62,
@@ -38,12 +38,12 @@ class Case:
 COMPUTED = ("products", "attention", "memory_bound", "recompute", "optimizer")
 
 
-def accounts(case: Case, draw: random.Random, steps: int = 6, noise: float = 0.04) -> list[Account]:
+def accounts(case: Case, draw: random.Random, steps: int = 6, noise: float = 0.04) -> list[TimeBreakdown]:
     """What each rank notes of some steps, each term with noise of its own. Ranks wait for the slowest."""
     return [account for step in range(steps) for account in one_step(case, draw, 10 * (step + 1), noise)]
 
 
-def one_step(case: Case, draw: random.Random, step: int, noise: float) -> list[Account]:
+def one_step(case: Case, draw: random.Random, step: int, noise: float) -> list[TimeBreakdown]:
     depth, shards = len(case.stages), case.ranks // len(case.stages)
     found = []
     for rank in range(case.ranks):
@@ -64,9 +64,9 @@ def one_step(case: Case, draw: random.Random, step: int, noise: float) -> list[A
         terms["communication/data/waiting"] = by_stage[stage] - mine
         last = {"data": (10 if mine == max(work) else 0, 10)}
         place = {"pp": stage, "replicate": 0, "shard": rank % shards, "tp": 0}
-        kernels = (Kernel("gemm", "products", 40, terms["products"], 6e12, 4e10),)
+        kernels = (KernelTotal("gemm", "products", 40, terms["products"], 6e12, 4e10),)
         accounts.append(
-            Account(rank, step, place, "cpu", sum(terms.values()), terms, {}, last, 100, None, 1e-4, 0, kernels)
+            TimeBreakdown(rank, step, place, "cpu", sum(terms.values()), terms, {}, last, 100, None, 1e-4, 0, kernels)
         )
     return accounts
 

@@ -11,7 +11,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.diagnosis.account import Account, read
+from trainer.diagnosis.account import TimeBreakdown, read_breakdowns
 
 RECORDED = Path(__file__).parents[1] / "fixtures" / "accounts.jsonl.xz"
 
@@ -60,13 +60,13 @@ def folder(root: Path, name: str) -> Path:
     return root / name.replace(" ", "_")
 
 
-def recorded() -> dict[str, list[Account]]:
+def recorded() -> dict[str, list[TimeBreakdown]]:
     """The accounts of each run."""
     lines = map(json.loads, lzma.decompress(RECORDED.read_bytes()).splitlines())
-    return {line["name"]: [Account.loads(json.dumps(one)) for one in line["accounts"]] for line in lines}
+    return {line["name"]: [TimeBreakdown.loads(json.dumps(one)) for one in line["accounts"]] for line in lines}
 
 
-def resampled(accounts: list[Account], draw: random.Random, steps: int, noise: float) -> list[Account]:
+def resampled(accounts: list[TimeBreakdown], draw: random.Random, steps: int, noise: float) -> list[TimeBreakdown]:
     """Another run of the same kind: of its steps some at random, each of which may come again, and in each term of a
     rank a factor of its own."""
     numbers, found = sorted({one.step for one in accounts}), []
@@ -80,7 +80,7 @@ def resampled(accounts: list[Account], draw: random.Random, steps: int, noise: f
 def main(root: Path) -> None:
     lines = []
     for name in CAUSES:
-        kept = [json.loads(replace(one, kernels=()).dumps()) for one in read(folder(root, name))]
+        kept = [json.loads(replace(one, kernels=()).dumps()) for one in read_breakdowns(folder(root, name))]
         lines.append(json.dumps({"name": name, "accounts": kept}))
     RECORDED.write_bytes(lzma.compress("".join(line + "\n" for line in lines).encode(), preset=9))
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from support.names import LACKING, TERM
 
 from trainer import option, register
-from trainer.data.batches import Loader
+from trainer.data.batches import BatchLoader
 
 __all__ = ["TERM"]
 BALLAST: list[torch.Tensor] = []
@@ -37,7 +37,7 @@ class Disturbance:
 
 @register.loss_term("disturbance", Disturbance)
 def disturbance(settings, scores, targets):
-    Loader.slow = settings.loading
+    BatchLoader.slow = settings.loading
     with torch.no_grad():
         if settings.rank in (-1, dist.get_rank()):
             device = scores.device
@@ -60,7 +60,7 @@ def disturbance(settings, scores, targets):
     return scores.sum(-1) * 0
 
 
-def slow(step=Loader._step):
+def slow(step=BatchLoader._step):
     def _step(self, position):
         time.sleep(self.slow)
         return step(self, position)
@@ -68,4 +68,4 @@ def slow(step=Loader._step):
     return _step
 
 
-Loader.slow, Loader._step = 0.0, slow()
+BatchLoader.slow, BatchLoader._step = 0.0, slow()

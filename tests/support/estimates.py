@@ -16,18 +16,18 @@ from support.reference import changed
 from trainer.config import Config
 from trainer.config.compose import CONFIGS
 from trainer.config.hardware import HardwareConfig
-from trainer.config.model import AttentionSpec, FeedForwardSpec, ModelSpec, NormSpec, assign
-from trainer.diagnosis.evidence import Evidence, Machine
-from trainer.diagnosis.overrides import FREED, WAYS, Workshop
+from trainer.config.model import AttentionSpec, FeedForwardSpec, ModelSpec, NormSpec, assign_fields
+from trainer.diagnosis.evidence import RunEvidence, RunMachine
+from trainer.diagnosis.overrides import ALTERNATIVES, FREED, Suggestions
 from trainer.planning.batch import resolve_batch
 from trainer.planning.estimate.hardware import load_hardware
-from trainer.planning.estimate.pace import Pace
+from trainer.planning.estimate.pace import DeviceRates
 from trainer.planning.estimate.seconds import step_seconds
-from trainer.planning.estimate.step import Estimate, estimate
+from trainer.planning.estimate.step import StepEstimate, estimate_step
 from trainer.planning.estimate.timing import REPEATED, time_units
 from trainer.planning.pipeline import resolve_pipeline
-from trainer.planning.plan import lay
-from trainer.planning.resolve import Layout, resolve
+from trainer.planning.plan import build_plan
+from trainer.planning.resolve import Layout, resolve_layout
 
 
 def shipped(name: str) -> ModelSpec:
@@ -35,7 +35,7 @@ def shipped(name: str) -> ModelSpec:
     values = yaml.safe_load((CONFIGS / "model" / f"{name}.yaml").read_text())
     bases = [entry for entry in values.pop("defaults", []) if entry != "_self_"]
     spec = shipped(bases[0]) if bases else ModelSpec()
-    assign(spec, values, "model")
+    assign_fields(spec, values, "model")
     return spec
 
 
@@ -46,13 +46,13 @@ def settings(spec: ModelSpec, **changes: Any) -> Config:
     return changed(config, changes)
 
 
-def estimated(config: Config, world: int, hardware: HardwareConfig, node: int = 8) -> Estimate:
-    return estimate(config, resolve(config, world, config.model, min(node, world)), hardware)
+def estimated(config: Config, world: int, hardware: HardwareConfig, node: int = 8) -> StepEstimate:
+    return estimate_step(config, resolve_layout(config, world, config.model, min(node, world)), hardware)
 
 
 def seconds(config: Config, layout: Layout, hardware: HardwareConfig) -> float:
     """Of a step, without its memory."""
-    pace = Pace.of(hardware, config.precision)
+    pace = DeviceRates.of(hardware, config.precision)
     return step_seconds(config, layout, time_units(config, layout, hardware), pace)[1]
 
 
@@ -88,7 +88,7 @@ def megatron(
         parallel__pipeline__split="even",
         activation__mode="full" if full else "none",
     )
-    plan = lay(config.parallel, tp * pp * dp)  # known to be legal, which takes longest to find out
+    plan = build_plan(config.parallel, tp * pp * dp)  # known to be legal, which takes longest to find out
     batch = resolve_batch(config.batch, dp, tp, pp)
     return config, Layout(spec, plan, batch, resolve_pipeline(config, spec, plan, batch))
 
@@ -130,17 +130,19 @@ def vtrain_seconds(points: Iterable[tuple[dict[str, int], float]]) -> list[float
         return [seconds(*megatron(full=True, **shape), hardware) for shape in shapes]
 
 
-def lacking(config: Config, world: int = 1, **more: Any) -> Workshop:
+def lacking(config: Config, world: int = 1, **more: Any) -> Suggestions:
     """Of a run that has ended for lack of memory."""
     status, model = {"status": "failed", "reason": "OutOfMemoryError: CUDA out of memory"}, Config().model
-    assign(model, config.model.to_dict(), "model")
+    assign_fields(model, config.model.to_dict(), "model")
     config.model = model  # as the command line has it
-    layout, machine = resolve(config, world, config.model, world), Machine(world, world, "NVIDIA H200")
-    return Workshop(Evidence(Path("x"), config=config, layout=layout, machine=machine, status=status, **more), None)
+    layout, machine = resolve_layout(config, world, config.model, world), RunMachine(world, world, "NVIDIA H200")
+    return Suggestions(
+        RunEvidence(Path("x"), config=config, layout=layout, machine=machine, status=status, **more), None
+    )
 
 
 def every_way(config: Config, world: int = 1) -> list[str]:
     """Texts of all that is offered where nothing is predicted."""
     workshop = lacking(config, world)
-    ways = WAYS[FREED[0]](workshop.config, workshop.layout, FREED[1])
+    ways = ALTERNATIVES[FREED[0]](workshop.config, workshop.layout, FREED[1])
     return [one.text for way in ways if (one := workshop.offer(way, *FREED))]

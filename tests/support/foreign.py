@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from trainer.config.model import FeedForwardSpec, ModelSpec
 from trainer.model import layers
-from trainer.model.axes import Declared
+from trainer.model.axes import DeclaredModule
 from trainer.model.layers import FeedForward
-from trainer.model.stage import Report, Reported, keep_here
-from trainer.model.tiles import tiled
+from trainer.model.stage import BlockReport, ReportedOutput, keep_here
+from trainer.model.tiles import apply_tiled
 from trainer.planning.cost import layers as costs
 from trainer.planning.cost import parameters
 
@@ -37,7 +37,7 @@ class WatchedFeedForward(FeedForward):
             "tokens": positive.new_full((1,), len(x)),
             "positive": positive,
         }
-        return Reported(self.down(hidden), Report(penalty, statistics))
+        return ReportedOutput(self.down(hidden), BlockReport(penalty, statistics))
 
 
 def register() -> None:
@@ -47,7 +47,7 @@ def register() -> None:
     costs.FEED_FORWARD_SAVED["watched"] = costs.FEED_FORWARD_SAVED["plain"]
 
 
-class Matrix(Declared):
+class Matrix(DeclaredModule):
     def __init__(self, rows: int, columns: int, role: str = "matrix"):
         super().__init__()
         self.declare("weight", (rows, columns), ("mine", "mine"), role)
@@ -65,7 +65,7 @@ class ForeignLayer(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         with self.keep(hidden):
             if self.tile:  # all of it treats tokens alone
-                return tiled(self.run_tile, lambda: list(self.parameters()), self.tile, hidden)
+                return apply_tiled(self.run_tile, lambda: list(self.parameters()), self.tile, hidden)
             return self.run(hidden)
 
     def run_body(self, hidden: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.config import RunConfig
-from trainer.distributed.c10d_internals import groups
+from trainer.distributed.c10d_internals import list_groups
 from trainer.distributed.world import local_device
 
 
@@ -31,13 +31,13 @@ def send_by_host(key: str) -> None:
 
     def parts(x: Tensor, name: str) -> list[Tensor]:
         """Of every rank."""
-        group, mine = groups()[name], x.cpu().contiguous()
+        group, mine = list_groups()[name], x.cpu().contiguous()
         found = [torch.empty_like(mine) for _ in range(group.size())]
         dist.all_gather([one.view(torch.uint8) for one in found], mine.view(torch.uint8), group)
         return [one.to(x.device) for one in found]
 
     def scattered(x: Tensor, reduction: str, size: int, name: str) -> Tensor:
-        own = dist.get_rank(groups()[name])
+        own = dist.get_rank(list_groups()[name])
         return torch.stack([part.tensor_split(size)[own] for part in parts(x, name)]).sum(0)
 
     library.impl("all_gather_into_tensor", lambda x, size, name: torch.cat(parts(x, name)), key)

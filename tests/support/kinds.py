@@ -35,31 +35,31 @@ from trainer.data.tables import JsonLines, ParquetRows
 from trainer.data.text import TextFiles
 from trainer.data.tokenizer import byte_tokenizer, load_tokenizer
 from trainer.data.tokens import TokenWriter, file_digest, open_token_file
-from trainer.diagnose import examine
+from trainer.diagnose import diagnose_run
 from trainer.diagnosis import account
-from trainer.diagnosis.shortage import Override, Shortage
-from trainer.diagnosis.shortage import read as read_shortage
-from trainer.diagnosis.traces import read as read_trace
+from trainer.diagnosis.shortage import MemoryOverride, OOMReport
+from trainer.diagnosis.shortage import read_oom_report as read_shortage
+from trainer.diagnosis.traces import read_trace as read_trace
 from trainer.diagnosis.verdict import to_json
 from trainer.evaluate import known_results
 from trainer.hf import HFWeights, spec_from_hf
 from trainer.hf.config import config_from_spec
 from trainer.observe import metrics
-from trainer.observe.sinks import kept_id
-from trainer.observe.watchdog import Heartbeat, RankReport, describe, heartbeat, read_report
+from trainer.observe.sinks import saved_run_id
+from trainer.observe.watchdog import Heartbeat, RankReport, describe_ranks, parse_heartbeat, read_report
 from trainer.pages.page import content_of, data_of
 from trainer.pages.shown import open_folders
-from trainer.planning.cost.parameters import declarations
+from trainer.planning.cost.parameters import declare_parameters
 from trainer.planning.estimate.hardware import load_hardware
-from trainer.planning.resolve import resolve
+from trainer.planning.resolve import resolve_layout
 from trainer.planning.schedules import ir
 from trainer.planning.schedules.templates import build_schedule
 from trainer.planning.schedules.timeline import read_timeline
-from trainer.planning.schedules.validate import validate
+from trainer.planning.schedules.validate import validate_schedule
 from trainer.sweep import results
 from trainer.sweep.plan import Trial
-from trainer.training.auto_schedule import conditions, saved_choice
-from trainer.tuning.study import BEGUN, Study
+from trainer.training.auto_schedule import choice_conditions, saved_choice
+from trainer.tuning.study import BEGUN, TuningStudy
 from trainer.util.run_folder import SHORTAGE
 
 ROWS = [f"row {number} of a table with ä and €" for number in range(300)]
@@ -189,14 +189,14 @@ def hf_config(folder: Path) -> File:
 
 
 def hf_folder(folder: Path, sharded: bool) -> tuple[Path, Callable[[], object]]:
-    from trainer.hf.folder import export
+    from trainer.hf.folder import export_model
 
-    tensors = {name: torch.zeros(info.shape) for name, info in declarations(SPEC).items()}
-    export(SPEC, tensors, folder / "model", torch.float32, shard_size=40_000 if sharded else "5GB")
+    tensors = {name: torch.zeros(info.shape) for name, info in declare_parameters(SPEC).items()}
+    export_model(SPEC, tensors, folder / "model", torch.float32, shard_size=40_000 if sharded else "5GB")
 
     def read() -> None:
         weights = HFWeights(folder / "model", SPEC)
-        assert all(weights(name, info).shape == info.shape for name, info in declarations(SPEC).items())
+        assert all(weights(name, info).shape == info.shape for name, info in declare_parameters(SPEC).items())
 
     return folder / "model", read
 
@@ -212,10 +212,10 @@ def hf_weights(folder: Path) -> File:
 
 
 def schedule(folder: Path) -> File:
-    path = written(folder / "mine.csv", ir.dumps(build_schedule("zb_v", 2, 4)))
+    path = written(folder / "mine.csv", ir.format_schedule(build_schedule("zb_v", 2, 4)))
 
     def read() -> None:
-        if problems := validate(ir.load(path, "mine")):
+        if problems := validate_schedule(ir.load_schedule(path, "mine")):
             raise ConfigError([f"mine: {problem}" for problem in problems[:5]])
 
     return path, read
@@ -230,30 +230,32 @@ def timeline(folder: Path) -> File:
 def choice(folder: Path, name: str) -> File:
     overrides = ["+config=debug", "parallel.pp=2", "parallel.pipeline.schedule=auto", "batch.accumulation=4"]
     config = trainer.compose([*overrides, "batch.global_size=null", "batch.micro_size=2"], world_size=2)
-    layout = resolve(config, 2, config.model)
+    layout = resolve_layout(config, 2, config.model)
     place = folder / "schedule"
-    written(place / "chosen.csv", ir.dumps(build_schedule("zb_v", 2, 4)))
+    written(place / "chosen.csv", ir.format_schedule(build_schedule("zb_v", 2, 4)))
     settings = {"parallel": {"pipeline": {"split": [1, 1, 1, 1]}}, "batch": {"micro_size": 2, "accumulation": 4}}
     written(place / "choice.yaml", json.dumps(settings))
-    written(place / "conditions.yaml", yaml.safe_dump(conditions(config, layout.spec, layout.plan)))
+    written(place / "conditions.yaml", yaml.safe_dump(choice_conditions(config, layout.spec, layout.plan)))
     assert saved_choice(folder, config, layout) is not None
 
     def read() -> None:
         if found := saved_choice(folder, config, layout):
-            assert found.batch.global_size == layout.batch.global_size and not validate(found.pipeline.schedule)
+            assert found.batch.global_size == layout.batch.global_size and not validate_schedule(
+                found.pipeline.schedule
+            )
 
     return place / name, read
 
 
 def metrics_lines(folder: Path) -> File:
-    record = metrics.line({"step": 1, "loss": 2.5, "skipped": 0}, metrics.STEP)
+    record = metrics.format_line({"step": 1, "loss": 2.5, "skipped": 0}, metrics.STEP)
     text = "".join(json.dumps({**record, "step": step}) + "\n" for step in (1, 2))
-    return written(folder / "metrics.jsonl", text), lambda: metrics.read(folder)
+    return written(folder / "metrics.jsonl", text), lambda: metrics.read_metrics(folder)
 
 
 def shortage(folder: Path) -> File:
-    ways = (Override("activation.mode=full", None, "", 1.5, 1.3),)
-    one = Shortage(1, 7, "no room", "CPU", 1e9, {"process": 2e9}, {"activations": 3e9}, "0F0", True, ways)
+    ways = (MemoryOverride("activation.mode=full", None, "", 1.5, 1.3),)
+    one = OOMReport(1, 7, "no room", "CPU", 1e9, {"process": 2e9}, {"activations": 3e9}, "0F0", True, ways)
     one.write(folder)
 
     def read() -> None:
@@ -264,10 +266,10 @@ def shortage(folder: Path) -> File:
 
 
 def accounts(folder: Path) -> File:
-    kernel = account.Kernel("gemm", "products", 2, 0.5, 1e9, None)
+    kernel = account.KernelTotal("gemm", "products", 2, 0.5, 1e9, None)
     terms = {"products": 1.0, "communication/data/waiting": 0.5}
-    one = account.Account(0, 3, {"pp": 0}, "cpu", 1.5, terms, {"data": 0.1}, {"data": (1, 2)}, kernels=(kernel,))
-    return written(folder / account.ACCOUNTS, f"{one.dumps()}\n" * 2), lambda: account.read(folder)
+    one = account.TimeBreakdown(0, 3, {"pp": 0}, "cpu", 1.5, terms, {"data": 0.1}, {"data": (1, 2)}, kernels=(kernel,))
+    return written(folder / account.ACCOUNTS, f"{one.dumps()}\n" * 2), lambda: account.read_breakdowns(folder)
 
 
 def trace(folder: Path) -> File:
@@ -281,9 +283,9 @@ def trial(folder: Path) -> Trial:
 
 
 def sweep_results(folder: Path) -> File:
-    made = results.Results(folder)
+    made = results.SweepResults(folder)
     made.put(trial(folder / "single"), "refused", "no reason")
-    return made.path, lambda: results.show(results.Results(folder).lines.values(), "loss")
+    return made.path, lambda: results.print_results(results.SweepResults(folder).lines.values(), "loss")
 
 
 def sweep_start(folder: Path) -> File:
@@ -292,20 +294,20 @@ def sweep_start(folder: Path) -> File:
     def read() -> None:
         if started := results.read_start(trial(folder)):
             assert (started.get("job") or "0").isdecimal()
-            results.changes(trial(folder), started)
+            results.changed_since_start(trial(folder), started)
 
     return folder / results.TRIAL, read
 
 
 def search_start(folder: Path) -> File:
     settings = {"settings": {"run": {"steps": 3}, "lr": {"peak": 0.1}}, "tried": "compile=true"}
-    Study(folder, [], settings)
-    return folder / BEGUN, lambda: Study(folder, [], settings)
+    TuningStudy(folder, [], settings)
+    return folder / BEGUN, lambda: TuningStudy(folder, [], settings)
 
 
 def sweep_status(folder: Path) -> File:
     return written(folder / "status.json", json.dumps({"status": "failed", "step": 1, "reason": "no"})), (
-        lambda: results.outcome(folder, 1)
+        lambda: results.trial_outcome(folder, 1)
     )
 
 
@@ -313,7 +315,7 @@ def sweep_error(folder: Path) -> File:
     told = {"message": {"message": "RuntimeError: no", "extraInfo": {"timestamp": "17"}}}
     written(folder / "torchrun" / "latest" / "error.json", "{}")
     return written(folder / "torchrun" / "0" / "run" / "error.json", json.dumps(told)), (
-        lambda: results.outcome(folder, 1)
+        lambda: results.trial_outcome(folder, 1)
     )
 
 
@@ -323,21 +325,21 @@ def rank_report(folder: Path) -> File:
     path = written(folder / "rank-1.json", json.dumps(asdict(RankReport(beat, "step.py:1", {"nccl 0": group}))))
 
     def read() -> None:
-        heartbeat(path.read_bytes() if path.is_file() and path.stat().st_size else b"")
-        describe({1: read_report(path)}, {1: beat}, 2)
+        parse_heartbeat(path.read_bytes() if path.is_file() and path.stat().st_size else b"")
+        describe_ranks({1: read_report(path)}, {1: beat}, 2)
 
     return path, read
 
 
 def slurm_record(folder: Path) -> File:
     return written(folder / "slurm" / "17.json", json.dumps({"idle": 1, "saved": True})), (
-        lambda: job.end(folder, "17", 1, False, "RUNNING", 3)
+        lambda: job.end_job(folder, "17", 1, False, "RUNNING", 3)
     )
 
 
 def slurm_status(folder: Path) -> File:
     return written(folder / "status.json", json.dumps({"status": "failed", "reason": "MemoryError: 1 TiB"})), (
-        lambda: job.end(folder, "17", 1, False, "RUNNING", 3)
+        lambda: job.end_job(folder, "17", 1, False, "RUNNING", 3)
     )
 
 
@@ -348,7 +350,7 @@ def slurm_end(folder: Path) -> File:
 
 
 def wandb_id(folder: Path) -> File:
-    return written(folder / "wandb-id", "0123abcd"), lambda: kept_id(folder / "wandb-id")
+    return written(folder / "wandb-id", "0123abcd"), lambda: saved_run_id(folder / "wandb-id")
 
 
 def evaluations(folder: Path) -> File:
@@ -400,7 +402,7 @@ def hardware(folder: Path) -> File:
 
 def overrides(folder: Path) -> File:
     text = "run.steps=3 'lr.peak=1e-3'\n# a comment\n\n+config=debug\n"
-    return written(folder / "sweep.txt", text), lambda: job.expand([f"@{folder / 'sweep.txt'}"], None)
+    return written(folder / "sweep.txt", text), lambda: job.expand_task([f"@{folder / 'sweep.txt'}"], None)
 
 
 def recipe(folder: Path) -> File:
@@ -421,7 +423,7 @@ def diagnosed(name: str) -> Callable[[Path], File]:
             "starts.jsonl": json.dumps({"processes": 2, "hosts": {"node": 2}, "devices": {"CPU": 2}}) + "\n",
             "accounts.jsonl": first.dumps() + "\n",
         }
-        return written(folder / name, contents[name]), lambda: to_json(examine(folder))
+        return written(folder / name, contents[name]), lambda: to_json(diagnose_run(folder))
 
     made.__name__ = f"diagnosed_{name.split('.')[0]}"
     return made

@@ -20,7 +20,7 @@ from torch import Tensor
 from trainer.checkpointing.checkpointer import Checkpointer
 from trainer.config import CheckpointConfig
 from trainer.config.model import ModelSpec
-from trainer.planning.cost.parameters import declarations
+from trainer.planning.cost.parameters import declare_parameters
 
 STATES = {
     "plan": {"pp": 1},
@@ -71,7 +71,7 @@ def model() -> tuple[ModelSpec, dict[str, Tensor]]:
     spec = ModelSpec(vocab_size=16, width=8, depth=1, max_length=16)
     spec.attention.heads, spec.attention.kv_heads, spec.feed_forward.width = 2, 1, 8
     generator = torch.Generator().manual_seed(1)
-    tensors = {f"model.{n}": torch.randn(i.shape, generator=generator) for n, i in declarations(spec).items()}
+    tensors = {f"model.{n}": torch.randn(i.shape, generator=generator) for n, i in declare_parameters(spec).items()}
     return spec, tensors | {"optimizer.updates": torch.tensor(2), "error": torch.ones(3, 4, dtype=torch.int8)}
 
 

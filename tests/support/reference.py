@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from trainer.config import Config
-from trainer.config.model import ModelSpec, assign
-from trainer.data.batches import Batch
+from trainer.config.model import ModelSpec, assign_fields
+from trainer.data.batches import MicroBatch
 
 
 def tiny_spec(**changes: Any) -> ModelSpec:
@@ -16,7 +16,7 @@ def tiny_spec(**changes: Any) -> ModelSpec:
     spec = ModelSpec(vocab_size=61, width=24, depth=3, max_length=32)
     spec.attention.heads, spec.attention.kv_heads, spec.attention.bias, spec.attention.qk_norm = 4, 2, True, "head"
     spec.feed_forward.width = 38
-    assign(spec, changes, "model")
+    assign_fields(spec, changes, "model")
     return spec
 
 
@@ -50,7 +50,7 @@ def settings(**changes: Any) -> Config:
 
 def random_batch(
     step: int, sequences: int, length: int, vocab: int, documents: bool, device: str | torch.device = "cpu"
-) -> Batch:
+) -> MicroBatch:
     """The global batch of a step; rows have different numbers of valid targets."""
     generator = torch.Generator().manual_seed(1000 + step)
     tokens = torch.randint(0, vocab, (sequences, length), generator=generator)
@@ -58,15 +58,15 @@ def random_batch(
     for row in range(sequences):
         targets[row, : row * 3 % length] = -100
     index = (torch.arange(length) // 7).expand(sequences, length).int()
-    return Batch(
+    return MicroBatch(
         tokens, targets, index if documents else None, [f"random:{step * sequences + row}" for row in range(sequences)]
     ).to(device)
 
 
-def rows(batch: Batch, start: int, stop: int) -> Batch:
+def rows(batch: MicroBatch, start: int, stop: int) -> MicroBatch:
     """Some sequences of a batch."""
     part = slice(start, stop)
-    return Batch(
+    return MicroBatch(
         batch.tokens[part],
         batch.targets[part],
         None if batch.documents is None else batch.documents[part],

@@ -7,10 +7,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-from trainer.diagnosis.account import ACCOUNTS, Account, Kernel
+from trainer.diagnosis.account import ACCOUNTS, KernelTotal, TimeBreakdown
 from trainer.observe import metrics
 from trainer.planning.cost.stages import StageCosts
-from trainer.planning.schedules.simulate import simulate
+from trainer.planning.schedules.simulate import simulate_schedule
 from trainer.planning.schedules.templates import build_schedule
 from trainer.planning.schedules.timeline import write_timeline
 
@@ -77,7 +77,7 @@ def step_line(step: int, speed: float = 1.0, **more: float | None) -> dict[str, 
     """A line of a run whose loss falls from 8 to 3."""
     seconds = (9.0 if step == 1 else 0.5 + 0.02 * math.sin(step)) / speed
     return (
-        metrics.line(
+        metrics.format_line(
             {
                 "step": step,
                 "time": BEGAN + step * 0.5 / speed,
@@ -111,7 +111,7 @@ def write_metrics(folder: Path, steps: int, speed: float = 1.0, **more: float | 
         lines.append(line)
         if step % 20 == 0:
             held = {"eval_loss": line["loss"] + 0.1, **{name: line[name] for name in ("step", "time", "tokens")}}
-            lines.append(metrics.line(held, metrics.EVALUATION))
+            lines.append(metrics.format_line(held, metrics.EVALUATION))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
@@ -141,7 +141,7 @@ def start(step: int = 0, **settings: Any) -> dict[str, Any]:
     }
 
 
-def account(rank: int, seconds: float = 0.5) -> Account:
+def account(rank: int, seconds: float = 0.5) -> TimeBreakdown:
     """The account of a step on a rank of a pipeline of two."""
     shares = {
         "products": 0.34,
@@ -160,12 +160,12 @@ def account(rank: int, seconds: float = 0.5) -> Account:
         "other": 0.02,
     }
     kernels = (
-        Kernel("ampere_bf16_gemm_128x128", "products", 96, 0.12, 60e12, 0.15e12),
-        Kernel("flash_fwd_kernel", "attention", 24, 0.05, 12e12, 0.04e12),
-        Kernel("triton_poi_fused_silu_mul", "memory_bound", 48, 0.04, 0.02e12, 0.12e12),
-        Kernel("ncclDevKernel_ReduceScatter", "communication", 12, 0.06),
+        KernelTotal("ampere_bf16_gemm_128x128", "products", 96, 0.12, 60e12, 0.15e12),
+        KernelTotal("flash_fwd_kernel", "attention", 24, 0.05, 12e12, 0.04e12),
+        KernelTotal("triton_poi_fused_silu_mul", "memory_bound", 48, 0.04, 0.02e12, 0.12e12),
+        KernelTotal("ncclDevKernel_ReduceScatter", "communication", 12, 0.06),
     )
-    return Account(
+    return TimeBreakdown(
         rank=rank,
         step=150,
         place={"pp": rank // 2, "replicate": rank % 2},
@@ -192,7 +192,7 @@ def write_run(folder: Path, steps: int = 60, speed: float = 1.0, **more: float |
     (folder / "metrics-replaced.jsonl").write_text('{"step": 41}\n{"step": 42}\n')
     schedule = build_schedule("1f1b", 2, 8)
     for name, weight in (("planned", 1.0), ("measured", 1.3)):
-        found = simulate(schedule, StageCosts.uniform(schedule.stages, 0.01, 0.01, 0.01 * weight))
+        found = simulate_schedule(schedule, StageCosts.uniform(schedule.stages, 0.01, 0.01, 0.01 * weight))
         write_timeline(folder / "schedule" / f"{name}.json", found.spans, found.makespan)
     (folder / ACCOUNTS).write_text("".join(account(rank, 0.5 / speed).dumps() + "\n" for rank in range(4)))
     (folder / "diagnosis.json").write_text(json.dumps(DIAGNOSIS))

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.distributed.boxes import Boxes
-from trainer.distributed.symmetric_memory import Shared, share
+from trainer.distributed.boxes import SymmetricBuffers
+from trainer.distributed.symmetric_memory import SymmetricMemory, allocate_symmetric
 
 
-def poisoned(size: int, device: torch.device, group: dist.ProcessGroup) -> Shared:
+def poisoned(size: int, device: torch.device, group: dist.ProcessGroup) -> SymmetricMemory:
     """Memory of NaN, and flags of -1."""
-    shared = share(size, device, group)
+    shared = allocate_symmetric(size, device, group)
     shared.parts[dist.get_rank(group)].fill_(0xFF)
     dist.barrier(group)
     return shared
@@ -41,7 +41,7 @@ def late(function: Callable, rank: int) -> Callable:
 def one_half(box: Callable) -> Callable:
     """Of a box, for all epochs."""
 
-    def same(self: Boxes, *arguments: object) -> Tensor:
+    def same(self: SymmetricBuffers, *arguments: object) -> Tensor:
         with patch.object(self, "epoch", 0):
             return box(self, *arguments)
 
@@ -49,8 +49,8 @@ def one_half(box: Callable) -> Callable:
 
 
 class Without:
-    """A part of the protocol, `Boxes.wait` or `Boxes.signal`, that is left out where it is done for one purpose. A
-    purpose is the kind of box, and the function of the project for which it is done.
+    """A part of the protocol, `SymmetricBuffers.wait` or `SymmetricBuffers.signal`, that is left out where it is done
+    for one purpose. A purpose is the kind of box, and the function of the project for which it is done.
 
     seen: the purposes that there were, each with what `now` was then."""
 
@@ -59,10 +59,10 @@ class Without:
     def __init__(self, part: Callable, left_out: str = ""):
         self.part, self.left_out, self.seen = part, left_out, {}
 
-    def __get__(self, boxes: Boxes, _: type) -> Callable:
+    def __get__(self, boxes: SymmetricBuffers, _: type) -> Callable:
         return partial(self.do, boxes)
 
-    def do(self, boxes: Boxes, *arguments: object) -> None:
+    def do(self, boxes: SymmetricBuffers, *arguments: object) -> None:
         purpose = f"{self.part.__name__} for {boxes.kind} in {purpose_of(sys._getframe(1))}"
         self.seen.setdefault(purpose, self.now)
         if purpose != self.left_out:

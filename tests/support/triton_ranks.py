@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import interpreter
 
-from trainer.kernels.exchange import Region
+from trainer.kernels.exchange import SymmetricRegion
 
 
 class Memory:
@@ -40,10 +40,10 @@ class Memory:
         self.half = elements
         self.tables = [torch.tensor([one.data_ptr() for one in some]) for some in (boxes, self.flags)]
 
-    def region(self, rank: int) -> Region:
+    def region(self, rank: int) -> SymmetricRegion:
         tickets, error = torch.zeros(1, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)
         boxes, flags = (table.data_ptr() for table in self.tables)
-        return Region(rank, len(self.flags), boxes, flags, self.half, tickets, error)
+        return SymmetricRegion(rank, len(self.flags), boxes, flags, self.half, tickets, error)
 
 
 ENDED = mmap.mmap(-1, 1)

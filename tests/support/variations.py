@@ -8,11 +8,11 @@ from operator import attrgetter
 from typing import Any
 
 from trainer.config.model import ModelSpec
-from trainer.config.typed import Setting, settings
-from trainer.hf.config import assign
+from trainer.config.typed import Setting, list_settings
+from trainer.hf.config import assign_field
 from trainer.hf.families import FAMILIES
 
-FIELDS = {setting.path: setting for setting in settings(ModelSpec()) if setting.registry is None}
+FIELDS = {setting.path: setting for setting in list_settings(ModelSpec()) if setting.registry is None}
 """Every leaf of the spec, but for settings of what packages register, which transformers does not have."""
 LAYER_FIELDS = [path for path in FIELDS if path.split(".")[0] in ("attention", "feed_forward", "norm")]
 
@@ -22,7 +22,7 @@ def small(family: str, **changes: Any) -> ModelSpec:
     spec = ModelSpec(family=family, vocab_size=61, width=32, depth=2, max_length=64)
     spec.attention.heads, spec.feed_forward.width = 4, 44
     for path, value in changes.items():
-        assign(spec, path.replace("__", "."), value)
+        assign_field(spec, path.replace("__", "."), value)
     imply(spec)
     return spec
 
@@ -31,7 +31,7 @@ def imply(spec: ModelSpec, *but: str) -> None:
     """Sets the fields whose value the architecture implies, but for some."""
     for path, value in FAMILIES[spec.family].fixed.items():
         if path not in but:
-            assign(spec, path, value(spec) if callable(value) else value)
+            assign_field(spec, path, value(spec) if callable(value) else value)
 
 
 def variations(spec: ModelSpec, path: str) -> Iterator[ModelSpec]:
@@ -43,13 +43,15 @@ def variations(spec: ModelSpec, path: str) -> Iterator[ModelSpec]:
                 change: Any = attrgetter(field)(other)
                 for name in reversed(field.split(".")):
                     change = {name: change}
-                assign(varied := copy.deepcopy(spec), path, {"-1": change} if path == "overrides" else [{}, change])
+                assign_field(
+                    varied := copy.deepcopy(spec), path, {"-1": change} if path == "overrides" else [{}, change]
+                )
                 yield varied
                 break
         return
     found = False
     for value in candidates(FIELDS[path], attrgetter(path)(spec)):
-        assign(varied := copy.deepcopy(spec), path, value)
+        assign_field(varied := copy.deepcopy(spec), path, value)
         if path == "family":
             imply(varied)
         derived = [name for name, implied in FAMILIES[spec.family].fixed.items() if not callable(implied)]

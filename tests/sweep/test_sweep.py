@@ -22,15 +22,15 @@ from trainer import cli
 from trainer.config import ConfigError
 from trainer.config.typed import to_yaml
 from trainer.sweep import main as run_sweep
-from trainer.sweep.plan import expand, make_trials, names
-from trainer.sweep.results import outcome
+from trainer.sweep.plan import expand_sweep, make_trials, name_trials
+from trainer.sweep.results import trial_outcome
 from trainer.util.memory_errors import missing_memory
 
 ROOT = Path(__file__).parents[2]
 
 
 def trials(*arguments: str, gpus: int = 0):
-    return make_trials(*expand(arguments), None, gpus)
+    return make_trials(*expand_sweep(arguments), None, gpus)
 
 
 # From overrides to trials
@@ -86,15 +86,15 @@ def trials(*arguments: str, gpus: int = 0):
 )
 def test_trials_are_those_of_hydras_sweeper(arguments, common, expected):
     """As Hydra 1.3's own sweeper gave them, in its order; an override with one value is passed on as it was written."""
-    assert expand(arguments)[1:] == (common, expected)
+    assert expand_sweep(arguments)[1:] == (common, expected)
 
 
 def test_shuffled_values_are_all_tried():
-    assert sorted(expand(["run.seed=shuffle(range(0,4))"])[2]) == [[f"run.seed={seed}"] for seed in range(4)]
+    assert sorted(expand_sweep(["run.seed=shuffle(range(0,4))"])[2]) == [[f"run.seed={seed}"] for seed in range(4)]
 
 
 def test_removals_and_quotes_reach_the_trials():
-    _, common, swept = expand(["data=mix", "~data.sources.text", 'run.name="a=b"', "lr.peak=1,2"])
+    _, common, swept = expand_sweep(["data=mix", "~data.sources.text", 'run.name="a=b"', "lr.peak=1,2"])
     assert common == ["data=mix", "~data.sources.text", 'run.name="a=b"'] and swept == [["lr.peak=1"], ["lr.peak=2"]]
     [first, _] = trials("+config=debug", 'run.name="a=b"', "lr.peak=1,2", "sweep.dir='/tmp/a \"b\", c'")
     assert (
@@ -103,12 +103,12 @@ def test_removals_and_quotes_reach_the_trials():
 
 
 def test_names_are_readable_and_stay_when_the_sweep_grows():
-    assert names([["parallel=zero1", "lr.peak=0.001"]]) == ["parallel-zero1_peak-0.001"]
-    assert names([["a.every=1", "b.every=2"]]) == ["a.every-1_b.every-2"]
-    assert names([["activation.save=[attention,matmul/2]"]]) == ["save-attention-matmul-2"]
-    assert names([[]]) == ["single"]
-    grown = names([["s=[a,b]"], ["s=[a b]"], ["s=" + "x" * 300]])
-    assert grown[:1] == names([["s=[a,b]"]]) and len(set(grown)) == 3 and max(map(len, grown)) < 130
+    assert name_trials([["parallel=zero1", "lr.peak=0.001"]]) == ["parallel-zero1_peak-0.001"]
+    assert name_trials([["a.every=1", "b.every=2"]]) == ["a.every-1_b.every-2"]
+    assert name_trials([["activation.save=[attention,matmul/2]"]]) == ["save-attention-matmul-2"]
+    assert name_trials([[]]) == ["single"]
+    grown = name_trials([["s=[a,b]"], ["s=[a b]"], ["s=" + "x" * 300]])
+    assert grown[:1] == name_trials([["s=[a,b]"]]) and len(set(grown)) == 3 and max(map(len, grown)) < 130
 
 
 def test_processes_are_the_plans_or_the_machines():
@@ -218,48 +218,48 @@ def test_outcomes(tmp_path):
         r0="RuntimeError: Connection closed by peer",
         r1=gpu,
     )
-    assert outcome(first, 1) == (
+    assert trial_outcome(first, 1) == (
         "out_of_memory",
         "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1 GiB free",
     )
     # The kernel's way: whoever was killed says nothing, and the peers complain.
     killed = put(tmp_path / "b", {"status": "running"}, r0="RuntimeError: Connection closed by peer")
-    assert [outcome(killed, 137, kernel_killed=known)[0] for known in (True, None, False)] == [
+    assert [trial_outcome(killed, 137, kernel_killed=known)[0] for known in (True, None, False)] == [
         "out_of_memory",
         "out_of_memory",
         "failed",
     ]
     assert (
-        "probably by the kernel" in outcome(killed, 137)[1]
-        and "SIGKILL" in outcome(killed, 137, kernel_killed=False)[1]
+        "probably by the kernel" in trial_outcome(killed, 137)[1]
+        and "SIGKILL" in trial_outcome(killed, 137, kernel_killed=False)[1]
     )
-    assert outcome(killed, 1) == ("failed", "Connection closed by peer")
-    assert outcome(killed, 143, requested="timeout")[0] == "timeout"
+    assert trial_outcome(killed, 1) == ("failed", "Connection closed by peer")
+    assert trial_outcome(killed, 143, requested="timeout")[0] == "timeout"
     told = (
         "old\nconfiguration error: old\nconfiguration error, 2 problems:\n  - a=1 is wrong\n  - b=2 too\nW1121 "
         "torchrun says\n"
     )
-    assert outcome(put(tmp_path / "c", log=told), 2) == ("refused", "a=1 is wrong; b=2 too")
-    assert outcome(put(tmp_path / "d", log="Fatal\n\n"), 134) == ("failed", "Fatal")
-    assert outcome(put(tmp_path / "e", {"status": "stopped"}), 1)[0] == "stopped"
+    assert trial_outcome(put(tmp_path / "c", log=told), 2) == ("refused", "a=1 is wrong; b=2 too")
+    assert trial_outcome(put(tmp_path / "d", log="Fatal\n\n"), 134) == ("failed", "Fatal")
+    assert trial_outcome(put(tmp_path / "e", {"status": "stopped"}), 1)[0] == "stopped"
     assert (
-        outcome(put(tmp_path / "f", {"status": "done"}), None)[0]
-        == outcome(tmp_path / "f", 0, requested="stopped")[0]
+        trial_outcome(put(tmp_path / "f", {"status": "done"}), None)[0]
+        == trial_outcome(tmp_path / "f", 0, requested="stopped")[0]
         == "done"
     )
     late = put(tmp_path / "g", {"status": "failed", "reason": "OutOfMemoryError: CUDA out of memory"})
-    assert outcome(late, 1, requested="timeout")[0] == "out_of_memory"
+    assert trial_outcome(late, 1, requested="timeout")[0] == "out_of_memory"
 
 
 def test_errors_are_those_of_the_last_start(tmp_path):
     folder = put(tmp_path / "a", {"status": "running"}, log="Fatal\n")
     (folder / "torchrun" / "latest").mkdir(parents=True)  # no number of a start
-    assert outcome(folder, 1) == ("failed", "Fatal")
+    assert trial_outcome(folder, 1) == ("failed", "Fatal")
     for start in ("0.9", "1.2", "1.10"):  # of a job: requeues, and launches since
         path = folder / "torchrun" / start / "7" / "attempt_0" / "0" / "error.json"
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps({"message": {"message": f"RuntimeError: {start}", "extraInfo": {}}}))
-    assert outcome(folder, 1) == ("failed", "1.10")
+    assert trial_outcome(folder, 1) == ("failed", "1.10")
 
 
 def test_lack_of_memory_behind_another_error():

@@ -13,12 +13,12 @@ from torch import Tensor
 
 import trainer
 from trainer.config import Config, ConfigError
-from trainer.data.batches import Loader, eval_batches, source_of
+from trainer.data.batches import BatchLoader, eval_batches, source_of
 from trainer.data.corpus import open_corpus
-from trainer.model.initial import initialize
+from trainer.model.initial import initialize_model
 from trainer.model.loss import IGNORE
 from trainer.model.transformer import Transformer
-from trainer.planning.resolve import resolve
+from trainer.planning.resolve import resolve_layout
 
 CPU = torch.device("cpu")
 
@@ -87,9 +87,9 @@ def test_losses_are_those_of_a_plain_model(tmp_path):
     assert result.code == 0 and evaluations == [0, 2, 3] and start["tokens"] == 0
 
     model, corpus = Transformer(config.model), open_corpus(config)
-    initialize(model, config.model, config.run.seed, CPU)
-    layout = resolve(config, 1, config.model)
-    loader = Loader(corpus.train, layout.batch, 0, 1, seed=config.run.seed, mask_documents=True)
+    initialize_model(model, config.model, config.run.seed, CPU)
+    layout = resolve_layout(config, 1, config.model)
+    loader = BatchLoader(corpus.train, layout.batch, 0, 1, seed=config.run.seed, mask_documents=True)
     expected = by_source(model, next(loader), "loss")
     loader.close()
     assert {name: first[name] for name in expected} == pytest.approx(expected, rel=1e-5)

@@ -26,7 +26,7 @@ from trainer.checkpointing.retention import find_newest
 from trainer.cluster.ports import free_ports
 from trainer.config import GuardConfig
 from trainer.observe import metrics
-from trainer.observe.slowdown import Slowdown, told, typical
+from trainer.observe.slowdown import SlowdownAlert, describe_slowdown, median_window
 
 ROOT = Path(__file__).parents[2]
 SEED = int(os.environ.get("FAULT_SEED", random.randrange(10**6)))
@@ -151,13 +151,13 @@ def children(process: int) -> list[int]:
 def last_step(folder: Path) -> int:
     """The last step of the present start: a resume cuts off what was lost."""
     try:
-        return metrics.read(folder)[-1]["step"]
+        return metrics.read_metrics(folder)[-1]["step"]
     except Exception:
         return 0
 
 
 def losses(folder: Path, steps: int = STEPS) -> list[float]:
-    lines = metrics.read(folder)
+    lines = metrics.read_metrics(folder)
     assert [line["step"] for line in lines] == list(range(1, steps + 1)), f"seed {SEED}"
     return [line["loss"] for line in lines]
 
@@ -200,20 +200,20 @@ def folder(calm, tmp_path) -> Iterator[Path]:
 
 
 def test_a_slow_rank_is_measured_and_named(calm):
-    slow = [line["straggler_rank"] == 1 and line["straggler"] > 1.5 for line in metrics.read(calm.folder)]
+    slow = [line["straggler_rank"] == 1 and line["straggler"] > 1.5 for line in metrics.read_metrics(calm.folder)]
     assert sum(slow[20:]) > 14 > sum(slow[:20]), slow
     assert f"rank 1 on {socket.gethostname()} has been slow for 6 logged steps" in calm.text()
 
 
 def test_a_run_that_slows_down_says_so_with_the_reason(calm):
     """It says what its lines of metrics say, whatever the machine did meanwhile; and they show the slow rank."""
-    lines, slowdown = metrics.read(calm.folder), Slowdown(GuardConfig(slow_factor=1.5, slow_lines=5))
+    lines, slowdown = metrics.read_metrics(calm.folder), SlowdownAlert(GuardConfig(slow_factor=1.5, slow_lines=5))
     expected = [text for line in lines if (text := slowdown.add(line))]
     said = re.findall(r"^.{19}  (slow: .*)$", (calm.folder / "console.log").read_text(), re.MULTILINE)
     assert said == expected
-    assert "; one rank (runtime orchestration): rank 1 takes" in told(typical(lines[20:]), typical(lines[:20])), (
-        calm.text()
-    )
+    assert "; one rank (runtime orchestration): rank 1 takes" in describe_slowdown(
+        median_window(lines[20:]), median_window(lines[:20])
+    ), calm.text()
 
 
 def test_restarts_that_would_fail_are_told_at_the_first_start(calm, folder):

@@ -76,7 +76,7 @@ def plain_loss(folder: Path) -> float:
 
 
 def test_losses_are_those_of_each_conversation_by_itself(runs):
-    before, first, *_, after = metrics.read(runs / "one")
+    before, first, *_, after = metrics.read_metrics(runs / "one")
     assert (before["step"], before["eval_loss"], first["step"]) == (0, None, 1)
     assert first["epoch"] == 1, "the step has read every conversation once"
     assert before["eval_loss/all"] == pytest.approx(plain_loss(runs / "base"), rel=1e-5)
@@ -85,7 +85,7 @@ def test_losses_are_those_of_each_conversation_by_itself(runs):
 
 
 def test_two_processes_compute_the_same(runs):
-    one, two = metrics.read(runs / "one"), metrics.read(runs / "two")
+    one, two = metrics.read_metrics(runs / "one"), metrics.read_metrics(runs / "two")
     assert len(one) == len(two) == 7
     for mine, theirs in zip(one, two):
         names = [name for name in ("loss", "grad_norm", "eval_loss/all", "tokens") if name in mine]

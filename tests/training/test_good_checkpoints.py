@@ -16,10 +16,10 @@ import trainer
 from trainer.checkpointing import checkpointer
 from trainer.checkpointing.manifest import list_checkpoints, read_manifest
 from trainer.config import ConfigError
-from trainer.distributed.tensors import local
+from trainer.distributed.tensors import local_values
 from trainer.observe import metrics
 from trainer.training import trainer as loop
-from trainer.training.ledger import NonFinite
+from trainer.training.ledger import NonFiniteError
 
 STEPS, LIMIT = 14, 3
 
@@ -31,7 +31,7 @@ def run(folder: Path, *overrides: str) -> trainer.Result:
 
 
 def losses(folder: Path) -> dict[int, float]:
-    return {line["step"]: line["loss"] for line in metrics.read(folder)}
+    return {line["step"]: line["loss"] for line in metrics.read_metrics(folder)}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def spoil(monkeypatch, after: int, factor: float, until: int | None = None) -> N
 
     def train_step(state, batches, asked):
         result = step(state, batches, asked)
-        weight = local(state.parameters["head.weight"]).data
+        weight = local_values(state.parameters["head.weight"]).data
         if state.step == after and not kept:
             kept["weight"] = weight.clone()
             weight.mul_(factor)
@@ -64,7 +64,7 @@ def test_a_run_goes_on_from_before_the_steps_that_were_not_finite(tmp_path, monk
     folder, keep = tmp_path / "run", f"checkpoint.keep_last={keep_last}"
     with monkeypatch.context() as patch:
         spoil(patch, 7, factor)
-        with pytest.raises(NonFinite):
+        with pytest.raises(NonFiniteError):
             run(folder, keep)
     saved = list(list_checkpoints(folder / "checkpoints"))
     assert 6 in saved and max(saved) == (7 if factor == 1e38 else 6), "no save within the skipped steps"
@@ -108,7 +108,7 @@ def test_a_run_that_is_stopped_within_skipped_steps_loses_nothing(tmp_path, monk
         assert run(folder, *settings).code == 75
         assert list(list_checkpoints(folder / "checkpoints")) == left
     monkeypatch.undo()
-    with pytest.raises(NonFinite):
+    with pytest.raises(NonFiniteError):
         run(folder, *settings)
     run(folder, *settings)
     starts = [json.loads(line)["step"] for line in (folder / "starts.jsonl").read_text().splitlines()]
@@ -172,7 +172,7 @@ def test_a_save_in_the_background_is_completed_before_failing_steps_end_the_run(
     write = checkpointer.write_parts
     monkeypatch.setattr(checkpointer, "write_parts", lambda *given: time.sleep(1.5) or write(*given))
     monkeypatch.setattr(loop, "train_step", failing_step(loop.train_step, range(5, 15)))
-    with pytest.raises(NonFinite):
+    with pytest.raises(NonFiniteError):
         run(tmp_path / "run", "checkpoint.every=4", "guard.max_skipped=1")
     assert list(list_checkpoints(tmp_path / "run" / "checkpoints")) == [4]
 
@@ -202,12 +202,12 @@ def test_a_state_that_is_not_finite_ends_the_run_when_it_would_be_saved(tmp_path
         result = step(state, batches, asked)
         if state.step == 6:
             found = {key: value for key, value in state.tensors().items() if key.startswith(name.rsplit(".", 2)[0])}
-            local(found.get(name, next(iter(found.values())))).detach().view(-1)[-1] = math.inf
+            local_values(found.get(name, next(iter(found.values())))).detach().view(-1)[-1] = math.inf
         return result
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "train_step", train_step)
-        with pytest.raises(NonFinite, match="step 8 is not saved: .*the same command resumes"):
+        with pytest.raises(NonFiniteError, match="step 8 is not saved: .*the same command resumes"):
             run(folder, "checkpoint.every=4", "guard.max_skipped=100")
     assert list(list_checkpoints(folder / "checkpoints")) == [4]
     assert json.loads((folder / "status.json").read_text())["status"] == "failed"
@@ -252,7 +252,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path):
 
 def test_values_that_are_not_finite_are_named(tmp_path, monkeypatch):
     spoil(monkeypatch, 7, float("nan"))
-    with pytest.raises(NonFinite):
+    with pytest.raises(NonFiniteError):
         run(tmp_path / "run")
     log = (tmp_path / "run" / "console.log").read_text()
     assert "step 7 is not saved: 1 tensors of the state hold values that are not finite (model.head.weight)" in log

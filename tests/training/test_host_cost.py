@@ -14,7 +14,7 @@ import torch.distributed as dist
 from support.reference import random_batch, settings, tiny_spec
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.distributed.world import join
+from trainer.distributed.world import join_world
 from trainer.planning.batch import BatchPlan
 from trainer.planning.pipeline import resolve_pipeline
 from trainer.planning.plan import resolve_plan
@@ -61,7 +61,7 @@ def counted(depth: int, micro_batches: int, mode: str, compute: str) -> tuple[in
     config = settings(activation__mode=mode, precision__compute=compute)
     plan = resolve_plan(config.parallel, 1, spec)
     pipeline = resolve_pipeline(config, spec, plan, BatchPlan(16, 2 * micro_batches, 2, micro_batches))
-    state = TrainState.build(config, spec, plan, pipeline, join(plan.mesh, torch.device("cpu")))
+    state = TrainState.build(config, spec, plan, pipeline, join_world(plan.mesh, torch.device("cpu")))
     batches = [random_batch(number, 2, 16, spec.vocab_size, False) for number in range(micro_batches)]
 
     def step() -> None:

@@ -10,7 +10,7 @@ import pytest
 import trainer
 from trainer.config import Config, ConfigError
 from trainer.observe import metrics
-from trainer.training.session import Clock
+from trainer.training.session import RunClock
 
 STEP_TOKENS = 4 * 16
 
@@ -44,7 +44,7 @@ def settings(cache):
 
 
 def series(folder: Path, name: str) -> list[float]:
-    return [line[name] for line in metrics.read(folder) if "loss" in line]
+    return [line[name] for line in metrics.read_metrics(folder) if "loss" in line]
 
 
 def test_tokens_decide_the_number_of_steps_and_the_schedule(settings, tmp_path, capsys):
@@ -92,7 +92,7 @@ def test_room_is_left_for_two_passes_and_the_save(monkeypatch):
 
     def stopped_at(save: float | None, first: float = 50.0, step: float = 10.0) -> float:
         now[0] = 100.0
-        clock = Clock(1.0)
+        clock = RunClock(1.0)
         while True:
             clock.next_pass()
             if clock.up(save):
@@ -102,4 +102,4 @@ def test_room_is_left_for_two_passes_and_the_save(monkeypatch):
     for save, room in ((30.0, 60), (None, 180)):  # twice the longest save; a twentieth as long as none is known
         left = 3600 - stopped_at(save)
         assert room + 20 - 10 < left <= room + 20, "between this and a pass less"
-    assert math.isinf(Clock(None).limit or math.inf) and not Clock(None).up(1e9)
+    assert math.isinf(RunClock(None).limit or math.inf) and not RunClock(None).up(1e9)

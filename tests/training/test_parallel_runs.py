@@ -26,7 +26,7 @@ from trainer.cluster.ports import free_ports
 from trainer.config import ConfigError
 from trainer.planning.schedules import ir
 from trainer.planning.schedules.timeline import read_timeline
-from trainer.planning.schedules.validate import validate
+from trainer.planning.schedules.validate import validate_schedule
 
 STEPS = FIRST + 5 * LEG
 
@@ -199,8 +199,10 @@ def test_auto_measures_chooses_and_goes_on(root, alone, two, name):
 
     folder = root / name / "schedule"
     choice = yaml.safe_load((folder / "choice.yaml").read_text())
-    chosen = ir.loads((folder / "chosen.csv").read_text())
-    assert validate(chosen) == [] and (folder / "chosen.csv").read_text() == (folder / "schedule.csv").read_text()
+    chosen = ir.parse_schedule((folder / "chosen.csv").read_text())
+    assert (
+        validate_schedule(chosen) == [] and (folder / "chosen.csv").read_text() == (folder / "schedule.csv").read_text()
+    )
     batch, pipeline = choice["batch"], choice["parallel"]["pipeline"]
     assert batch["accumulation"] == chosen.microbatches and batch["accumulation"] * batch["micro_size"] == 8
     assert len(pipeline["split"]) == chosen.stages == 2 * pipeline["chunks"] and sum(pipeline["split"]) == 4
@@ -333,7 +335,7 @@ REFUSED = {  # processes, settings that cannot be, what is said about them, a wa
 def test_impossible_plans_are_refused_before_anything_starts(root, monkeypatch, case):
     world, wrong, words, way_out = REFUSED[case]
     monkeypatch.setenv("WORLD_SIZE", str(world))
-    monkeypatch.setattr(trainer.training.run, "join", lambda *_: pytest.fail("joined a process group"))
+    monkeypatch.setattr(trainer.training.run, "join_world", lambda *_: pytest.fail("joined a process group"))
     monkeypatch.setattr(trainer.training.run, "open_corpus", lambda *_: pytest.fail("opened the corpus"))
     common = [
         f"{name}={value}"
@@ -356,7 +358,7 @@ def test_impossible_plans_are_refused_before_anything_starts(root, monkeypatch, 
 def test_tensor_parallelism_stays_inside_a_node_unless_forced(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr(trainer.training.run, "join", lambda *_: pytest.fail("joined a process group"))
+    monkeypatch.setattr(trainer.training.run, "join_world", lambda *_: pytest.fail("joined a process group"))
     arguments = [
         *[f"{name}={value}" for name, value in COMMON.items()],
         "data.sources.text.path=corpus",

@@ -11,14 +11,14 @@ from support.reference import random_batch, settings, tiny_spec
 
 import trainer
 from trainer.config import ConfigError
-from trainer.distributed.tensors import local
-from trainer.distributed.world import join
+from trainer.distributed.tensors import local_values
+from trainer.distributed.world import join_world
 from trainer.planning.batch import BatchPlan
 from trainer.planning.pipeline import resolve_pipeline
 from trainer.planning.plan import resolve_plan
-from trainer.training.recorded import WARM, RecordedStep
+from trainer.training.recorded import WARM, CUDAGraphStep
 from trainer.training.state import TrainState
-from trainer.training.step import Ask, train_step
+from trainer.training.step import ControlFlag, train_step
 
 TINY = ["+config=debug", "run.steps=3", "lr.warmup=1", "checkpoint=never", "logging=quiet"]
 STEPS = WARM + 4
@@ -42,18 +42,18 @@ def test_replayed_steps_on_a_gpu_train_alike(process: None, compute: str, stage:
     config.precision.loss_scale = 2.0**23
     plan = resolve_plan(config.parallel, 1, spec)
     pipeline = resolve_pipeline(config, spec, plan, BatchPlan(16, 4, 2, 2))
-    world, found = join(plan.mesh, device), []
+    world, found = join_world(plan.mesh, device), []
     for recorded in (False, True):
         state = TrainState.build(config, spec, plan, pipeline, world)
-        step = RecordedStep(state) if recorded else partial(train_step, state)
+        step = CUDAGraphStep(state) if recorded else partial(train_step, state)
         losses, asked = [], []
         for number in range(STEPS):
             batches = [random_batch(2 * number + part, 2, 16, spec.vocab_size, False, device) for part in range(2)]
-            scalars = step(batches, Ask.SAVE if number == STEPS - 2 else Ask(0))
+            scalars = step(batches, ControlFlag.SAVE if number == STEPS - 2 else ControlFlag(0))
             losses.append([scalars[name].item() for name in ("loss", "grad_norm", "loss_scale", "found_inf", "lr")])
             asked.append(scalars["asked"].tolist())
         tensors = [*state.optimizer.parameters.values(), *state.optimizer.tensors().values()]
-        found.append((losses, asked, state.step, [local(tensor).detach().clone() for tensor in tensors]))
+        found.append((losses, asked, state.step, [local_values(tensor).detach().clone() for tensor in tensors]))
         assert not recorded or step.graph is not None
     plain, replayed = found
     torch.testing.assert_close(replayed[0], plain[0], rtol=1e-5, atol=1e-7, equal_nan=True)

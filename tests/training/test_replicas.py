@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from support.launch import launch
 from workers.replicas import BREAKS, BROKEN, FLIPPED, FLIPS, PLANS, STEPS
 
-from trainer.distributed.digests import ROW, bits, digest, elements_of_rows, row_sums
-from trainer.training.repeats import Report, told
-from trainer.training.replicas import Verdict, blame
+from trainer.distributed.digests import ROW, digest_rows, elements_of_rows, row_sums, tensor_words
+from trainer.training.repeats import RepeatReport, explain_repeat
+from trainer.training.replicas import ReplicaVerdict, blame_ranks
 
 CPU = torch.device("cpu")
 
@@ -151,15 +151,15 @@ def test_a_digest_notices_every_bit(data):
     offset = data.draw(st.integers(0, 3))
     values = torch.randint(-100, 100, (length,)).to(dtype)
     moved = torch.cat([values[:1].expand(offset), values])[offset:]
-    before = digest([row_sums(values)], CPU)
-    assert digest([row_sums(moved)], CPU) == before
+    before = digest_rows([row_sums(values)], CPU)
+    assert digest_rows([row_sums(moved)], CPU) == before
     place, bit = data.draw(st.integers(0, length - 1)), data.draw(st.integers(0, 8 * dtype.itemsize - 1))
     flipped = values.clone()
-    whole, rest = bits(flipped)
+    whole, rest = tensor_words(flipped)
     part, at = (whole, place) if place < len(whole) else (rest, place - len(whole))
     mask = torch.tensor(1, dtype=part.dtype) << bit
     part[at] ^= mask
-    assert digest([row_sums(flipped)], CPU) != before
+    assert digest_rows([row_sums(flipped)], CPU) != before
     [row] = (row_sums(flipped) != row_sums(values)).nonzero().flatten().tolist()
     [(first, elements)] = elements_of_rows(flipped, [row]).items()
     assert first <= place < first + len(elements)
@@ -168,18 +168,18 @@ def test_a_digest_notices_every_bit(data):
 
 def test_a_digest_depends_on_the_order_of_tensors_and_rows():
     one, two = torch.randn(2, 3 * 2 * ROW)
-    assert digest([row_sums(one), row_sums(two)], CPU) != digest([row_sums(two), row_sums(one)], CPU)
+    assert digest_rows([row_sums(one), row_sums(two)], CPU) != digest_rows([row_sums(two), row_sums(one)], CPU)
     swapped = torch.cat([one[2 * ROW : 4 * ROW], one[: 2 * ROW], one[4 * ROW :]])
-    assert digest([row_sums(one)], CPU) != digest([row_sums(swapped)], CPU)
+    assert digest_rows([row_sums(one)], CPU) != digest_rows([row_sums(swapped)], CPU)
 
 
 @settings(deadline=None)
 @given(st.integers(2, 9), st.data())
 def test_the_odd_ones_out_are_named(holders, data):
     wrong = data.draw(st.sets(st.integers(0, holders - 1), min_size=1, max_size=holders // 2))
-    verdict = Verdict.of({(rank, 0): 8 + rank if rank in wrong else 7 for rank in range(holders)})
+    verdict = ReplicaVerdict.of({(rank, 0): 8 + rank if rank in wrong else 7 for rank in range(holders)})
     nodes = {rank: f"node{rank}" for rank in range(holders)}
-    named = {int(rank) for rank in re.findall(r"rank (\d+) on node\d", blame([verdict], nodes))}
+    named = {int(rank) for rank in re.findall(r"rank (\d+) on node\d", blame_ranks([verdict], nodes))}
     if 2 * len(wrong) < holders:
         assert named == wrong
     else:
@@ -188,6 +188,6 @@ def test_the_odd_ones_out_are_named(holders, data):
 
 def test_both_executions_differ_and_neither_is_finite():
     first, second = ({"loss": float("nan"), "grad_norm": float("nan")} for _ in range(2))
-    reports = [Report("a", 0, ["text:1"], [], []), Report("b", 1, ["text:2"], ["text:2"], [])]
-    text = told(reports, first, second, again=True, same=True)
+    reports = [RepeatReport("a", 0, ["text:1"], [], []), RepeatReport("b", 1, ["text:2"], ["text:2"], [])]
+    text = explain_repeat(reports, first, second, again=True, same=True)
     assert "a hardware fault of rank 1 on b" in text and "nothing is updated" in text

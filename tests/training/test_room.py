@@ -25,15 +25,15 @@ from trainer.config import Config, ConfigError
 from trainer.config.model import ModelSpec
 from trainer.diagnosis import shortage
 from trainer.observe import metrics
-from trainer.observe.examine import examine
+from trainer.observe.examine import diagnose_run
 from trainer.parallel.fsdp_internals import parameter_group
-from trainer.planning.estimate.recompute import decided, with_section
-from trainer.planning.fit import Memory
-from trainer.planning.resolve import resolve
+from trainer.planning.estimate.recompute import measure_choice, with_section
+from trainer.planning.fit import MachineMemory
+from trainer.planning.resolve import resolve_layout
 from trainer.training import out_of_memory
-from trainer.training.out_of_memory import explained, message
-from trainer.training.room import Undecided
-from trainer.util.tables import size
+from trainer.training.out_of_memory import explain_oom, format_oom
+from trainer.training.room import AutoSettings
+from trainer.util.tables import format_bytes
 
 GIB = 2**30
 
@@ -67,7 +67,7 @@ def peak(config: Config, mode: str) -> float:
     """Predicted of a uniform mode, in GiB."""
     config = with_section(config, "activation", mode=mode, tile=0, offload=False)
     spec = ModelSpec.from_dict(config.model.to_dict())
-    return decided(config, resolve(config, 1, spec), h200(), False).peak / GIB
+    return measure_choice(config, resolve_layout(config, 1, spec), h200(), False).peak / GIB
 
 
 def test_a_run_chooses_says_so_and_chooses_again(tmp_path, cache, capsys):
@@ -82,7 +82,9 @@ def test_a_run_chooses_says_so_and_chooses_again(tmp_path, cache, capsys):
     assert written["mode"] == "selective" and any("@" in entry for entry in written["save"])
     assert trainer.compose([f"activation.save=[{','.join(written['save'])}]", "activation.mode=selective"])
     assert trainer.run(plain).code == 0
-    losses = [[line["loss"] for line in metrics.read(tmp_path / name) if "loss" in line] for name in ("auto", "plain")]
+    losses = [
+        [line["loss"] for line in metrics.read_metrics(tmp_path / name) if "loss" in line] for name in ("auto", "plain")
+    ]
     assert losses[0] == losses[1] and len(losses[0]) == 2
     more = {"activation": "auto", "activation.memory": 2 * most, "run.steps": 3}
     assert trainer.run(composed(tmp_path / "auto", cache, **more)).code == 0
@@ -102,7 +104,9 @@ def test_the_rank_with_least_free_memory_decides_for_all():
     spec = shipped("llama3_8b")
     plan = {"batch__sequence_length": 8192, "batch__micro_size": 2, "parallel__zero__stage": 3, "compile": True}
     config = configured(spec, **plan, activation__mode="auto")
-    undecided = Undecided(config, resolve(config, 2, spec, 2), Memory(140 * GIB, 1000 * GIB), 2, h200())
+    undecided = AutoSettings(
+        config, resolve_layout(config, 2, spec, 2), MachineMemory(140 * GIB, 1000 * GIB), 2, h200()
+    )
     kept = [undecided.settle(free)[0].activation.save for free in ((), (139 * GIB,) * 2, (139 * GIB, 110 * GIB))]
     assert kept[0] == kept[1] == ["attention", "attention.*", "feed_forward.gate", "feed_forward.up"]
     assert kept[2] != kept[1] and kept[2] == undecided.settle([110 * GIB] * 2)[0].activation.save
@@ -155,7 +159,10 @@ def test_a_run_that_lacks_memory_says_what_was_planned_what_was_taken_and_what_f
     assert content["rank"] == world - 1 and content["counted"]["machine"] > 2**20 and not content["unknown"]
     for name in ("parameters", "optimizer", "gathered parameters", "average of weights", "error feedback"):
         assert actual[name] == planned.get(name, 0), name
-        assert f"    {name}: planned {size(planned.get(name))}, taken {size(actual[name])}" in lines or not actual[name]
+        assert (
+            f"    {name}: planned {format_bytes(planned.get(name))}, taken {format_bytes(actual[name])}" in lines
+            or not actual[name]
+        )
     assert bool(actual["error feedback"]) == (world == 2) != bool(actual["average of weights"])
     assert actual["activations and all else"] > 2**20 < planned["activations"]
     offered = [one["text"] for one in content["overrides"]]
@@ -167,12 +174,14 @@ def test_a_run_that_lacks_memory_says_what_was_planned_what_was_taken_and_what_f
         assert not any("parallel" in text for text in offered)
     status = json.loads((run / "status.json").read_text())
     assert (status["status"], status["step"]) == ("failed", 2 if world == 2 else 1) and LACKING in status["reason"]
-    found = examine(run)
+    found = diagnose_run(run)
     assert found.kind == "memory capacity" and LACKING in found.text
     assert [one.text for one in found.findings[0].overrides] == offered
-    assert f"  parameters: planned {size(planned['parameters'])}, taken " in "\n".join(found.findings[0].cost.evidence)
+    assert f"  parameters: planned {format_bytes(planned['parameters'])}, taken " in "\n".join(
+        found.findings[0].cost.evidence
+    )
     (run / "out_of_memory.json").unlink()
-    again = examine(run)
+    again = diagnose_run(run)
     assert again.kind == "memory capacity" and again.findings[0].overrides and "activations" not in str(again.findings)
 
 
@@ -183,7 +192,7 @@ MESSAGE = SimpleNamespace(reduce_scatter_input=torch.ones(1000))
 def test_what_is_held_in_the_middle_of_a_step_is_told_without_asking_for_memory(tmp_path, cache, monkeypatch, kept):
     """Before the last backward pass: gathered copies in bf16, the first micro-batch's gradients in fp32, and a message,
     as torch keeps it since 2.12, and as 2.11 does."""
-    made, held = [], out_of_memory.held
+    made, held = [], out_of_memory.memory_breakdown
 
     class Watched(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, arguments=(), options=None):
@@ -204,7 +213,7 @@ def test_what_is_held_in_the_middle_of_a_step_is_told_without_asking_for_memory(
     def lacks(*_):
         raise torch.OutOfMemoryError(LACKING)
 
-    monkeypatch.setattr(out_of_memory, "held", watched)
+    monkeypatch.setattr(out_of_memory, "memory_breakdown", watched)
     monkeypatch.setattr("trainer.parallel.fsdp.FSDPSharding.begin_reducing_backward", lacks)
     more = {"precision": "bf16", "batch.micro_size": 4, "optimizer": "lion"}
     try:
@@ -212,46 +221,46 @@ def test_what_is_held_in_the_middle_of_a_step_is_told_without_asking_for_memory(
             trainer.run(composed(tmp_path / "run", cache, **more))
     finally:
         dist.destroy_process_group()  # which a run that fails leaves to the end of its process
-    found = shortage.read(tmp_path / "run")
+    found = shortage.read_oom_report(tmp_path / "run")
     weights = found.planned["parameters"]
     assert not made and found.actual["parameters"] == weights == found.actual["gradients"]
     assert (
         found.actual["optimizer"] == found.planned["optimizer"] and found.actual["gathered parameters"] == weights / 2
     )
     assert found.actual["communication buffers"] == MESSAGE.reduce_scatter_input.nbytes and not found.unknown
-    assert "gradients: planned" in message(caught.value, LACKING)
+    assert "gradients: planned" in format_oom(caught.value, LACKING)
 
 
 def test_why_states_are_not_known_is_told(tmp_path, cache):
     config, world = composed(tmp_path, cache), SimpleNamespace(rank=0, size=1, device=torch.device("cpu"))
-    layout, memory = resolve(config, 1, config.model), Memory(None, 1000 * GIB)
-    with pytest.raises(MemoryError) as caught, explained(config, layout, world, memory, lambda: 0) as states:
+    layout, memory = resolve_layout(config, 1, config.model), MachineMemory(None, 1000 * GIB)
+    with pytest.raises(MemoryError) as caught, explain_oom(config, layout, world, memory, lambda: 0) as states:
         states.append(lambda: 1 / 0)
         raise MemoryError("no room")
-    text = message(caught.value, "no room")
+    text = format_oom(caught.value, "no room")
     assert "what of activations and all else are states (ZeroDivisionError: division by zero) is not known" in text
 
 
 def test_whatever_fails_beside_it_memory_is_what_is_told(tmp_path, cache, monkeypatch):
     """An estimator that fails, and a folder that takes nothing."""
     config, world = composed(tmp_path, cache), SimpleNamespace(rank=3, size=1, device=torch.device("cpu"))
-    layout, memory = resolve(config, 1, config.model), Memory(None, 1000 * GIB)
+    layout, memory = resolve_layout(config, 1, config.model), MachineMemory(None, 1000 * GIB)
 
     def told() -> str:
-        with pytest.raises(MemoryError) as caught, explained(config, layout, world, memory, lambda: 7):
+        with pytest.raises(MemoryError) as caught, explain_oom(config, layout, world, memory, lambda: 7):
             raise MemoryError("no room")
-        return message(caught.value, "no room")
+        return format_oom(caught.value, "no room")
 
     assert "needs less: " in told() and json.loads((tmp_path / "status.json").read_text())["step"] == 7
     monkeypatch.setattr("trainer.diagnosis.overrides.estimate_within", lambda *_, **__: 1 / 0)
-    monkeypatch.setattr("trainer.diagnosis.overrides.check", lambda *_: 1 / 0)
+    monkeypatch.setattr("trainer.diagnosis.overrides.check_config", lambda *_: 1 / 0)
     text = told()
     assert "the estimator failed (ZeroDivisionError" in text and "start more processes" in text and "taken" in text
     assert "what of activations and all else are states is not known" in text
-    monkeypatch.setattr("trainer.training.out_of_memory.actual", lambda *_: 1 / 0)
+    monkeypatch.setattr("trainer.training.out_of_memory.measured_memory", lambda *_: 1 / 0)
     config.run.dir = "/proc/nowhere"
     assert told() == "out of memory on rank 0: no room"
-    with pytest.raises(ValueError) as other, explained(config, layout, world, memory, lambda: 7):
+    with pytest.raises(ValueError) as other, explain_oom(config, layout, world, memory, lambda: 7):
         raise ValueError("another")
     assert not hasattr(other.value, "__notes__")
 
@@ -276,7 +285,7 @@ def test_on_cuda_what_was_taken_is_told_by_category(tmp_path, cache):
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
         dist.destroy_process_group()
-    found = shortage.read(tmp_path / "run")
+    found = shortage.read_oom_report(tmp_path / "run")
     assert not found.unknown and found.actual["parameters"] == found.planned["parameters"] > 0
     assert found.actual["activations and all else"] > GIB
 

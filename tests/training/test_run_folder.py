@@ -19,13 +19,13 @@ import trainer.training.run
 import trainer.training.trainer
 from trainer.config import Config, ConfigError
 from trainer.planning.estimate.hardware import load_hardware
-from trainer.planning.estimate.report import brief, memory_band
-from trainer.planning.estimate.step import estimate
-from trainer.planning.fit import Memory
-from trainer.planning.resolve import resolve
-from trainer.training.history import changes, set_aside, start_of
+from trainer.planning.estimate.report import memory_band, summarise_step
+from trainer.planning.estimate.step import estimate_step
+from trainer.planning.fit import MachineMemory
+from trainer.planning.resolve import resolve_layout
+from trainer.training.history import list_changes, set_aside, start_of
 from trainer.training.run import main
-from trainer.util.tables import sizes
+from trainer.util.tables import format_sizes
 
 train_step = trainer.training.trainer.train_step
 
@@ -207,9 +207,9 @@ def test_every_start_is_noted_and_what_changed_is_named(used, settings, capsys):
     table = second["table"]
     assert table["batch"][0] == ["sequence", "16 tokens"]
     config = settings(used)
-    found = estimate(config, resolve(config, 1, config.model), load_hardware("cpu"))
-    assert [tuple(row) for row in table["time"]] == brief(found)  # times and memory with their bands
-    least, most = sizes(memory_band(found))
+    found = estimate_step(config, resolve_layout(config, 1, config.model), load_hardware("cpu"))
+    assert [tuple(row) for row in table["time"]] == summarise_step(found)  # times and memory with their bands
+    least, most = format_sizes(memory_band(found))
     assert dict(table["peak"])["with what is outside"] == f"{least} to {most}"
     page = (used / "report.html").read_text()
     assert "lr.peak 0.0003 → 0.005" in page and "step 6 of 6" in page and 'class="status done"' in page
@@ -244,7 +244,7 @@ def test_a_run_that_fails_has_its_page(settings, tmp_path, monkeypatch):
 
 
 def test_a_model_that_does_not_fit_is_refused_before_anything_is_made(settings, tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer.training.run, "memory_of", lambda device: Memory(None, 2**20))
+    monkeypatch.setattr(trainer.training.run, "memory_of", lambda device: MachineMemory(None, 2**20))
     with pytest.raises(ConfigError, match="do not fit: .* on a machine with 1 process, which has 1.00 MiB"):
         trainer.run(settings(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
@@ -270,7 +270,7 @@ def test_a_damaged_record_of_starts_is_no_obstacle(tmp_path):
     (tmp_path / "config.yaml").write_text("lr: {peak: 1.0}\n")  # as versions without it left
     assert start_of(tmp_path, 4) == {"settings": {"lr": {"peak": 1.0}}}
     after = {"processes": 2, "settings": {"lr": {"peak": 2.0, "new": 0}, "data": {"sources": {"a": {"path": "x"}}}}}
-    assert changes(start_of(tmp_path, 4), after) == {"lr.peak": [1.0, 2.0], "data.sources.a.path": [None, "x"]}
+    assert list_changes(start_of(tmp_path, 4), after) == {"lr.peak": [1.0, 2.0], "data.sources.a.path": [None, "x"]}
 
 
 # Ctrl-C

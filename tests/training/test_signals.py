@@ -22,7 +22,7 @@ import pytest
 from support.launch import program_of, warm_python
 
 from trainer.checkpointing.manifest import list_checkpoints
-from trainer.util.processes import LAUNCH, children
+from trainer.util.processes import LAUNCH, child_processes
 from trainer.util.signals import AT_ONCE, FAULTS, NOT_ENDING, SECONDS, STOPPING, name_of
 
 ROOT = Path(__file__).parents[2]
@@ -83,7 +83,7 @@ class Launch:
     def send(self, number: int) -> None:
         """To the process that was started, and to no other."""
         program = program_of(self.process.pid)
-        self.workers |= {program_of(child) for child in children(program)}
+        self.workers |= {program_of(child) for child in child_processes(program)}
         with contextlib.suppress(ProcessLookupError):
             os.kill(program, number)
 
@@ -104,7 +104,7 @@ class Launch:
 
     def kill(self) -> None:
         program = program_of(self.process.pid)
-        found = [program, *map(program_of, children(program)), *self.workers]
+        found = [program, *map(program_of, child_processes(program)), *self.workers]
         if self.process.poll() is None:
             found.append(self.process.pid)
         for process in found:
@@ -351,7 +351,7 @@ def test_a_closed_terminal_stops_a_run_in_order(place, command):
         reader = pool.submit(read_until, outside, lambda: (launch.folder / "metrics.jsonl").exists())
         launch.steps(3)
         reader.result()
-    launch.workers |= {program_of(child) for child in children(launch.process.pid)}
+    launch.workers |= {program_of(child) for child in child_processes(launch.process.pid)}
     os.close(outside)
     assert launch.end() == 75 and launch.status["status"] == "stopped", (launch.folder / "console.log").read_text()
 

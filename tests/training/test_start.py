@@ -28,14 +28,14 @@ from trainer.cluster.options import PreflightOptions
 from trainer.config import Config, ConfigError
 from trainer.data.tokenizer import byte_tokenizer
 from trainer.observe import metrics, sinks
-from trainer.observe.examine import examine
+from trainer.observe.examine import diagnose_run
 from trainer.observe.report import StartReport
 from trainer.observe.sinks import Logger
-from trainer.pages.curves import Curves
-from trainer.pages.folder import Run
-from trainer.sweep.results import clear
+from trainer.pages.curves import MetricCurves
+from trainer.pages.folder import RunFolder
+from trainer.sweep.results import clear_trial
 from trainer.training import history
-from trainer.training.session import claimed
+from trainer.training.session import claim_folder
 from trainer.util import reading
 from trainer.util.files import FolderError
 from trainer.util.lines import count_lines
@@ -91,8 +91,8 @@ def settings(overrides):
 def quick(monkeypatch):
     """Leaves out what takes a second and writes no file, for hundreds of starts."""
     monkeypatch.setattr(history, "code_version", lambda: None)
-    monkeypatch.setattr(history, "versions", dict)
-    monkeypatch.setattr(history, "changes", lambda before, now: {})
+    monkeypatch.setattr(history, "list_versions", dict)
+    monkeypatch.setattr(history, "list_changes", lambda before, now: {})
     told = SimpleNamespace(plain=lambda config: {"run": {"steps": 8}}, to_yaml=lambda config: "run: {steps: 8}\n")
     monkeypatch.setattr(history, "typed", told)
 
@@ -141,9 +141,9 @@ def start(config: Config, resumed: int | None) -> Callable[[], None]:
     table = StartReport({"model": [("name", "tiny")]}, {})
 
     def opened() -> None:
-        with claimed(folder, ALONE):
+        with claim_folder(folder, ALONE):
             try:
-                history.begin(config, resumed or 0, path, [("host", "CPU")], table, byte_tokenizer())
+                history.begin_start(config, resumed or 0, path, [("host", "CPU")], table, byte_tokenizer())
                 Logger(folder, config.logging, config.run, resumed or 0, {})
             finally:
                 sys.setprofile(None)  # the end of the claim belongs to the end of the run
@@ -237,7 +237,7 @@ def test_a_start_with_other_wishes_finds_what_a_killed_one_was_moving(quick, set
     earlier_run(whole)
     places = set()
     for number, _ in every_fault(prepare, anew, None):
-        with claimed(folder, ALONE):  # before a start looks for checkpoints
+        with claim_folder(folder, ALONE):  # before a start looks for checkpoints
             steps = sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
             aside = sorted(path.name for path in (folder / "earlier" / "2" / "checkpoints").glob("step-*"))
         assert (len(steps), len(aside)) in ((3, 0), (0, 3)), number
@@ -354,7 +354,7 @@ def processes(count: int, arguments: list[str], *before: str) -> subprocess.Comp
 
 
 def slurm(folder: Path) -> None:
-    job.begin(1, 1, ["model=tiny", "data.tokenizer=bytes", f"run.dir={folder}"], {"SLURM_JOB_ID": "7"})
+    job.begin_job(1, 1, ["model=tiny", "data.tokenizer=bytes", f"run.dir={folder}"], {"SLURM_JOB_ID": "7"})
 
 
 def check(folder: Path) -> list[str]:
@@ -394,9 +394,9 @@ def test_no_name_that_a_run_writes_may_be_a_link_out_of_its_folder(settings, tra
         if name == "checkpoints":  # the user's own, on another disk
             refuse_links(folder)
             continue
-        for begin in (lambda: trainer.run(settings(folder, **{"run.steps": 9})), lambda: slurm(folder), clear):
+        for begin in (lambda: trainer.run(settings(folder, **{"run.steps": 9})), lambda: slurm(folder), clear_trial):
             with pytest.raises(ConfigError, match=words):
-                begin(folder) if begin is clear else begin()
+                begin(folder) if begin is clear_trial else begin()
         (problem,) = check(folder)
         assert re.search(words, problem)
         assert content(outside) == before and content(folder) == inside, name
@@ -470,7 +470,7 @@ def test_what_a_killed_start_had_moved_is_not_taken_back_through_a_link(settings
     (outside / "home").mkdir(parents=True)
     (tmp_path / "run" / "earlier").mkdir(parents=True)
     (tmp_path / "run" / "earlier" / "1.part").symlink_to(outside)
-    with pytest.raises(ConfigError, match=r"holds earlier/1\.part, a link to"), claimed(tmp_path / "run", ALONE):
+    with pytest.raises(ConfigError, match=r"holds earlier/1\.part, a link to"), claim_folder(tmp_path / "run", ALONE):
         pass
     assert (outside / "home").is_dir()
     (tmp_path / "run" / "earlier" / "1.part").unlink()
@@ -512,7 +512,7 @@ def test_a_start_of_a_long_run_takes_no_longer_and_no_more_memory(tmp_path):
     few, many, more = map(float, done.stdout.split())
     assert few < 5 and many < 240 and more < 20
     assert count_lines(tmp_path / "metrics.jsonl") == count_lines(tmp_path / "metrics-replaced.jsonl") == count // 2
-    assert sum(1 for _ in metrics.records(tmp_path)) == count // 2
+    assert sum(1 for _ in metrics.iterate_metrics(tmp_path)) == count // 2
 
 
 def test_no_file_that_grows_with_a_run_is_too_long_to_be_read(quick, settings, tmp_path, monkeypatch):
@@ -537,16 +537,16 @@ def test_no_file_that_grows_with_a_run_is_too_long_to_be_read(quick, settings, t
     monkeypatch.setattr(reading.read_bytes, "__defaults__", (20_000, 0))
     assert min((folder / name).stat().st_size for name in ("metrics.jsonl", "starts.jsonl", "accounts.jsonl")) > 20_000
     assert history.start_of(folder, 6)["settings"] == {"lr": {"peak": 1}}
-    found = Run("run", folder)
+    found = RunFolder("run", folder)
     found.read()
     assert found.problems == [] and found.replaced == 399 and len(found.curves) == 399 and len(found.starts) == 100
-    assert found.profile and examine(folder) and len(metrics.read(folder)) == 399
+    assert found.profile and diagnose_run(folder) and len(metrics.read_metrics(folder)) == 399
     start(settings(folder), 6)()
     assert count_lines(folder / "metrics.jsonl") == 6 and count_lines(folder / "metrics-replaced.jsonl") == 399 + 393
 
 
 def test_who_follows_a_run_notices_that_it_was_cut_and_goes_on(tmp_path):
-    curves = Curves(tmp_path)
+    curves = MetricCurves(tmp_path)
     log = sinks.JsonLines(tmp_path, 0, print)
     for step in range(1, 6):
         log.write({"step": step, "loss": 1.0})

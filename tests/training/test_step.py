@@ -8,8 +8,8 @@ import torch.distributed as dist
 from support.reference import random_batch, settings, tiny_spec
 
 from trainer.config import Float8Config
-from trainer.distributed.tensors import local
-from trainer.distributed.world import join
+from trainer.distributed.tensors import local_values
+from trainer.distributed.world import join_world
 from trainer.planning.batch import BatchPlan
 from trainer.planning.pipeline import resolve_pipeline
 from trainer.planning.plan import resolve_plan
@@ -28,7 +28,7 @@ def step():
             config.precision.compute, config.precision.float8 = "bf16", Float8Config(float8, ends=0)
         plan = resolve_plan(config.parallel, 1, spec)
         pipeline = resolve_pipeline(config, spec, plan, BatchPlan(16, 4, 2, 2))
-        state = TrainState.build(config, spec, plan, pipeline, join(plan.mesh, device))
+        state = TrainState.build(config, spec, plan, pipeline, join_world(plan.mesh, device))
         batches = [random_batch(number, 2, 16, spec.vocab_size, False, device) for number in range(2)]
         return (lambda: train_step(state, batches, False)), state
 
@@ -48,7 +48,7 @@ def test_an_infinity_in_fp8_skips_the_step(step, recipe):
     """In the gradient of one layer's output alone: the loss is finite, and nothing saturates."""
     train, state = step(torch.device("cpu"), recipe)
     train()
-    before = [local(parameter).clone() for parameter in state.parameters.values()]
+    before = [local_values(parameter).clone() for parameter in state.parameters.values()]
 
     def spoil(gradient: torch.Tensor) -> torch.Tensor:
         spoilt = gradient.clone()
@@ -62,7 +62,7 @@ def test_an_infinity_in_fp8_skips_the_step(step, recipe):
     )
     scalars = train()
     assert scalars["found_inf"].item() == 1 and scalars["loss"].isfinite()
-    assert all(map(torch.equal, before, (local(parameter) for parameter in state.parameters.values())))
+    assert all(map(torch.equal, before, (local_values(parameter) for parameter in state.parameters.values())))
     hook.remove()
     assert train()["found_inf"].item() == 0
 

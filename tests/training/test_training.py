@@ -223,7 +223,7 @@ def test_the_run_folder_keeps_the_contract(undisturbed):
     }
     line = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
     assert set(line) == names and line["mfu"] is None and line["tokens"] == 30 * 2 * 64
-    stood = [line["step"] for line in metrics.read(folder) if line.get("checkpoint_seconds")]
+    stood = [line["step"] for line in metrics.read_metrics(folder) if line.get("checkpoint_seconds")]
     assert stood == [5, 9, 13, 17, 21, 25, 29], "the step behind each save; the last one is behind none"
 
 

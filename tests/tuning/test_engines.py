@@ -16,8 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.estimates import FITTED, vtrain, vtrain_seconds
 
-from trainer.tuning.correction import Correction
-from trainer.tuning.engines import Option, Outcome, corrected, fastest, memory_factor, untried
+from trainer.tuning.correction import TimeCorrection
+from trainer.tuning.engines import (
+    PlanOption,
+    TrialOutcome,
+    correct_predictions,
+    fastest_outcome,
+    memory_factor,
+    untried_plans,
+)
 
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
@@ -29,16 +36,16 @@ finally:
 PROBLEM = ("gpus", "size", "width", "heads", "depth", "length")
 CHOSEN = ("tp", "dp", "pp", "micro")
 
-Problem = dict[str, tuple[Option, float]]
+Problem = dict[str, tuple[PlanOption, float]]
 """By name, a plan and the seconds that a step of it took."""
 
 
 def regret(problem: Problem, engine: str, trials: int, seed: int = 0, band: float = 0.2) -> float:
     """How much slower than the best of all plans the best of a few measured ones is."""
-    options, outcomes = [option for option, _ in problem.values()], list[Outcome]()
+    options, outcomes = [option for option, _ in problem.values()], list[TrialOutcome]()
     while len(outcomes) < trials and (chosen := ENGINES[engine](options, outcomes, band, seed)):
-        outcomes.append(Outcome(chosen, problem[chosen.name][1]))
-    return fastest(outcomes).seconds / min(measured for _, measured in problem.values()) - 1
+        outcomes.append(TrialOutcome(chosen, problem[chosen.name][1]))
+    return fastest_outcome(outcomes).seconds / min(measured for _, measured in problem.values()) - 1
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +63,7 @@ def problems() -> list[Problem]:
         if len(plans) > 4 and key not in seen:
             one = {}
             for (chosen, (_, measured)), predicted in zip(plans.items(), vtrain_seconds(plans.values())):
-                option = Option(" ".join(map(str, chosen)), dict(zip(CHOSEN, chosen)), predicted)
+                option = PlanOption(" ".join(map(str, chosen)), dict(zip(CHOSEN, chosen)), predicted)
                 one[option.name] = option, measured
             found.append(one)
     return found
@@ -77,14 +84,16 @@ def test_the_best_plan_of_published_measurements_is_found_in_four_trials(problem
 MODES = ("none", "selective", "full")
 
 
-def plan(tp: int, micro: int, mode: str, memory: float = 0.5) -> Option:
-    return Option(f"{tp} {micro} {mode}", {"tp": tp, "micro": micro, "recompute": mode}, 1.0 + 0.1 * tp / micro, memory)
+def plan(tp: int, micro: int, mode: str, memory: float = 0.5) -> PlanOption:
+    return PlanOption(
+        f"{tp} {micro} {mode}", {"tp": tp, "micro": micro, "recompute": mode}, 1.0 + 0.1 * tp / micro, memory
+    )
 
 
 PLANS = [plan(tp, micro, mode) for tp in (1, 2, 4) for micro in (1, 2, 4, 8) for mode in MODES]
 
 
-def wrong(options: list[Option], tp: float, full: float) -> Problem:
+def wrong(options: list[PlanOption], tp: float, full: float) -> Problem:
     """A machine whose tensor parallelism and recompute take longer than predicted."""
     return {
         one.name: (one, one.seconds * one.axes["tp"] ** tp * (full if one.axes["recompute"] == "full" else 1))
@@ -97,8 +106,8 @@ def wrong(options: list[Option], tp: float, full: float) -> Problem:
 def test_what_predictions_get_wrong_by_axis_is_learnt(tp, full):
     """After a dozen trials at least half of what was wrong with all plans is gone."""
     problem, generator = wrong(PLANS, tp, full), random.Random(3)
-    outcomes = [Outcome(option, measured) for option, measured in generator.sample([*problem.values()], 12)]
-    correct = corrected(PLANS, outcomes, 0.5)
+    outcomes = [TrialOutcome(option, measured) for option, measured in generator.sample([*problem.values()], 12)]
+    correct = correct_predictions(PLANS, outcomes, 0.5)
     errors = [log(measured / option.seconds) for option, measured in problem.values()]
     left = [error - correct(option.axes)[0] for error, (option, _) in zip(errors, problem.values())]
     assert mean(map(abs, left)) <= 0.5 * mean(map(abs, errors)) + 1e-9
@@ -111,10 +120,10 @@ def test_a_search_ends_when_nothing_can_win():
     options = [option for option, _ in problem.values()]
 
     def trials(band: float) -> int:
-        outcomes: list[Outcome] = []
+        outcomes: list[TrialOutcome] = []
         while chosen := ENGINES["model"](options, outcomes, band, 0):
-            outcomes.append(Outcome(chosen, problem[chosen.name][1]))
-        assert fastest(outcomes).seconds == min(measured for _, measured in problem.values())
+            outcomes.append(TrialOutcome(chosen, problem[chosen.name][1]))
+        assert fastest_outcome(outcomes).seconds == min(measured for _, measured in problem.values())
         return len(outcomes)
 
     assert trials(0.001) <= 4 < trials(0.02) < trials(0.7) == len(options)
@@ -123,23 +132,23 @@ def test_a_search_ends_when_nothing_can_win():
 def test_lack_of_memory_teaches_a_factor():
     small, middle, large, huge = (plan(1, 2**n, "none", share) for n, share in enumerate((0.3, 0.6, 0.9, 1.04)))
     options = [small, middle, large, huge, plan(2, 1, "none", 1.06)]
-    assert untried(options, []) == options[:4]  # what nearly fills the memory is tried
-    lacking = Outcome(middle, out_of_memory=True)
-    assert memory_factor([lacking]) == pytest.approx(1 / 0.6) and untried(options, [lacking]) == [small]
+    assert untried_plans(options, []) == options[:4]  # what nearly fills the memory is tried
+    lacking = TrialOutcome(middle, out_of_memory=True)
+    assert memory_factor([lacking]) == pytest.approx(1 / 0.6) and untried_plans(options, [lacking]) == [small]
     # A larger plan that ran shows that the first has lacked memory for a reason of its own.
-    assert untried(options, [lacking, Outcome(large, 1.0)]) == [small]
-    assert memory_factor([lacking, Outcome(large, 1.0)]) == pytest.approx(1 / 0.9)
-    assert memory_factor([Outcome(small, 1.0), Outcome(large)]) == 1.0
+    assert untried_plans(options, [lacking, TrialOutcome(large, 1.0)]) == [small]
+    assert memory_factor([lacking, TrialOutcome(large, 1.0)]) == pytest.approx(1 / 0.9)
+    assert memory_factor([TrialOutcome(small, 1.0), TrialOutcome(large)]) == 1.0
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_brings_no_time_is_not_tried_again_and_does_not_end_the_search(engine):
     """Whatever becomes of trials, every plan is tried at most once, and the same outcomes lead to the same plan."""
-    outcomes: list[Outcome] = []
+    outcomes: list[TrialOutcome] = []
     for turn in range(len(PLANS)):
         chosen = ENGINES[engine](PLANS, outcomes, 0.7, 5)
         assert chosen == ENGINES[engine](PLANS, outcomes, 0.7, 5)
-        outcomes.append(Outcome(chosen, None if turn % 3 else chosen.seconds))
+        outcomes.append(TrialOutcome(chosen, None if turn % 3 else chosen.seconds))
     assert {one.option.name for one in outcomes} == {one.name for one in PLANS}
     assert ENGINES[engine](PLANS, outcomes, 0.7, 5) is None
 
@@ -150,13 +159,13 @@ def test_what_brings_no_time_is_not_tried_again_and_does_not_end_the_search(engi
 def test_a_correction_is_drawn_to_what_was_measured(axes: Mapping[str, float], ratio: float):
     """One measurement moves its own plan most of the way, and makes it less uncertain; without any, nothing moves."""
     known = [{"tp": tp, "pp": pp, "mode": mode} for tp in (1, 2, 4) for pp in (1, 2, 4) for mode in (1, 2, 4)]
-    before, after = Correction(known, [], 0.3), Correction(known, [(axes, ratio)], 0.3)
+    before, after = TimeCorrection(known, [], 0.3), TimeCorrection(known, [(axes, ratio)], 0.3)
     assert before(axes)[0] == 0 < after(axes)[1] < before(axes)[1]
     assert exp(after(axes)[0]) == pytest.approx(ratio ** (log(ratio) and after(axes)[0] / log(ratio)))
     assert 0.6 * abs(log(ratio)) <= abs(after(axes)[0]) <= abs(log(ratio))
 
 
 def test_the_parzen_estimator_prefers_what_was_fast():
-    outcomes = [Outcome(one, 1.0 if one.axes["recompute"] == "none" else 3.0) for one in PLANS[::2]]
+    outcomes = [TrialOutcome(one, 1.0 if one.axes["recompute"] == "none" else 3.0) for one in PLANS[::2]]
     chosen = {ENGINES["tpe"](PLANS, outcomes, 0.2, seed).axes["recompute"] for seed in range(10)}
     assert chosen == {"none"}

@@ -242,6 +242,6 @@ def test_a_search_on_two_processes(tmp_path):
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     assert found[0]["trial"] in (folder / "config" / "best.yaml").read_text()
-    config = typed.flat(yaml.safe_load((tmp_path / "run" / "config.yaml").read_text()))
+    config = typed.flatten_values(yaml.safe_load((tmp_path / "run" / "config.yaml").read_text()))
     asked = dict(text.split("=", 1) for text in found[0]["overrides"])
     assert {name: yaml.safe_load(value) for name, value in asked.items()} == {name: config[name] for name in asked}

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from trainer.util.files import replacing, write_atomic
+from trainer.util.files import replace_file, write_atomic
 
 
 @pytest.mark.parametrize("sync", [False, True])
@@ -21,7 +21,7 @@ def test_a_written_file_replaces_the_old_one_and_leaves_nothing_beside_it(tmp_pa
 def test_a_write_that_fails_leaves_the_old_content_and_nothing_beside_it(tmp_path):
     path = tmp_path / "status.json"
     path.write_text("old")
-    with pytest.raises(KeyError), replacing(path) as part:
+    with pytest.raises(KeyError), replace_file(path) as part:
         with open(part, "w") as file:
             file.write("half of the n")
         raise KeyError

@@ -13,11 +13,11 @@ from support.disturbance import TERM
 from support.launch import fork, leave
 
 import trainer
-from trainer.data.batches import Loader
+from trainer.data.batches import BatchLoader
 from trainer.diagnosis.__main__ import main as write_accounts
-from trainer.distributed.world import join
+from trainer.distributed.world import join_world
 from trainer.planning.plan import resolve_plan
-from trainer.training.profiling import Profiling
+from trainer.training.profiling import StepProfiler
 
 
 def run(folder: Path, steps: int, **overrides: object) -> None:
@@ -83,14 +83,14 @@ CASES = {
 def main(root: str, *names: str) -> None:
     """names: of `CASES` and `CAUSES`; all of the first without, and those of the second that are `LAUNCHED`;
     `recorded`: all of the second, with as many steps as are recorded."""
-    join(resolve_plan(trainer.Config().parallel, 2).mesh, torch.device("cpu"))
-    Profiling.read = lambda self, number, ranks: None  # a process for each profiled step would take a second
+    join_world(resolve_plan(trainer.Config().parallel, 2).mesh, torch.device("cpu"))
+    StepProfiler.read = lambda self, number, ranks: None  # a process for each profiled step would take a second
     mixed = {name: values for name, (_, values) in CAUSES.items()}
     wanted = [*CAUSES] if names == ("recorded",) else names or [*LAUNCHED, *CASES]
     for name, values in (mixed | CASES).items():
         if name not in wanted:
             continue
-        Loader.slow = 0.0
+        BatchLoader.slow = 0.0
         named = {key if "." in key or key in GROUPS else f"{TERM}.{key}": value for key, value in values.items()}
         steps = STEPS if names == ("recorded",) else 5 if name == "straggler" else 3
         run(folder(Path(root), name), steps, **named)

@@ -32,16 +32,16 @@ from trainer.checkpointing.loading import read_tensors
 from trainer.checkpointing.manifest import list_checkpoints, read_manifest, write_manifest
 from trainer.config import Config, GenerateConfig
 from trainer.config.model import ModelSpec
-from trainer.data.batches import Batch
-from trainer.distributed.tensors import local
+from trainer.data.batches import MicroBatch
+from trainer.distributed.tensors import local_values
 from trainer.distributed.world import World
 from trainer.observe.sinks import Logger
-from trainer.parity.compare import coarsest, compare, judge
-from trainer.parity.reference import reference
-from trainer.parity.watch import Watch
+from trainer.parity.compare import coarsest_tolerance, compare_runs, judge_plan
+from trainer.parity.reference import train_reference
+from trainer.parity.watch import StateRecorder
 from trainer.planning.batch import BatchPlan
 from trainer.planning.cost.feedback import feedback_bytes
-from trainer.planning.cost.parameters import declarations
+from trainer.planning.cost.parameters import declare_parameters
 from trainer.planning.pipeline import resolve_pipeline
 from trainer.planning.plan import Plan, resolve_plan
 from trainer.precision.dtypes import DTYPES
@@ -128,7 +128,7 @@ def run_plan(chosen: Case, worlds: Worlds, references: dict[str, Any]) -> dict[s
     started, state, sent = time.perf_counter(), build(chosen, worlds), []
     config, spec, plan, world = state.config, state.spec, state.plan, state.world
     with numeric_mode(config):
-        watch = Watch(state)
+        watch = StateRecorder(state)
         for batches in data(chosen, spec, world, plan):
             watch.train(batches)
             sent.append(state.compression.sent)
@@ -146,14 +146,14 @@ def run_plan(chosen: Case, worlds: Worlds, references: dict[str, Any]) -> dict[s
         return {}
     key = json.dumps([spec.to_dict()])
     if key not in references:
-        references[key] = reference(settings(), spec, data(chosen, spec, None, plan), CPU), {}
+        references[key] = train_reference(settings(), spec, data(chosen, spec, None, plan), CPU), {}
     expected, plain = references[key]
-    kind = coarsest(config.precision, config.parallel.grad_comm)
+    kind = coarsest_tolerance(config.precision, config.parallel.grad_comm)
     if kind in DTYPES and kind != "fp32" and kind not in plain:
-        plain[kind] = compare(
-            reference(settings(), spec, data(chosen, spec, None, plan), CPU, compute=DTYPES[kind]), expected
+        plain[kind] = compare_runs(
+            train_reference(settings(), spec, data(chosen, spec, None, plan), CPU, compute=DTYPES[kind]), expected
         )
-    result = judge("", [], kind, seen, expected, plain.get(kind))
+    result = judge_plan("", [], kind, seen, expected, plain.get(kind))
     norms = {name: value.norm().item() for name, value in expected.gradients[0].items()}
     floor = 1e-2 * math.hypot(*norms.values())
     off = {
@@ -170,7 +170,7 @@ def run_plan(chosen: Case, worlds: Worlds, references: dict[str, Any]) -> dict[s
     }
 
 
-def data(chosen: Case, spec: ModelSpec, world: World | None, plan: Plan) -> Iterator[list[Batch]]:
+def data(chosen: Case, spec: ModelSpec, world: World | None, plan: Plan) -> Iterator[list[MicroBatch]]:
     """The steps of this rank, or of one process."""
     ranks, micro_batches, rank = (plan.dp, chosen["micro_batches"], world.data.get_local_rank()) if world else (1, 1, 0)
     micro = SEQUENCES // ranks // micro_batches
@@ -212,7 +212,7 @@ def break_steps(chosen: Case, worlds: Worlds) -> list[dict[str, Any]]:
     for victim, value in ((0, "inf"), (3, "nan"), (2, "-inf")):
         good = train_step(state, batches, False)
         errors = {name: tensor.clone() for name, tensor in state.compression.tensors().items()}
-        weights = [local(parameter).detach().clone() for parameter in state.parameters.values()]
+        weights = [local_values(parameter).detach().clone() for parameter in state.parameters.values()]
         scale, handles = state.scaler.value.item(), []
         if world.rank == victim:  # before any reduction, and on the way back into the layers below
             layers = [layer for model in state.stages.values() for layer in model.layers.values()]
@@ -228,7 +228,8 @@ def break_steps(chosen: Case, worlds: Worlds) -> list[dict[str, Any]]:
                 "backoff": state.scaler.value.item() / scale,
                 "kept": max(tensor.float().abs().max().item() for tensor in errors.values()),
                 "weights": all(
-                    torch.equal(old, local(parameter)) for old, parameter in zip(weights, state.parameters.values())
+                    torch.equal(old, local_values(parameter))
+                    for old, parameter in zip(weights, state.parameters.values())
                 ),
                 "errors": errors.keys() == state.compression.tensors().keys()
                 and all(torch.equal(tensor, errors[name]) for name, tensor in state.compression.tensors().items()),
@@ -326,7 +327,7 @@ def whole_runs(root: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         | {
             "parameters": {
                 name: info.shape
-                for name, info in declarations(
+                for name, info in declare_parameters(
                     trainer.training.run.starting_point(run_settings(root / "plain"))[0]
                 ).items()
             }

@@ -32,18 +32,18 @@ from trainer.checkpointing.activation import apply_recompute
 from trainer.config import ActivationConfig, Config
 from trainer.config.model import ModelSpec
 from trainer.distributed.collectives import TensorGroup
-from trainer.distributed.world import World, join
-from trainer.generate.placed import PlacedModel, sharing
-from trainer.generate.sampling import Sampling, generate_tokens
+from trainer.distributed.world import World, join_world
+from trainer.generate.placed import ShardedModel, kv_group
+from trainer.generate.sampling import SamplingOptions, generate_tokens
 from trainer.model import shared_attention
-from trainer.model.cache import Cache
-from trainer.model.initial import fill, initial_weights
+from trainer.model.cache import KVCache
+from trainer.model.initial import fill_parameters, initial_weights
 from trainer.model.layers import Layer
-from trainer.model.shared_attention import Arrive
+from trainer.model.shared_attention import KVAllGather
 from trainer.model.transformer import Transformer
 from trainer.parallel.context import share_sequences
 from trainer.parallel.parallelize import compile_layers, keep_buffers
-from trainer.planning.context import Context, traffic
+from trainer.planning.context import ContextPlan, context_traffic
 from trainer.planning.cost.layers import left_by_recompute, model_work
 from trainer.planning.plan import resolve_plan
 
@@ -125,7 +125,7 @@ def build(spec: ModelSpec) -> Transformer:
     with torch.device("meta"):
         model = Transformer(spec)
     model.to_empty(device="cpu")
-    fill(model, initial_weights(spec, 0, CPU))
+    fill_parameters(model, initial_weights(spec, 0, CPU))
     for rotary in model.rotaries:
         rotary.reset_buffers()
     return model.double()
@@ -166,11 +166,11 @@ class Counted(TensorGroup):
 
 
 def formula(
-    spec: ModelSpec, context: Context, again: bool, kept: bool = False, size: int = 2, length: int = LENGTH
+    spec: ModelSpec, context: ContextPlan, again: bool, kept: bool = False, size: int = 2, length: int = LENGTH
 ) -> float:
     """What the plan says that the busiest rank receives, where no layer, or each, is recomputed; kept: whether keys
     are not gathered again."""
-    return size * spec.depth * traffic(spec.layer(0).attention, context, length, 1, float(again), kept).all
+    return size * spec.depth * context_traffic(spec.layer(0).attention, context, length, 1, float(again), kept).all
 
 
 def share(model: Transformer, world: World, way: str, masked: bool, groups: int = 2, length: int = LENGTH) -> None:
@@ -301,11 +301,11 @@ def recomputed(world: World) -> dict[str, dict[str, Any]]:
             for layer in model.layers.values():
                 layer.attention.recomputed = True  # as the mask is told, and nobody does
         whole: list[weakref.ref] = []
-        shared_attention.Arrive = SimpleNamespace(apply=lambda *given: noted(Arrive.apply(*given), whole))
+        shared_attention.KVAllGather = SimpleNamespace(apply=lambda *given: noted(KVAllGather.apply(*given), whole))
         loss, _ = model(tokens, targets)
         gc.collect()
         kept = sum(each() is not None for each in whole)
-        shared_attention.Arrive, Counted.most = Arrive, 0
+        shared_attention.KVAllGather, Counted.most = KVAllGather, 0
         loss.backward()
         digest = sum(parameter.grad.double().sum().item() for parameter in model.parameters())
         again = {left.attends for left in left_by_recompute(model_work(spec, LENGTH, 1, 8), activation)}
@@ -316,10 +316,10 @@ def recomputed(world: World) -> dict[str, dict[str, Any]]:
 
 
 LOGITS: list[Tensor] = []
-CACHES: list[Cache] = []
+CACHES: list[KVCache] = []
 
 
-class Noting(Sampling):
+class Noting(SamplingOptions):
     """Keeps the logits that tokens are chosen from."""
 
     def choose(self, logits: Tensor, draw: Tensor) -> Tensor:
@@ -327,10 +327,10 @@ class Noting(Sampling):
         return super().choose(logits, draw)
 
 
-class Kept(PlacedModel):
+class Kept(ShardedModel):
     """Keeps the cache that it makes."""
 
-    def cache(self, rows: int, capacity: int) -> Cache:
+    def cache(self, rows: int, capacity: int) -> KVCache:
         CACHES.append(super().cache(rows, capacity))
         return CACHES[-1]
 
@@ -346,7 +346,7 @@ def generated(worlds: dict[int, World]) -> list[dict[str, Any]]:
         keep_buffers(model, CPU)
         seen = []
         for size, world in {1: None, **worlds}.items():
-            group = None if world is None else sharing(world)
+            group = None if world is None else kv_group(world)
             placed = Kept(spec, {0: model}, CPU, torch.float64, sequence=group)
             LOGITS.clear()
             generate_tokens(placed, prompts, 7, Noting(1.0))
@@ -359,7 +359,7 @@ def generated(worlds: dict[int, World]) -> list[dict[str, Any]]:
 
 def main(out: str) -> None:
     mesh = resolve_plan(Config().parallel, RANKS).mesh
-    worlds = {size: join(mesh, CPU, cp=size) for size in (2, 4)}
+    worlds = {size: join_world(mesh, CPU, cp=size) for size in (2, 4)}
     results = {
         "ways": measure(worlds),
         "recompute": recomputed(worlds[4]),

@@ -23,15 +23,15 @@ from torch import Tensor
 
 from trainer.config import Float8Config, PrecisionConfig, RunConfig
 from trainer.distributed import boxes, flags
-from trainer.distributed.boxes import Boxes
+from trainer.distributed.boxes import SymmetricBuffers
 from trainer.distributed.collectives import TensorGroup
-from trainer.distributed.copied import Copied, Copies
-from trainer.distributed.tensors import local
-from trainer.distributed.world import World, join, local_device
+from trainer.distributed.copied import CopyEngineGroup, CopyStream
+from trainer.distributed.tensors import local_values
+from trainer.distributed.world import World, join_world, local_device
 from trainer.model.linear import DeferredGrads
 from trainer.parallel.parallelize import multiply_in_float8
-from trainer.precision.float8 import Float8
-from trainer.precision.products import Multiply, Role, matmul
+from trainer.precision.float8 import Float8Multiply
+from trainer.precision.products import GEMMRole, Multiply, matmul
 
 EPOCHS = 40
 KINDS = 4
@@ -41,8 +41,8 @@ LOOKS = 1000
 NUMBERS = {
     "float32": (torch.float32, matmul),
     "bfloat16": (torch.bfloat16, matmul),
-    "tensorwise": (torch.bfloat16, Float8("tensorwise")),
-    "rowwise": (torch.bfloat16, Float8("rowwise")),
+    "tensorwise": (torch.bfloat16, Float8Multiply("tensorwise")),
+    "rowwise": (torch.bfloat16, Float8Multiply("rowwise")),
 }
 
 
@@ -62,10 +62,10 @@ def call(group: TensorGroup, seed: int, numbers: str) -> list[Tensor]:
         return group.rows_gradients(draw(tokens, 6), weights[0], draw(group.size * tokens, 4), multiply)
     if kind == 2:
         keep = seed % 8 == 2
-        products, kept = group.gather_matmul(draw(tokens, 4), weights, Role.OUTPUT, biases, keep, multiply)
+        products, kept = group.gather_matmul(draw(tokens, 4), weights, GEMMRole.OUTPUT, biases, keep, multiply)
         return products + [kept] * keep
     operands = [draw(group.size * tokens, 6), draw(group.size * tokens, 3)]
-    return [group.wait(group.matmul_scatter_sum(operands, weights, Role.INPUT_GRADIENT, multiply))]
+    return [group.wait(group.matmul_scatter_sum(operands, weights, GEMMRole.INPUT_GRADIENT, multiply))]
 
 
 class Calls:
@@ -108,14 +108,14 @@ def gradients(world: World, backend: type[TensorGroup], recipe: str) -> dict[str
         objective.backward()
         deferred.active = False
         deferred.take()()
-    return {name: local(parameter.grad) for name, parameter in model.named_parameters()}
+    return {name: local_values(parameter.grad) for name, parameter in model.named_parameters()}
 
 
 def others_than_off(world: World) -> dict[str, list[str]]:
     """Of each fp8 recipe: the parameters whose gradients have other bits on a rank than under `off`."""
     found = {}
     for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
-        expected, seen = (gradients(world, backend, recipe) for backend in (TensorGroup, Copied))
+        expected, seen = (gradients(world, backend, recipe) for backend in (TensorGroup, CopyEngineGroup))
         names: list = [None] * world.size
         dist.all_gather_object(names, [one for one in seen if not torch.equal(seen[one], expected[one])])
         found[recipe] = sum(names, [])
@@ -124,28 +124,31 @@ def others_than_off(world: World) -> dict[str, list[str]]:
 
 def main(out: str) -> None:
     size = int(os.environ["WORLD_SIZE"])
-    world = join({"pp": 1, "replicate": 1, "shard": 1, "tp": size}, local_device(RunConfig(device="cpu")))
+    world = join_world({"pp": 1, "replicate": 1, "shard": 1, "tp": size}, local_device(RunConfig(device="cpu")))
     rank = world.place("tp")
     place = world.dimensions["tp"].get_group().group_name, rank, size
-    calls, copied, seeds = Calls(*place), Copied(*place), range(EPOCHS)
+    calls, copied, seeds = Calls(*place), CopyEngineGroup(*place), range(EPOCHS)
     found: dict = {"gradients": others_than_off(world) if size == 2 else {}}
-    with patch.object(boxes, "share", poisoned):
-        wait, signal = Without(Boxes.wait), Without(Boxes.signal)
+    with patch.object(boxes, "allocate_symmetric", poisoned):
+        wait, signal = Without(SymmetricBuffers.wait), Without(SymmetricBuffers.signal)
         with patch.object(Multiply, "into", late(Multiply.into, rank)):
-            with patch.object(Boxes, "wait", wait), patch.object(Boxes, "signal", signal):
+            with patch.object(SymmetricBuffers, "wait", wait), patch.object(SymmetricBuffers, "signal", signal):
                 found["copied"] = {name: calls.worst(copied, name, seeds, (wait, signal)) for name in NUMBERS}
-            boxes.BOXES.clear()
-            with patch.object(Boxes, "box", one_half(Boxes.box)):
+            boxes.ALL_BUFFERS.clear()
+            with patch.object(SymmetricBuffers, "box", one_half(SymmetricBuffers.box)):
                 found["without"] = {"halves": calls.worst(copied, "float32", seeds)}
         for left_out, (numbers, kind) in wait.seen.items():
-            boxes.BOXES.clear()
-            late_send, without = late_first(Copies.send, rank), Without(Boxes.wait, left_out)
-            with patch.object(Copies, "send", late_send), patch.object(Boxes, "wait", without):
+            boxes.ALL_BUFFERS.clear()
+            late_send, without = late_first(CopyStream.send, rank), Without(SymmetricBuffers.wait, left_out)
+            with patch.object(CopyStream, "send", late_send), patch.object(SymmetricBuffers, "wait", without):
                 found["without"][left_out] = calls.worst(copied, numbers, range(kind, 20, KINDS))
         found["errors"] = {}
         for left_out, (numbers, kind) in signal.seen.items():
-            boxes.BOXES.clear()
-            with patch.object(Boxes, "signal", Without(Boxes.signal, left_out)), patch.object(flags, "LOOKS", LOOKS):
+            boxes.ALL_BUFFERS.clear()
+            with (
+                patch.object(SymmetricBuffers, "signal", Without(SymmetricBuffers.signal, left_out)),
+                patch.object(flags, "MAX_POLLS", LOOKS),
+            ):
                 found["errors"][left_out] = error_of(lambda: call(copied, kind, numbers))  # noqa: B023
             dist.barrier()
     if rank == 0:

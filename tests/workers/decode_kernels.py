@@ -18,7 +18,7 @@ from support.triton_ranks import Memory, be_late, compare, compile_for_hopper, c
 
 from trainer.kernels import decode as kernels
 from trainer.kernels.exchange import check_error
-from trainer.model.cache import attend_slots
+from trainer.model.cache import attend_kv
 
 ROWS, HEADS, KV_HEADS, DIM, SLOTS = 3, 6, 2, 20, 90
 CASES = [{"window": window, "soft_cap": soft_cap} for window in (0, 1, 37) for soft_cap in (0.0, 5.0)]
@@ -40,7 +40,7 @@ def work(made: ModuleType, rank: int, size: int, where: Memory, epochs: int, lat
         seen = slots <= places[:, None]
         if case["window"]:
             seen &= slots > places[:, None] - case["window"]
-        expected, _ = attend_slots(query, keys, values, seen[:, None, None], 0.3, case["soft_cap"])
+        expected, _ = attend_kv(query, keys, values, seen[:, None, None], 0.3, case["soft_cap"])
         mine = (x[:, :, rank::size].contiguous() for x in (keys, values))
         if epoch % size == rank:
             be_late(late)
@@ -118,9 +118,11 @@ def on_gpu() -> None:
                 if case["window"]:
                     seen &= torch.arange(slots, device=device) > places[:, None] - case["window"]
                 wide = (x.double() for x in (query, keys, values))
-                expected, _ = attend_slots(*wide, seen[:, None, None], dim**-0.5, case["soft_cap"])
-                parts = kernels.attend_slots(query, keys, values, places, dim**-0.5, case["soft_cap"], case["window"])
-                found = kernels.combine(*parts, torch.float32)
+                expected, _ = attend_kv(*wide, seen[:, None, None], dim**-0.5, case["soft_cap"])
+                parts = kernels.attend_kv_parts(
+                    query, keys, values, places, dim**-0.5, case["soft_cap"], case["window"]
+                )
+                found = kernels.combine_parts(*parts, torch.float32)
                 error = ((found - expected).norm() / expected.norm()).item()
                 worst[dtype] = max(worst[dtype], error)
     print({str(dtype): f"{error:.1e}" for dtype, error in worst.items()})

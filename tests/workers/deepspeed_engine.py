@@ -19,18 +19,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from workers.parallel_runs import gather, run
 
 from trainer.config import Config
-from trainer.data.batches import Batch
-from trainer.distributed.tensors import local
-from trainer.distributed.world import World, join
-from trainer.parallel.deepspeed import load
-from trainer.parity.compare import coarsest, compare, judge
-from trainer.parity.reference import reference
-from trainer.parity.watch import Watch
+from trainer.data.batches import MicroBatch
+from trainer.distributed.tensors import local_values
+from trainer.distributed.world import World, join_world
+from trainer.parallel.deepspeed import import_engine
+from trainer.parity.compare import coarsest_tolerance, compare_runs, judge_plan
+from trainer.parity.reference import train_reference
+from trainer.parity.watch import StateRecorder
 from trainer.planning.batch import BatchPlan
 from trainer.planning.pipeline import resolve_pipeline
 from trainer.planning.plan import resolve_plan
 from trainer.precision.dtypes import DTYPES
-from trainer.training.held import held
+from trainer.training.held import memory_breakdown
 from trainer.training.state import TrainState
 from trainer.training.step import train_step
 
@@ -134,14 +134,14 @@ class Worlds(dict[tuple, World]):
         return self.setdefault((plan.pp, plan.replicate, plan.shard, plan.tp), None) or self._made(plan)
 
     def _made(self, plan: Any) -> World:
-        world = self[plan.pp, plan.replicate, plan.shard, plan.tp] = join(plan.mesh, torch.device("cpu"))
+        world = self[plan.pp, plan.replicate, plan.shard, plan.tp] = join_world(plan.mesh, torch.device("cpu"))
         return world
 
 
 WORLDS = Worlds()
 
 
-def build(config: Config, case: dict[str, Any], depth: int = 4) -> tuple[TrainState, Iterator[list[Batch]]]:
+def build(config: Config, case: dict[str, Any], depth: int = 4) -> tuple[TrainState, Iterator[list[MicroBatch]]]:
     """The state, and the steps of this data-parallel rank."""
     spec = tiny_spec(tied=case.get("tied", False), depth=depth, init={"std": 0.05})
     plan = resolve_plan(config.parallel, dist.get_world_size(), spec, case.get("node"))
@@ -150,7 +150,7 @@ def build(config: Config, case: dict[str, Any], depth: int = 4) -> tuple[TrainSt
     state = TrainState.build(config, spec, plan, resolve_pipeline(config, spec, plan, batch), world)
     first, size = world.data.get_local_rank() * SEQUENCES // plan.dp, batch.micro_size
 
-    def steps() -> Iterator[list[Batch]]:
+    def steps() -> Iterator[list[MicroBatch]]:
         for step in range(100):
             whole = random_batch(step, SEQUENCES, LENGTH, spec.vocab_size, False)
             yield [rows(whole, start, start + size) for start in range(first, first + SEQUENCES // plan.dp, size)]
@@ -163,7 +163,7 @@ def parity(name: str, case: dict[str, Any], references: dict[str, Any]) -> dict[
     config = settings_of(case, **THEIRS)
     config.precision.types.norm.lr_scale, config.precision.types.rules = 0.5, {"layers.1.*": {"weight_decay": 0.3}}
     state, steps = build(config, case, 4 if "pp" in case else 2)
-    watch, theirs, copied = Watch(state), [], []
+    watch, theirs, copied = StateRecorder(state), [], []
     if "node" in case:  # the node has its own copies of what is dropped after use
         parameter = next(iter(state.stages[0].layers.values())).feed_forward.down.weight
         state.stages[0].head.register_forward_pre_hook(
@@ -173,25 +173,25 @@ def parity(name: str, case: dict[str, Any], references: dict[str, Any]) -> dict[
         watch.train(next(steps))
         theirs.append(float(state.optimizer.zero._global_grad_norm))
     elements = sum(fragment.values.numel() for fragment in state.optimizer.parameters.values())
-    taken = held(state)
+    taken = memory_breakdown(state)
     assert taken["optimizer"] == 8 * elements and taken["parameters"] >= 4 * elements, "moments; masters, and weights"
     assert taken["gradients"] is taken["communication buffers"] is None
     seen = watch.trajectory()
     assert any(copied) == ("node" in case)
     state.close()
-    kind, model = coarsest(config.precision), (case.get("tied", False), state.spec.depth)
+    kind, model = coarsest_tolerance(config.precision), (case.get("tied", False), state.spec.depth)
     if dist.get_rank() != 0:
         return {}
     for compute in {"fp32", kind}:
         if (*model, compute) not in references:
             batches = [[random_batch(step, SEQUENCES, LENGTH, state.spec.vocab_size, False)] for step in range(STEPS)]
             base = dataclasses.replace(config, parallel=Config().parallel)
-            references[*model, compute] = reference(
+            references[*model, compute] = train_reference(
                 base, state.spec, batches, torch.device("cpu"), compute=DTYPES[compute]
             )
     expected = references[*model, "fp32"]
-    plain = None if kind == "fp32" else compare(references[*model, kind], expected)
-    return dataclasses.asdict(judge(name, [], kind, seen, expected, plain)) | {"their_norms": theirs}
+    plain = None if kind == "fp32" else compare_runs(references[*model, kind], expected)
+    return dataclasses.asdict(judge_plan(name, [], kind, seen, expected, plain)) | {"their_norms": theirs}
 
 
 def optimizers() -> dict[str, Any]:
@@ -209,7 +209,7 @@ def optimizers() -> dict[str, Any]:
                 precision__types__matrix__state_dtype="bf16",
             )
             state, steps = build(config, {"micro": 2})
-            watch = Watch(state)
+            watch = StateRecorder(state)
             for _ in range(STEPS):
                 watch.train(next(steps))
             found.append(watch.trajectory().parameters)
@@ -278,7 +278,7 @@ def lost_losses() -> list[dict[str, Any]]:
     return results
 
 
-def one_step(state: TrainState, batches: list[Batch], victim: int | str | None) -> dict[str, Any]:
+def one_step(state: TrainState, batches: list[MicroBatch], victim: int | str | None) -> dict[str, Any]:
     handle, train = None, state.runtime.train
     if victim == state.world.rank:
         layer = next(iter(next(iter(state.stages.values())).layers.values()))
@@ -287,12 +287,14 @@ def one_step(state: TrainState, batches: list[Batch], victim: int | str | None) 
         )
     if victim == "loss":
         state.runtime.train = lambda *arguments: train(*arguments) + torch.inf
-    before = [local(parameter).detach().clone() for parameter in state.parameters.values()]
+    before = [local_values(parameter).detach().clone() for parameter in state.parameters.values()]
     scalars = train_step(state, batches, False)
     state.runtime.train = train
     if handle:
         handle.remove()
-    changed = any(not torch.equal(old, local(parameter)) for old, parameter in zip(before, state.parameters.values()))
+    changed = any(
+        not torch.equal(old, local_values(parameter)) for old, parameter in zip(before, state.parameters.values())
+    )
     return {
         "loss": scalars["loss"].item(),
         "norm": scalars["grad_norm"].item(),
@@ -369,9 +371,9 @@ def eight() -> dict[str, Any]:
 
 
 def main(root: Path) -> None:
-    load(torch.device("cpu"))
+    import_engine(torch.device("cpu"))
     fork()
-    join(resolve_plan(Config().parallel, int(os.environ["WORLD_SIZE"])).mesh, torch.device("cpu"))
+    join_world(resolve_plan(Config().parallel, int(os.environ["WORLD_SIZE"])).mesh, torch.device("cpu"))
     results = four(root) if dist.get_world_size() == 4 else eight()
     if dist.get_rank() == 0:
         (root / f"{dist.get_world_size()}.json").write_text(json.dumps(results))

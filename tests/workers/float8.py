@@ -9,14 +9,14 @@ import sys
 
 import torch
 
-from trainer.precision.float8 import E4M3, E5M2, Float8, emulated, quantise, scaled_product
-from trainer.precision.products import Role
+from trainer.precision.float8 import E4M3, E5M2, Float8Multiply, emulate_product, quantise_operand, scaled_product
+from trainer.precision.products import GEMMRole
 
 TOKENS, INPUTS, OUTPUTS = 192, 256, 320
 SHAPES = {
-    Role.OUTPUT: ((TOKENS, INPUTS), (OUTPUTS, INPUTS)),
-    Role.INPUT_GRADIENT: ((TOKENS, OUTPUTS), (OUTPUTS, INPUTS)),
-    Role.WEIGHT_GRADIENT: ((TOKENS, OUTPUTS), (TOKENS, INPUTS)),
+    GEMMRole.OUTPUT: ((TOKENS, INPUTS), (OUTPUTS, INPUTS)),
+    GEMMRole.INPUT_GRADIENT: ((TOKENS, OUTPUTS), (OUTPUTS, INPUTS)),
+    GEMMRole.WEIGHT_GRADIENT: ((TOKENS, OUTPUTS), (TOKENS, INPUTS)),
 }
 
 
@@ -26,7 +26,7 @@ def main(device: str) -> None:
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=device).bfloat16()
 
-    compiled = torch.compile(quantise, dynamic=False)
+    compiled = torch.compile(quantise_operand, dynamic=False)
     for rowwise, dtype in ((False, E4M3), (False, E5M2), (True, E4M3)):
         for summed in (0, 1):
             x = random(TOKENS, INPUTS)
@@ -34,8 +34,8 @@ def main(device: str) -> None:
             for bad in (None, float("inf"), float("nan")):
                 if bad is not None:
                     x[9, 11] = bad
-                ours, theirs = quantise(x, summed, dtype, rowwise), compiled(x, summed, dtype, rowwise)
-                on_host = quantise(x.cpu(), summed, dtype, rowwise)
+                ours, theirs = quantise_operand(x, summed, dtype, rowwise), compiled(x, summed, dtype, rowwise)
+                on_host = quantise_operand(x.cpu(), summed, dtype, rowwise)
                 for other in (theirs, on_host):
                     for mine, its in zip(ours, other):
                         same = torch.equal(
@@ -45,27 +45,27 @@ def main(device: str) -> None:
     for fast in (True, False):
         for kind in (E4M3, E5M2):
             left, right = (
-                quantise(random(TOKENS, INPUTS), 1, kind, False),
-                quantise(random(OUTPUTS, INPUTS), 1, E4M3, False),
+                quantise_operand(random(TOKENS, INPUTS), 1, kind, False),
+                quantise_operand(random(OUTPUTS, INPUTS), 1, E4M3, False),
             )
             back = left[1], right[1]
             seen = scaled_product(left[0], right[0], back, torch.bfloat16, fast).float()
-            exact = emulated(left[0], right[0], back, torch.float32)
+            exact = emulate_product(left[0], right[0], back, torch.float32)
             print(f"fast={fast} {kind}: {((seen - exact).norm() / exact.norm()).item():.1e}", flush=True)
             assert (seen - exact).norm() <= (2e-2 if fast else 4e-3) * exact.norm()
     for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
         for role, shapes in SHAPES.items():
             a, b = (random(*shape) for shape in shapes)
-            seen, exact = Float8(recipe)(a, b, role), Float8(recipe)(a.cpu(), b.cpu(), role).to(device)
+            seen, exact = Float8Multiply(recipe)(a, b, role), Float8Multiply(recipe)(a.cpu(), b.cpu(), role).to(device)
             error = ((seen - exact).norm() / exact.norm()).item()
             print(f"{recipe} {role.name}: {error:.1e}", flush=True)
-            assert seen.dtype is torch.bfloat16 and error < (2e-2 if role is Role.OUTPUT else 6e-3), (
+            assert seen.dtype is torch.bfloat16 and error < (2e-2 if role is GEMMRole.OUTPUT else 6e-3), (
                 recipe,
                 role,
                 error,
             )
             a[5, 7] = float("inf")
-            assert not torch.isfinite(Float8(recipe)(a, b, role)).all(), (recipe, role)
+            assert not torch.isfinite(Float8Multiply(recipe)(a, b, role)).all(), (recipe, role)
     print("done")
 
 

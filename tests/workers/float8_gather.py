@@ -18,8 +18,8 @@ from support.reference import random_batch, rows, settings, tiny_spec
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.config import Float8Config
-from trainer.distributed.tensors import local
-from trainer.distributed.world import World, join
+from trainer.distributed.tensors import local_values
+from trainer.distributed.world import World, join_world
 from trainer.planning.batch import BatchPlan
 from trainer.planning.pipeline import resolve_pipeline
 from trainer.planning.plan import resolve_plan
@@ -55,14 +55,14 @@ def train(stage: int, compiled: bool, gather: bool, world: World) -> tuple[list[
             whole = random_batch(step, 2 * world.size, LENGTH, spec.vocab_size, False, world.device)
             mine = rows(whole, 2 * world.rank, 2 * world.rank + 2)
             losses.append(train_step(state, [mine], False)["loss"].item())
-    parameters = [local(parameter).clone() for parameter in state.parameters.values()]
+    parameters = [local_values(parameter).clone() for parameter in state.parameters.values()]
     state.free()
     return losses, parameters, bytes_.gathered
 
 
 def main(out: str, kind: str = "cpu") -> None:
     device = torch.device("cpu") if kind == "cpu" else shared_device()
-    world = join(resolve_plan(settings(parallel__zero__stage=3).parallel, 2).mesh, device)
+    world = join_world(resolve_plan(settings(parallel__zero__stage=3).parallel, 2).mesh, device)
     found = {}
     for stage, compiled in ((2, False), (3, False), *(((3, True),) if kind == "cuda" else ())):
         runs = (train(stage, compiled, gather, world) for gather in (False, True))

@@ -21,11 +21,11 @@ from torch import Tensor
 from trainer.config import Config
 from trainer.config.model import ModelSpec
 from trainer.model.axes import parameter_infos
-from trainer.model.initial import initialize
-from trainer.model.stage import Make, apart
+from trainer.model.initial import initialize_model
+from trainer.model.stage import Make, split_report
 from trainer.model.transformer import Transformer
-from trainer.parity.reference import reference
-from trainer.parity.watch import Watch, assemble
+from trainer.parity.reference import train_reference
+from trainer.parity.watch import StateRecorder, assemble_tensors
 from trainer.planning.batch import BatchPlan
 from trainer.planning.pipeline import resolve_pipeline
 from trainer.planning.plan import resolve_plan
@@ -66,7 +66,7 @@ def run(case: Case, spec: ModelSpec, make: Make, worlds: Worlds, folder: Path) -
     data = next(batches(case, spec, CPU, world.data.get_local_rank(), plan.dp, case["micro_batches"]))
     with numeric_mode(config):
         state = TrainState.build(config, spec, plan, resolve_pipeline(config, spec, plan, batch), world, make=make)
-        watch = Watch(state)
+        watch = StateRecorder(state)
         evaluated = evaluate(state, data).item()
         scalars = train_step(state, data, False)
         statistics = state.runtime.statistics
@@ -74,7 +74,7 @@ def run(case: Case, spec: ModelSpec, make: Make, worlds: Worlds, folder: Path) -
     with torch.device("meta"):
         shapes = {name: info.shape for name, info in parameter_infos(make(spec, None)).items()}
     gradients = [(box, value) for box, value in watch.boxes_held if box.kind == "gradient 0"]
-    whole, differing = assemble(gradients, shapes)
+    whole, differing = assemble_tensors(gradients, shapes)
     state.close()
     return {
         "case": describe(case),
@@ -98,13 +98,13 @@ def worst(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 def expect_watched(case: Case, spec: ModelSpec) -> tuple[dict[str, Tensor], dict[str, list[float]], float]:
     """Gradients and statistics of one process, and by how much the block's objective changes the gradients at least."""
     base, data = settings(), next(batches(case, spec, CPU))
-    gradients = reference(base, spec, [data], CPU).gradients[0]
+    gradients = train_reference(base, spec, [data], CPU).gradients[0]
     model = Transformer(spec)
-    initialize(model, spec, base.run.seed, CPU)
-    _, report = apart(model(data[0].tokens, documents=data[0].documents))
+    initialize_model(model, spec, base.run.seed, CPU)
+    _, report = split_report(model(data[0].tokens, documents=data[0].documents))
     statistics = {name: values.tolist() for name, values in report.statistics.items()}
     spec = ModelSpec.from_dict(spec.to_dict() | {"feed_forward": spec.to_dict()["feed_forward"] | {"kind": "plain"}})
-    without = reference(base, spec, [data], CPU).gradients[0]
+    without = train_reference(base, spec, [data], CPU).gradients[0]
     moved = [
         ((without[name] - value).norm() / value.norm()).item()
         for name, value in gradients.items()
@@ -116,7 +116,7 @@ def expect_watched(case: Case, spec: ModelSpec) -> tuple[dict[str, Tensor], dict
 def expect_foreign(case: Case, spec: ModelSpec, config: Config) -> dict[str, Tensor]:
     model = ForeignModel(spec)
     model.set_loss(config.loss.z_loss, 0, False)
-    initialize(model, spec, config.run.seed, CPU)
+    initialize_model(model, spec, config.run.seed, CPU)
     (batch,) = next(batches(case, spec, CPU))
     objective, _ = model(batch.tokens, batch.targets)
     (objective / (batch.targets != -100).sum()).backward()

@@ -19,29 +19,29 @@ from trainer.checkpointing.activation import apply_recompute
 from trainer.config import ActivationConfig
 from trainer.distributed import boxes, fused, symmetric_memory
 from trainer.distributed.collectives import TensorGroup
-from trainer.distributed.slots import OUT_OF_REACH, SlotGroup, SlotsInReach
-from trainer.distributed.symmetric_memory import Shared
-from trainer.distributed.tensors import local
-from trainer.distributed.world import World, join
+from trainer.distributed.slots import OUT_OF_REACH, NodeShardedKVGroup, ShardedKVGroup
+from trainer.distributed.symmetric_memory import SymmetricMemory
+from trainer.distributed.tensors import local_values
+from trainer.distributed.world import World, join_world
 from trainer.kernels import tensor_parallel as kernels
 from trainer.model.linear import DeferredGrads
-from trainer.parallel.context import member
+from trainer.parallel.context import make_member
 from trainer.planning.plan import resolve_plan
 
 TAKEN: Counter[str] = Counter()
 """Of this process: the calls of each kind, and how often memory was shared."""
 
 
-def share(size: int, device: torch.device, group: dist.ProcessGroup) -> Shared:
+def share(size: int, device: torch.device, group: dist.ProcessGroup) -> SymmetricMemory:
     """Counts how often memory is shared."""
     TAKEN["shared"] += 1
-    return symmetric_memory.share(size, device, group)
+    return symmetric_memory.allocate_symmetric(size, device, group)
 
 
 def shape_of(
     device: torch.device, dtype: torch.dtype, tokens: int, widths: list[int], size: int, waits: bool
-) -> kernels.Shape:
-    return kernels.Shape(rows=16, columns=32, step=32, group=2, programs=1, copiers=1, limit=10**7)
+) -> kernels.TileShape:
+    return kernels.TileShape(rows=16, columns=32, step=32, group=2, programs=1, copiers=1, limit=10**7)
 
 
 def counted(name: str) -> None:
@@ -60,7 +60,7 @@ def gradients(world: World, backend: object, length: int) -> list[torch.Tensor]:
     spec = spec_of(**LLAMA, depth=1)
     model, deferred = model_of(spec, world, backend=backend), DeferredGrads()
     model.defer(deferred)
-    kept = fused.Fused if backend is not TensorGroup else TensorGroup
+    kept = fused.FusedKernelGroup if backend is not TensorGroup else TensorGroup
     apply_recompute(model, ActivationConfig(mode="selective", save=["matmul/2"]), kept)
     generator, objectives = torch.Generator().manual_seed(3), []
     for size in (length // 2, length):  # the second needs more memory
@@ -71,7 +71,7 @@ def gradients(world: World, backend: object, length: int) -> list[torch.Tensor]:
         deferred.active = False
         deferred.take()()
         objectives.append(objective.detach())
-    return [*objectives, *(local(parameter.grad) for parameter in model.parameters())]
+    return [*objectives, *(local_values(parameter.grad) for parameter in model.parameters())]
 
 
 def compare_slots(world: World) -> None:
@@ -79,7 +79,7 @@ def compare_slots(world: World) -> None:
     attended, logsum = drawn(world.rank, 2, 3, 4, 16), drawn(7 + world.rank, 2, 3, 4)
     if world.rank == 0:
         attended[:, :, 0], logsum[:, :, 0] = 0.0, -torch.inf
-    gathered, sent = (member(dist.group.WORLD, kind) for kind in (SlotGroup, SlotsInReach))
+    gathered, sent = (make_member(dist.group.WORLD, kind) for kind in (ShardedKVGroup, NodeShardedKVGroup))
     for _ in range(3):
         compare(*(one.combine(attended, logsum, torch.float32) for one in (sent, gathered)), "slots")
     assert not OUT_OF_REACH
@@ -87,13 +87,13 @@ def compare_slots(world: World) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    world = join(resolve_plan(settings(2).parallel, 2).mesh, torch.device("cpu"))
-    boxes.share, fused.shape_of = share, shape_of
+    world = join_world(resolve_plan(settings(2).parallel, 2).mesh, torch.device("cpu"))
+    boxes.allocate_symmetric, fused.shape_of = share, shape_of
     count_by_tensors()
     for name in ("gather_matmul", "matmul_scatter", "sum_received"):
         counted(name)
     usual = gradients(world, TensorGroup, LENGTH)
-    found = gradients(world, fused.Fused, LENGTH)
+    found = gradients(world, fused.FusedKernelGroup, LENGTH)
     worst = max(((one - other).norm() / one.norm()).item() for one, other in zip(usual, found))
     assert worst < 1e-5, worst
     # Two passes: forward gathers and reduces twice; backward gathers twice and reduces twice, and gathers

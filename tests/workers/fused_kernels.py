@@ -32,7 +32,7 @@ TILE = {"rows": 16, "columns": 32, "step": 32, "group": 2, "programs": 2, "copie
 
 def memories(size: int) -> list[Memory]:
     """For gathers and for reductions, as large as they need to be."""
-    shape = kernels.Shape(**TILE)
+    shape = kernels.TileShape(**TILE)
     return [
         Memory(size, size * TOKENS * DEPTHS[0], shape.flags(TOKENS, shape.columns, size)),
         Memory(size, size * TOKENS * WIDTHS[0], shape.flags(TOKENS, WIDTHS[0], size)),

@@ -28,16 +28,16 @@ from torch import Tensor
 
 from trainer.distributed import boxes, flags
 from trainer.distributed.collectives import TensorGroup
-from trainer.distributed.copied import Copied
-from trainer.distributed.fused import Fused
-from trainer.distributed.shards import Shards, go_on
-from trainer.distributed.slots import OUT_OF_REACH, SlotGroup, SlotsInReach
-from trainer.distributed.symmetric_memory import Shared, share
-from trainer.distributed.world import World, join
+from trainer.distributed.copied import CopyEngineGroup
+from trainer.distributed.fused import FusedKernelGroup
+from trainer.distributed.shards import CopyEngineShards, go_on
+from trainer.distributed.slots import OUT_OF_REACH, NodeShardedKVGroup, ShardedKVGroup
+from trainer.distributed.symmetric_memory import SymmetricMemory, allocate_symmetric
+from trainer.distributed.world import World, join_world
 from trainer.kernels import decode
-from trainer.parallel.context import member
-from trainer.precision.float8 import Float8
-from trainer.precision.products import Multiply, Role, matmul
+from trainer.parallel.context import make_member
+from trainer.precision.float8 import Float8Multiply
+from trainer.precision.products import GEMMRole, Multiply, matmul
 
 WIDTH, QUERIES, KEYS, HIDDEN = 4096, 4096, 1024, 14336
 TOKENS = {torch.bfloat16: (8192, 1000, 32), torch.float16: (1000,)}
@@ -46,9 +46,9 @@ TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """Of the norm of a difference: `off` rounds partial sums as often, at other places."""
 
 
-def poisoned(size: int, device: torch.device, group: dist.ProcessGroup) -> Shared:
+def poisoned(size: int, device: torch.device, group: dist.ProcessGroup) -> SymmetricMemory:
     """Memory of NaN, and flags of -1."""
-    shared = share(size, device, group)
+    shared = allocate_symmetric(size, device, group)
     shared.parts[dist.get_rank(group)].fill_(0xFF)
     torch.cuda.synchronize(device)
     dist.barrier(group)
@@ -56,14 +56,14 @@ def poisoned(size: int, device: torch.device, group: dist.ProcessGroup) -> Share
 
 
 def gathered(
-    group: TensorGroup, x: Tensor, weights: list[Tensor], role: Role, keep: bool, multiply: Multiply
+    group: TensorGroup, x: Tensor, weights: list[Tensor], role: GEMMRole, keep: bool, multiply: Multiply
 ) -> list[Tensor]:
     products, whole = group.gather_matmul(x, weights, role, keep=keep, multiply=multiply)
     return [*products, *([whole] if keep else [])]
 
 
 def reduced(
-    group: TensorGroup, operands: list[Tensor], weights: list[Tensor], role: Role, multiply: Multiply
+    group: TensorGroup, operands: list[Tensor], weights: list[Tensor], role: GEMMRole, multiply: Multiply
 ) -> list[Tensor]:
     return [group.wait(group.matmul_scatter_sum(operands, weights, role, multiply))]
 
@@ -100,14 +100,14 @@ class Shapes:
         mine, whole = self.draw(tokens // self.size, WIDTH), [self.draw(tokens, w.shape[0]) for w in self.columns]
         inner = [self.draw(tokens, w.shape[1]) for w in self.rows]
         return {
-            "qkv": (gathered, mine, qkv, Role.OUTPUT, False),
-            "gate_up": (gathered, mine, gate_up, Role.OUTPUT, False),
-            "o": (reduced, inner[:1], [o], Role.OUTPUT),
-            "down": (reduced, inner[1:], [down], Role.OUTPUT),
-            "qkv backward": (reduced, whole[:3], qkv, Role.INPUT_GRADIENT),
+            "qkv": (gathered, mine, qkv, GEMMRole.OUTPUT, False),
+            "gate_up": (gathered, mine, gate_up, GEMMRole.OUTPUT, False),
+            "o": (reduced, inner[:1], [o], GEMMRole.OUTPUT),
+            "down": (reduced, inner[1:], [down], GEMMRole.OUTPUT),
+            "qkv backward": (reduced, whole[:3], qkv, GEMMRole.INPUT_GRADIENT),
             "gate_up gradients": (TensorGroup.columns_gradients, whole[3:], gate_up, mine),
             "o gradients": (TensorGroup.rows_gradients, mine, o, inner[0]),
-            "down backward": (gathered, mine, [down], Role.INPUT_GRADIENT, True),
+            "down backward": (gathered, mine, [down], GEMMRole.INPUT_GRADIENT, True),
         }
 
 
@@ -115,7 +115,7 @@ def share_slots(world: World, epochs: int, late: random.Random) -> float:
     """The largest difference of attention to shared slots, brought together by the kernel, from gathered parts. All
     ranks have the same bits."""
     group, device = world.dimensions["tp"].get_group(), world.device
-    slots, near = (member(group, kind) for kind in (SlotGroup, SlotsInReach))
+    slots, near = (make_member(group, kind) for kind in (ShardedKVGroup, NodeShardedKVGroup))
     everyone, own = (torch.Generator(device).manual_seed(seed) for seed in (7, 100 + near.rank))
     worst = 0.0
     for epoch in range(epochs):
@@ -123,7 +123,7 @@ def share_slots(world: World, epochs: int, late: random.Random) -> float:
         query = torch.randn(3, 16, 1, 64, device=device, generator=everyone).bfloat16()
         keys, values = torch.randn(2, 3, 4, length, 64, device=device, generator=own).bfloat16()
         places = torch.tensor([0, near.size * length // 2, near.size * length - 1], device=device)
-        parts = decode.attend_slots(query, keys, values, places, 0.125, 0.0, 0, near.rank, near.size)
+        parts = decode.attend_kv_parts(query, keys, values, places, 0.125, 0.0, 0, near.rank, near.size)
         if late.random() < 0.3:
             torch.cuda._sleep(late.randrange(5_000_000))
         found, expected = (one.combine(*parts, torch.float32) for one in (near, slots))
@@ -138,7 +138,7 @@ def share_slots(world: World, epochs: int, late: random.Random) -> float:
 def share_states(world: World, epochs: int, late: random.Random) -> None:
     """Gathers of shards and sums of gradients, of tensors that kernels and copy engines take and small ones, have the
     bits of casts and sums by torch."""
-    shards, device = Shards(world.dimensions["tp"].get_group()), world.device
+    shards, device = CopyEngineShards(world.dimensions["tp"].get_group()), world.device
     for epoch in range(epochs):
         draw = torch.Generator(device).manual_seed(epoch)
         if late.random() < 0.3:
@@ -165,19 +165,19 @@ def share_states(world: World, epochs: int, late: random.Random) -> None:
 
 def main(out: str, epochs: int = 40, *some: int, kernels: bool = False) -> None:
     size, device = int(os.environ["WORLD_SIZE"]), shared_device()
-    world = join({"pp": 1, "replicate": 1, "shard": 1, "tp": size}, device)
+    world = join_world({"pp": 1, "replicate": 1, "shard": 1, "tp": size}, device)
     name, rank = world.dimensions["tp"].get_group().group_name, world.place("tp")
-    boxes.share = poisoned
+    boxes.allocate_symmetric = poisoned
     late, worst = random.Random(rank), {}
     methods = {
-        "copy_engine": Copied(name, rank, size),
-        "copy_engine, looking": Copied(name, rank, size),
-        "triton": Fused(name, rank, size),
+        "copy_engine": CopyEngineGroup(name, rank, size),
+        "copy_engine, looking": CopyEngineGroup(name, rank, size),
+        "triton": FusedKernelGroup(name, rank, size),
     }
     looks = {"copy_engine, looking": 10**6, "triton": 10**8}
     if kernels:
         methods = {"triton": methods["triton"]}
-    off, narrow = TensorGroup(name, rank, size), [Float8(recipe) for recipe in ("tensorwise", "rowwise")]
+    off, narrow = TensorGroup(name, rank, size), [Float8Multiply(recipe) for recipe in ("tensorwise", "rowwise")]
     for dtype, counts in ({torch.bfloat16: some} if some else TOKENS).items():
         shapes, tolerance = Shapes(rank, size, device, dtype), TOLERANCE[dtype]
         for epoch in range(epochs):
@@ -194,7 +194,7 @@ def main(out: str, epochs: int = 40, *some: int, kernels: bool = False) -> None:
                         continue
                     if late.random() < 0.3:
                         torch.cuda._sleep(late.randrange(5_000_000))
-                    with patch.object(flags, "LOOKS", looks.get(method, 0)):
+                    with patch.object(flags, "MAX_POLLS", looks.get(method, 0)):
                         found = [run(function, group, arguments, multiply) for _ in range(2)]
                     key = f"{method} {call} {dtype} {multiply.key}"
                     assert all(map(torch.equal, *found)), f"{key}: other bits the second time"
@@ -208,7 +208,7 @@ def main(out: str, epochs: int = 40, *some: int, kernels: bool = False) -> None:
     worst["slots"] = share_slots(world, 5 * epochs, late)
     share_states(world, epochs, late)
     if rank == 0:
-        calls = {f"{one.kind} by {type(one).__name__}, {one.dtype}": one.epoch for one in boxes.BOXES.values()}
+        calls = {f"{one.kind} by {type(one).__name__}, {one.dtype}": one.epoch for one in boxes.ALL_BUFFERS.values()}
         Path(out).write_text(json.dumps({"worst": worst, "calls": calls}, indent=1))
         print(f"epochs of each kind of call: {calls}", flush=True)
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from support.launch import fork
 
 from trainer.distributed.collectives import TensorGroup
-from trainer.distributed.world import join
+from trainer.distributed.world import join_world
 
 ROUNDS, AT_ONCE = 150, 64
 
@@ -19,7 +19,7 @@ def threads() -> set[int]:
 
 fork()
 before = threads()
-world = join({"pp": 1, "replicate": 1, "shard": 1, "tp": 1}, torch.device("cpu"))
+world = join_world({"pp": 1, "replicate": 1, "shard": 1, "tp": 1}, torch.device("cpu"))
 group = world.dimensions["tp"].get_group()
 for made in (group, dist.group.WORLD, dist.new_group(backend="gloo")):
     print("threads", made._get_backend(torch.device("cpu")).options._threads)

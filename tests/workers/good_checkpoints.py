@@ -20,9 +20,9 @@ import trainer
 from trainer.checkpointing import retention
 from trainer.checkpointing.manifest import list_checkpoints
 from trainer.config import ConfigError
-from trainer.distributed.tensors import local
+from trainer.distributed.tensors import local_values
 from trainer.training import trainer as loop
-from trainer.training.ledger import NonFinite
+from trainer.training.ledger import NonFiniteError
 
 STEPS = 8
 step = loop.train_step
@@ -35,7 +35,7 @@ def run(folder: Path, *overrides: str) -> list[str]:
     settings += ["checkpoint.every=2", "checkpoint.keep_last=2", "checkpoint.at_end=true", "batch.global_size=4"]
     try:
         answer = f"code {trainer.run(trainer.compose([*settings, *overrides], world_size=2)).code}"
-    except (ConfigError, NonFinite) as error:
+    except (ConfigError, NonFiniteError) as error:
         answer = f"{type(error).__name__}: {error}"
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, [answer, *map(str, list_checkpoints(folder / "checkpoints"))])
@@ -48,7 +48,7 @@ def spoil_one_rank(state, batches, asked):
     result = step(state, batches, asked)
     if state.step == 5 and dist.get_rank() == 1:
         name = next(name for name in state.tensors() if name.startswith("optimizer.exp_avg_sq"))
-        local(state.tensors()[name]).detach().view(-1)[0] = math.inf
+        local_values(state.tensors()[name]).detach().view(-1)[0] = math.inf
     return result
 
 

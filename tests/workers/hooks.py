@@ -16,7 +16,7 @@ import trainer
 from trainer import option, register
 from trainer.checkpointing.loading import read_tensors
 from trainer.config import ConfigError
-from trainer.distributed.world import join
+from trainer.distributed.world import join_world
 from trainer.parity.cli import main as compare_plans
 from trainer.planning.plan import resolve_plan
 from trainer.training.hooks import HookFailed
@@ -175,7 +175,7 @@ def scenarios(root: Path):
 
 
 def main(root: str) -> None:
-    join(resolve_plan(trainer.Config().parallel, 2).mesh, torch.device("cpu"))
+    join_world(resolve_plan(trainer.Config().parallel, 2).mesh, torch.device("cpu"))
     results = dict(scenarios(Path(root)))
     if dist.get_rank() == 0:
         (Path(root) / "results.json").write_text(json.dumps(results))

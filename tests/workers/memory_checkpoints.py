@@ -17,7 +17,7 @@ from trainer.checkpointing.loading import load_tensors
 from trainer.checkpointing.manifest import list_checkpoints, step_folder
 from trainer.checkpointing.memory import MemoryCheckpointer, MemoryNodes, fetch_files, find_in_memory
 from trainer.config import CheckpointConfig, ConfigError
-from trainer.distributed.world import join
+from trainer.distributed.world import join_world
 
 NODE_OF_RANK = (0, 0, 1, 1, 2)
 
@@ -64,7 +64,7 @@ def lose_node(nodes, number):
 
 def main(folder):
     shape = {"pp": 1, "replicate": 1, "shard": 5, "tp": 1}
-    world = join(shape, torch.device("cpu"))
+    world = join_world(shape, torch.device("cpu"))
     mesh = world.mesh["shard"]
     root = folder / f"node-{NODE_OF_RANK[world.rank]}"
     root.mkdir(exist_ok=True)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from trainer.config import OptimizerConfig
 from trainer.kernels import multi_tensor
-from trainer.optim.groups import Policy
+from trainer.optim.groups import ParameterPolicy
 from trainer.optim.optimizer import Optimizer
 from trainer.planning.cost.updates import MOMENTS
 
@@ -75,10 +75,10 @@ def updates_differ(
         broken = number == 3
         if broken:
             gradients[0][0] = float("nan")
-        scalars = multi_tensor.scalars(
+        scalars = multi_tensor.update_scalars(
             *(torch.tensor(value) for value in (1e-2 / number, 8.3, float(broken), number)), BETAS
         )
-        multi_tensor.update(
+        multi_tensor.update_parameters(
             kind, there[0], moved(gradients, shift, device), there[1:], scalars.to(device), BETAS, EPSILON, DECAY
         )
         for place, w in enumerate(weights):
@@ -120,7 +120,7 @@ def optimizers_differ(kind: str, state: torch.dtype) -> list[str]:
     names = [f"p{place}" for place in range(len(SHAPES))]
     here = dict(zip(names, (nn.Parameter(value) for value in tensors(torch.float32, 0, choose))))
     there = {name: nn.Parameter(parameter.detach().cuda()) for name, parameter in here.items()}
-    policies = {name: Policy(kind, state, place % 2 * 0.1, 1.0) for place, name in enumerate(names)}
+    policies = {name: ParameterPolicy(kind, state, place % 2 * 0.1, 1.0) for place, name in enumerate(names)}
     both = [Optimizer(parameters, copy.copy(policies), OptimizerConfig()) for parameters in (here, there)]
     for number in range(5):
         gradients = tensors(torch.float32, 0, choose, size=4.0)

@@ -26,12 +26,12 @@ import trainer.training.auto_schedule
 import trainer.training.trainer
 from trainer import cli
 from trainer.config import Config
-from trainer.distributed.channels import Failures
-from trainer.distributed.world import join
+from trainer.distributed.channels import FailureStore
+from trainer.distributed.world import join_world
 from trainer.model.transformer import Transformer
 from trainer.observe.samples import SAMPLES
 from trainer.planning.plan import resolve_plan
-from trainer.planning.schedules.search import Choice
+from trainer.planning.schedules.search import ScheduleChoice
 from trainer.planning.schedules.templates import build_schedule
 
 train_step = trainer.training.trainer.train_step
@@ -247,7 +247,7 @@ def two(root: Path) -> Iterator[tuple[str, dict]]:
         "batch.micro_size": None,
     }
     given = {"batch.accumulation": 4, "parallel.pipeline.split": [3, 1], "parallel.pipeline.chunks": 1}
-    choose = trainer.training.auto_schedule.Auto.choose
+    choose = trainer.training.auto_schedule.AutoSchedule.choose
     for name, changes, decide in (
         ("auto", {}, choose),
         ("auto_given", given, choose),
@@ -255,15 +255,16 @@ def two(root: Path) -> Iterator[tuple[str, dict]]:
     ):
         for steps in (5, 7):  # the second goes on where the first ended
             measured: list[int] = []
-            trainer.training.auto_schedule.Auto.choose = lambda auto: (measured.append(auto.state.step), decide(auto))[
-                1
-            ]
+            trainer.training.auto_schedule.AutoSchedule.choose = lambda auto: (
+                measured.append(auto.state.step),
+                decide(auto),
+            )[1]
             yield f"{name}_{steps}", run(root / name, steps, **auto, **changes) | {"measured": measured}
 
 
 def another_cut(
-    auto: trainer.training.auto_schedule.Auto, choose: Any = trainer.training.auto_schedule.Auto.choose
-) -> Choice:
+    auto: trainer.training.auto_schedule.AutoSchedule, choose: Any = trainer.training.auto_schedule.AutoSchedule.choose
+) -> ScheduleChoice:
     """A choice for which the layers have to be cut anew, whatever was measured."""
     return dataclasses.replace(
         choose(auto),
@@ -278,9 +279,9 @@ def another_cut(
 def dies(arguments: list[str]) -> int:
     """The command line on this rank; rank 1 vanishes in the third step, in the forward pass of its third
     micro-batch. Rank 2 is slow to look why its transfers broke: rank 0, which holds the store, knows long before."""
-    forward, passes, told = Transformer.forward, [0], Failures.told
+    forward, passes, told = Transformer.forward, [0], FailureStore.told
 
-    def told_late(self: Failures, patience: float) -> str | None:
+    def told_late(self: FailureStore, patience: float) -> str | None:
         time.sleep(2)
         return told(self, patience)
 
@@ -292,13 +293,13 @@ def dies(arguments: list[str]) -> int:
 
     Transformer.forward = counted
     if os.environ["RANK"] == "2":
-        Failures.told = told_late
+        FailureStore.told = told_late
     return cli.main(arguments)
 
 
 def main(what: str, root: Path) -> None:
     world = int(os.environ["WORLD_SIZE"])
-    join(resolve_plan(Config().parallel, world).mesh, torch.device("cpu"))
+    join_world(resolve_plan(Config().parallel, world).mesh, torch.device("cpu"))
     results = dict({"four": four, "two": two}[what](root))
     if dist.get_rank() == 0:
         (root / f"{what}.json").write_text(json.dumps(results))

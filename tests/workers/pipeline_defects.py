@@ -15,11 +15,11 @@ from support.launch import fork, leave
 from support.reference import random_batch, rows, settings, tiny_spec
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.distributed.world import join
+from trainer.distributed.world import join_world
 from trainer.model.layers import Layer
-from trainer.parity.compare import compare
-from trainer.parity.reference import reference
-from trainer.parity.watch import Watch
+from trainer.parity.compare import compare_runs
+from trainer.parity.reference import train_reference
+from trainer.parity.watch import StateRecorder
 from trainer.planning.batch import BatchPlan
 from trainer.planning.pipeline import resolve_pipeline
 from trainer.planning.plan import resolve_plan
@@ -57,7 +57,7 @@ class Case:
         plan = resolve_plan(self.config.parallel, dist.get_world_size(), self.spec)
         self.micro = SEQUENCES // plan.dp // micro_batches
         batch = BatchPlan(LENGTH, SEQUENCES, self.micro, micro_batches)
-        world = join(plan.mesh, torch.device("cpu"))
+        world = join_world(plan.mesh, torch.device("cpu"))
         pipeline = resolve_pipeline(self.config, self.spec, plan, batch)
         self.state = TrainState.build(self.config, self.spec, plan, pipeline, world)
         self.micro_batches, self.dp = micro_batches, plan.dp
@@ -71,7 +71,7 @@ class Case:
 
     def errors(self, evaluations: bool = False) -> dict[str, Any]:
         """Trains, and compares with one process."""
-        watch = Watch(self.state)
+        watch = StateRecorder(self.state)
         for step in range(STEPS):
             watch.train(self.batches(step))
             if evaluations:
@@ -80,8 +80,8 @@ class Case:
         if dist.get_rank():
             return {}
         steps = [[random_batch(step, SEQUENCES, LENGTH, self.spec.vocab_size, False)] for step in range(STEPS)]
-        expected = reference(self.config, self.spec, steps, torch.device("cpu"))
-        found = compare(seen, expected)
+        expected = train_reference(self.config, self.spec, steps, torch.device("cpu"))
+        found = compare_runs(seen, expected)
         return {
             "gradient": max(step.gradient for step in found.steps),
             "norm": max(step.norm for step in found.steps),

@@ -31,12 +31,12 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.config import ConfigError
 from trainer.diagnosis.traces import WAIT
-from trainer.distributed.channels import Channels, Pending, PipelineError, edges
-from trainer.parallel.pipeline.runtime import Runtime
+from trainer.distributed.channels import PendingTensor, PipelineChannels, PipelineError, stage_edges
+from trainer.parallel.pipeline.runtime import PipelineRuntime
 from trainer.planning.cost.stages import StageCosts
 from trainer.planning.schedules.ir import Schedule
-from trainer.planning.schedules.simulate import simulate
-from trainer.planning.schedules.templates import TEMPLATES, build_schedule, greedy, place_stages
+from trainer.planning.schedules.simulate import simulate_schedule
+from trainer.planning.schedules.templates import TEMPLATES, build_greedy, build_schedule, place_stages
 
 WIDTH, VOCABULARY, LAYERS = 6, 11, 16
 EVALUATED = 40
@@ -205,7 +205,7 @@ class Reduced:
         parameter.grad = None
 
 
-class Counting(Channels):
+class Counting(PipelineChannels):
     """Counts the receive buffers that are alive, and those that nobody has waited for yet."""
 
     def __init__(self, *arguments):
@@ -220,12 +220,12 @@ class Counting(Channels):
         return pending
 
 
-class Arrived(Pending):
+class Arrived(PendingTensor):
     def wait(self) -> Tensor:
         return self._buffer
 
 
-class Synchronous(Channels):
+class Synchronous(PipelineChannels):
     """Waits for every transfer before the rank does anything else, on a GPU for all of its work too, as a rank does
     where everything makes the host wait for the whole device."""
 
@@ -234,7 +234,7 @@ class Synchronous(Channels):
         self.flush()
         self._settle()
 
-    def recv(self, shape: torch.Size, dtype: torch.dtype, source: int) -> Pending:
+    def recv(self, shape: torch.Size, dtype: torch.dtype, source: int) -> PendingTensor:
         buffer = super().recv(shape, dtype, source).wait()
         self._settle()
         return Arrived(self, None, buffer, source)
@@ -294,30 +294,30 @@ def schedules(ranks: int, counts: tuple[int, ...]):
                     break
     for style in ("loop", "v"):
         costs = StageCosts.uniform(2 * ranks, f=1.0, i=1.3, w=0.6)
-        schedule = greedy(costs, place_stages(ranks, 2, style), counts[0], cap=2.0 * ranks)
+        schedule = build_greedy(costs, place_stages(ranks, 2, style), counts[0], cap=2.0 * ranks)
         yield schedule
         yield merge_backward(schedule)
 
 
 def build(
-    schedule: Schedule, channels: Channels | None, sharding: Any = None, recompute: bool = False, **keywords
-) -> Runtime:
+    schedule: Schedule, channels: PipelineChannels | None, sharding: Any = None, recompute: bool = False, **keywords
+) -> PipelineRuntime:
     deferred, rank = Deferred(), 0 if channels is None else channels.rank
     stages = {
         stage: Stage(stage, schedule.stages, deferred, recompute).to(DEVICE)
         for stage, where in enumerate(schedule.placement)
         if where == rank
     }
-    return Runtime(
+    return PipelineRuntime(
         schedule, stages, channels, sharding(stages) if sharding else Kept(), deferred, hidden_state, DEVICE, **keywords
     )
 
 
-def gradients(runtime: Runtime) -> dict[str, Tensor | None]:
+def gradients(runtime: PipelineRuntime) -> dict[str, Tensor | None]:
     return {name: parameter.grad for module in runtime.stages.values() for name, parameter in module.named_parameters()}
 
 
-def parity(schedule: Schedule, channels: Channels | None, number: int) -> dict[str, Any]:
+def parity(schedule: Schedule, channels: PipelineChannels | None, number: int) -> dict[str, Any]:
     """Gradients and losses of two steps against the reference: accumulated with an evaluation in between, and
     reduced."""
     count, scale = schedule.microbatches, torch.tensor(0.37, dtype=torch.float64, device=DEVICE)
@@ -364,10 +364,10 @@ def parity(schedule: Schedule, channels: Channels | None, number: int) -> dict[s
 
 def numbers(out: Path) -> None:
     rank = dist.get_rank()
-    pipelines = {4: Channels(range(4), edges(place_stages(4, 1, "loop")), DEVICE)}
+    pipelines = {4: PipelineChannels(range(4), stage_edges(place_stages(4, 1, "loop")), DEVICE)}
     pair = [3, 1] if rank % 2 else [0, 2]
-    pipelines[2] = Channels(pair, edges((0, 1)), DEVICE)
-    pipelines[4].extend(edges(place_stages(4, 2, "loop")))
+    pipelines[2] = PipelineChannels(pair, stage_edges((0, 1)), DEVICE)
+    pipelines[4].extend(stage_edges(place_stages(4, 2, "loop")))
     cases = [
         parity(schedule, channels, number)
         for ranks, channels in pipelines.items()
@@ -380,7 +380,7 @@ def numbers(out: Path) -> None:
     for name in ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v", "v_half", "v_min", "dualpipe_v"):
         for count in (8, 16):
             schedule = build_schedule(name, 4, count)
-            counting = Counting(range(4), edges(schedule.placement), DEVICE)
+            counting = Counting(range(4), stage_edges(schedule.placement), DEVICE)
             build(schedule, counting).train(random_batches(count, 0, False), torch.ones((), device=DEVICE))
             memory[f"{name} {count}"] = [
                 counting.peak,
@@ -424,7 +424,7 @@ def numbers(out: Path) -> None:
 def synchronous(out: Path) -> None:
     """Every schedule, its evaluations too; a circle of ranks would wait until faulthandler says where."""
     ranks, results = dist.get_world_size(), []
-    channels = Synchronous(range(ranks), edges(place_stages(ranks, 2, "loop")), DEVICE)
+    channels = Synchronous(range(ranks), stage_edges(place_stages(ranks, 2, "loop")), DEVICE)
     for number, schedule in enumerate([*schedules(ranks, (1,)), *schedules(ranks, (2 * ranks + 1, 2 * ranks))]):
         faulthandler.dump_traceback_later(60, exit=True)
         results.append(parity(schedule, channels, number))
@@ -446,7 +446,7 @@ def raising(error: Exception) -> Callable[[], None]:
 def broken(fault: Callable[[], None], at: int) -> None:
     """A step in which a stage fails in its fourth micro-batch."""
     schedule = build_schedule("1f1b", 4, 8)
-    runtime = build(schedule, Channels(range(4), edges(schedule.placement), DEVICE))
+    runtime = build(schedule, PipelineChannels(range(4), stage_edges(schedule.placement), DEVICE))
     calls = iter([None, None, None])
     for stage, module in runtime.stages.items():
         module.fault = (lambda: next(calls, fault) and fault()) if stage == at else None
@@ -503,17 +503,17 @@ class SleepStage(nn.Module):
         return (hidden.sum(), hidden.detach().sum()[None]) if self.last else hidden
 
 
-def sleeping(schedule: Schedule, costs: StageCosts, channels: Channels | None) -> Runtime:
+def sleeping(schedule: Schedule, costs: StageCosts, channels: PipelineChannels | None) -> PipelineRuntime:
     deferred, rank = SleepDeferred(), 0 if channels is None else channels.rank
     stages = {
         stage: SleepStage(costs, stage, deferred) for stage, where in enumerate(schedule.placement) if where == rank
     }
-    return Runtime(
+    return PipelineRuntime(
         schedule, stages, channels, Kept(), deferred, lambda batch: (torch.Size([1, 8]), torch.float32), DEVICE
     )
 
 
-def overheads(channels: Channels) -> tuple[float, float, float]:
+def overheads(channels: PipelineChannels) -> tuple[float, float, float]:
     """Seconds that a sleep takes longer than asked, that the host spends on an action, and that a transfer takes.
 
     Of several runs the fastest counts, as it does of the steps that are compared: other work on the machine adds time.
@@ -549,8 +549,8 @@ def overheads(channels: Channels) -> tuple[float, float, float]:
 def bubbles(out: Path) -> None:
     """Balanced stages, a heavy head, and much attention, in seconds of a rank's share of the model."""
     go_first()
-    channels = Channels(range(4), edges(place_stages(4, 2, "loop")), DEVICE)
-    channels.extend(edges(place_stages(4, 2, "v")))
+    channels = PipelineChannels(range(4), stage_edges(place_stages(4, 2, "loop")), DEVICE)
+    channels.extend(stage_edges(place_stages(4, 2, "v")))
     unit, results = 0.012, []
     sleep, host, transfer = overheads(channels)
     for scenario, (f, i, w, head) in {
@@ -573,12 +573,12 @@ def bubbles(out: Path) -> None:
                 )
 
             schedule = (
-                greedy(costs(8), place_stages(4, 2, "v"), 8, cap=8.0)
+                build_greedy(costs(8), place_stages(4, 2, "v"), 8, cap=8.0)
                 if name == "greedy"
                 else build_schedule(name, 4, 8)
             )
             runtime = sleeping(schedule, costs(schedule.stages), channels)
-            predicted = simulate(schedule, costs(schedule.stages, sleep, host=host, transfer=transfer))
+            predicted = simulate_schedule(schedule, costs(schedule.stages, sleep, host=host, transfer=transfer))
             measured: list[tuple[float, float]] = []
             while not measured or (
                 len(measured) < 24
@@ -600,7 +600,7 @@ def bubbles(out: Path) -> None:
                     "measured_bubble": min(measured)[1],
                     "predicted": predicted.makespan,
                     "predicted_bubble": predicted.bubble,
-                    "ideal": simulate(schedule, costs(schedule.stages)).makespan,
+                    "ideal": simulate_schedule(schedule, costs(schedule.stages)).makespan,
                 }
             )
     if dist.get_rank() == 0:

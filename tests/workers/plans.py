@@ -34,15 +34,15 @@ from torch._dynamo.utils import counters
 
 from trainer.config import Config, Float8Config
 from trainer.config.model import ModelSpec
-from trainer.data.batches import Batch
-from trainer.distributed.tensors import boxes, local
-from trainer.distributed.world import World, join, local_device
+from trainer.data.batches import MicroBatch
+from trainer.distributed.tensors import local_regions, local_values
+from trainer.distributed.world import World, join_world, local_device
 from trainer.model.axes import parameter_infos
 from trainer.model.initial import initial_weights
 from trainer.optim.optimizer import Optimizer
-from trainer.parity.compare import Comparison, coarsest, compare, judge
-from trainer.parity.reference import Trajectory, reference
-from trainer.parity.watch import train
+from trainer.parity.compare import RunComparison, coarsest_tolerance, compare_runs, judge_plan
+from trainer.parity.reference import Trajectory, train_reference
+from trainer.parity.watch import train_plan
 from trainer.planning.batch import BatchPlan
 from trainer.planning.cost import parameters as cost_parameters
 from trainer.planning.pipeline import resolve_pipeline
@@ -158,7 +158,7 @@ def config_of(case: Case, folder: Path) -> Config:
         config.parallel.pipeline.schedule, config.parallel.pipeline.chunks = "interleaved", 3
     elif schedule == "csv":  # with full and split backwards side by side
         path = folder / f"{case['pp']}x{case['micro_batches']}-{os.getpid()}.csv"
-        path.write_text(ir.dumps(merge_backward(build_schedule("zb_v", case["pp"], case["micro_batches"]))))
+        path.write_text(ir.format_schedule(merge_backward(build_schedule("zb_v", case["pp"], case["micro_batches"]))))
         config.parallel.pipeline.schedule = str(path)
     elif schedule != "none":
         config.parallel.pipeline.schedule = schedule
@@ -172,7 +172,7 @@ def config_of(case: Case, folder: Path) -> Config:
 
 def batches(
     case: Case, spec: ModelSpec, device: torch.device, rank: int = 0, ranks: int = 1, micro_batches: int = 1
-) -> Iterator[list[Batch]]:
+) -> Iterator[list[MicroBatch]]:
     """The steps of a data-parallel rank."""
     micro = SEQUENCES // ranks // micro_batches
     for step in range(STEPS):
@@ -198,14 +198,14 @@ class Worlds(dict[tuple, World]):
     def of(self, plan: Any, device: torch.device) -> World:
         shape = plan.pp, plan.replicate, plan.shard, plan.cp, plan.tp
         if shape not in self:
-            self[shape] = join(plan.mesh, device, cp=plan.cp)
+            self[shape] = join_world(plan.mesh, device, cp=plan.cp)
         return self[shape]
 
 
 def measure(chosen: list[Case], worlds: Worlds, device: torch.device, folder: Path) -> list[dict[str, Any]]:
     """Runs cases; the results are on rank 0."""
     references: dict[str, Trajectory] = {}
-    plain: dict[str, Comparison | None] = {}
+    plain: dict[str, RunComparison | None] = {}
     results, compile = [], torch.compile
     for number, case in enumerate(chosen, 1):
         faulthandler.dump_traceback_later(PATIENCE, exit=True)
@@ -220,7 +220,7 @@ def measure(chosen: list[Case], worlds: Worlds, device: torch.device, folder: Pa
         counters.clear()
         try:
             with patch.object(torch, "compile", partial(compile, backend=GRAPHS)) if graphs else nullcontext():
-                seen = train(config, spec, plan, pipeline, world, data)
+                seen = train_plan(config, spec, plan, pipeline, world, data)
         except Exception as error:
             error.add_note(f"in the case {describe(case)}")
             raise
@@ -232,23 +232,23 @@ def measure(chosen: list[Case], worlds: Worlds, device: torch.device, folder: Pa
             parts = 1 if float8 is None else plan.dp * case["micro_batches"]
             others = [case["loss"] == "z_loss", *map(case.get, ("attention", "optimizer", "float8"))]
             key = json.dumps([spec.to_dict(), *others, parts])
-            kind = coarsest(config.precision, config.parallel.grad_comm)
+            kind = coarsest_tolerance(config.precision, config.parallel.grad_comm)
             base = settings(loss__z_loss=config.loss.z_loss)
             base.optimizer, base.precision.types = config.optimizer, config.precision.types
             if key not in references:
                 compute = DTYPES[config.precision.compute] if float8 else torch.float32
                 data = batches(case, spec, device, micro_batches=parts)
-                references[key] = reference(base, spec, data, device, compute=compute, float8=float8)
+                references[key] = train_reference(base, spec, data, device, compute=compute, float8=float8)
             if key + kind not in plain:  # fp32 has to do with the table
                 plain[key + kind] = (
                     None
                     if kind not in DTYPES or kind == "fp32"
-                    else compare(
-                        reference(base, spec, batches(case, spec, device), device, compute=DTYPES[kind]),
+                    else compare_runs(
+                        train_reference(base, spec, batches(case, spec, device), device, compute=DTYPES[kind]),
                         references[key],
                     )
                 )
-            result = judge(describe(case), [], kind, seen, references[key], plain[key + kind])
+            result = judge_plan(describe(case), [], kind, seen, references[key], plain[key + kind])
             results.append(
                 dataclasses.asdict(result)
                 | {"case": case, "digest": digest(seen), "seconds": time.perf_counter() - started}
@@ -291,10 +291,10 @@ def overflow(worlds: Worlds, device: torch.device) -> list[dict[str, Any]]:
                 if world.rank == victim:
                     broken = "embedding.weight" if spec.tied else "feed_forward.down.weight"
                     names = sorted(state.parameters, key=lambda name: not name.endswith(broken))
-                    local(state.parameters[names[0]].grad).view(-1)[0] = float("inf")
+                    local_values(state.parameters[names[0]].grad).view(-1)[0] = float("inf")
                 whole_sum()
 
-            before = [local(parameter).detach().clone() for parameter in state.parameters.values()]
+            before = [local_values(parameter).detach().clone() for parameter in state.parameters.values()]
             scale, updates = state.scaler.value.item(), state.optimizer.updates.item()
             state.shared.sum = broken_sum
             scalars = train_step(state, second, False)
@@ -305,7 +305,8 @@ def overflow(worlds: Worlds, device: torch.device) -> list[dict[str, Any]]:
                 "backoff": state.scaler.value.item() / scale,
                 "updates": state.optimizer.updates.item() - updates,
                 "unchanged": all(
-                    torch.equal(old, local(parameter)) for old, parameter in zip(before, state.parameters.values())
+                    torch.equal(old, local_values(parameter))
+                    for old, parameter in zip(before, state.parameters.values())
                 ),
             }
             everyone: list[Any] = [None] * world.size
@@ -345,7 +346,7 @@ def whole_matrices(worlds: Worlds, device: torch.device) -> list[dict[str, Any]]
                 parameter.grad = torch.zeros_like(parameter)
                 if name in whole:
                     whole[name].grad = torch.randn(infos[name].shape, generator=generator, device=device)
-                    for offset, values in boxes(parameter.grad):
+                    for offset, values in local_regions(parameter.grad):
                         place = tuple(slice(first, first + size) for first, size in zip(offset, values.shape))
                         values.copy_(whole[name].grad[place])
             state.optimizer.step(rate, one, zero)
@@ -353,13 +354,13 @@ def whole_matrices(worlds: Worlds, device: torch.device) -> list[dict[str, Any]]
         differing = [
             name
             for name, expected in whole.items()
-            for offset, values in boxes(state.parameters[name])
+            for offset, values in local_regions(state.parameters[name])
             if not torch.equal(
                 values, expected[tuple(slice(first, first + size) for first, size in zip(offset, values.shape))]
             )
         ]
         kept = all(
-            state.optimizer.state[name, "momentum_buffer"].shape == local(state.parameters[name]).shape
+            state.optimizer.state[name, "momentum_buffer"].shape == local_values(state.parameters[name]).shape
             for name in whole
         )
         results.append({"case": describe(case), "ranks": world.gather((differing, kept)), "matrices": len(whole)})

@@ -13,7 +13,7 @@ from support.launch import fork, leave
 
 import trainer
 import trainer.cluster.probe  # before processes are forked
-from trainer.distributed.world import join
+from trainer.distributed.world import join_world
 from trainer.observe import metrics
 from trainer.planning.plan import resolve_plan
 from trainer.probe import main
@@ -33,14 +33,14 @@ def train(root: Path) -> list[float]:
     folders = [f"run.dir={root / 'run'}", f"data.cache={root / 'cache'}"]
     config = trainer.compose([*RECIPE, *folders, "run.steps=12", "logging.console=none", "checkpoint=never"])
     assert trainer.run(config).code == 0
-    return [line["step_seconds"] for line in metrics.read(root / "run")][2:]
+    return [line["step_seconds"] for line in metrics.read_metrics(root / "run")][2:]
 
 
 if __name__ == "__main__":
     root = Path(sys.argv[1])
     fork()
     parallel = trainer.compose(RECIPE).parallel
-    join(resolve_plan(parallel, 2).mesh, torch.device("cpu"))
+    join_world(resolve_plan(parallel, 2).mesh, torch.device("cpu"))
     code = main([*RECIPE, "seconds=1", f"out={root / 'here.yaml'}"])
     steps = train(root)
     if dist.get_rank() == 0:

@@ -18,7 +18,15 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
-from trainer.parallel.compress.codec import Blocks, Codec, ErrorFeedback, pack, triton_pack, triton_unpack, unpack
+from trainer.parallel.compress.codec import (
+    BlockCodec,
+    BlockLayout,
+    ErrorFeedback,
+    pack_blocks,
+    triton_pack,
+    triton_unpack,
+    unpack_blocks,
+)
 
 LAYOUTS = [  # segments, rows, grain of 256
     ([(0, 1)], 1, False),
@@ -28,7 +36,7 @@ LAYOUTS = [  # segments, rows, grain of 256
 ]
 
 
-def cases(real: bool) -> Iterator[tuple[Codec, str, torch.dtype, int]]:
+def cases(real: bool) -> Iterator[tuple[BlockCodec, str, torch.dtype, int]]:
     """Codec, error feedback, type of the gradients, layout. Blocks and types take turns, since Triton compiles all anew
     for each; in the interpreter, which is slow, layouts do too."""
     kinds = ("int8", "int4", "fp8", "bf16") if real else ("int8", "int4")
@@ -45,14 +53,14 @@ def cases(real: bool) -> Iterator[tuple[Codec, str, torch.dtype, int]]:
         turn = number + number // 4
         block, dtype = forms[turn % len(forms)]
         for layout in range(len(LAYOUTS)) if real else [turn % 4]:
-            yield Codec(kind, block, min(hadamard, block // 2), stochastic), feedback, dtype, layout
+            yield BlockCodec(kind, block, min(hadamard, block // 2), stochastic), feedback, dtype, layout
 
 
-def differences(codec: Codec, feedback: str, dtype: torch.dtype, layout: int, device: torch.device) -> list[str]:
+def differences(codec: BlockCodec, feedback: str, dtype: torch.dtype, layout: int, device: torch.device) -> list[str]:
     """What differs over three steps, of which the second is skipped for numbers that are not finite."""
     segments, rows, coarse = LAYOUTS[layout]
     where = [
-        Blocks(segments, codec.block, rows, place, max(256, codec.block) if coarse else 0)
+        BlockLayout(segments, codec.block, rows, place, max(256, codec.block) if coarse else 0)
         for place in (torch.device("cpu"), device)
     ]
     errors = [ErrorFeedback(feedback, blocks) if feedback != "none" else None for blocks in where]
@@ -70,12 +78,12 @@ def differences(codec: Codec, feedback: str, dtype: torch.dtype, layout: int, de
         flats = [flat, flat.to(device)]
         payloads = [
             write(codec, part, blocks, kept, torch.tensor(unit, device=part.device), seed)
-            for write, part, blocks, kept in zip((pack, triton_pack), flats, where, errors)
+            for write, part, blocks, kept in zip((pack_blocks, triton_pack), flats, where, errors)
         ]
         before = payloads[0] if before is None else before
         senders = torch.stack([before, payloads[0], payloads[0]])
         results = [torch.full((size,), 3.0, dtype=dtype, device=part.device) for part in flats]
-        for read, blocks, result in zip((unpack, triton_unpack), where, results):
+        for read, blocks, result in zip((unpack_blocks, triton_unpack), where, results):
             read(codec, senders.to(result.device), blocks, result)
         expected, result = results[0], results[1].cpu()
         finite = torch.isfinite(expected)
@@ -96,7 +104,7 @@ def differences(codec: Codec, feedback: str, dtype: torch.dtype, layout: int, de
     return wrong
 
 
-def check(case: tuple[Codec, str, torch.dtype, int], device: torch.device) -> tuple[str, list[str]]:
+def check(case: tuple[BlockCodec, str, torch.dtype, int], device: torch.device) -> tuple[str, list[str]]:
     codec, feedback, dtype, layout = case
     return f"{codec}, {feedback}, {dtype}, layout {layout}", differences(*case, device)
 

@@ -21,12 +21,12 @@ import trainer.training.run
 import trainer.training.trainer
 from trainer.checkpointing.checkpointer import Checkpointer
 from trainer.config import ConfigError
-from trainer.distributed.tensors import local
-from trainer.distributed.world import join
+from trainer.distributed.tensors import local_values
+from trainer.distributed.world import join_world
 from trainer.observe.deferred import DeferredScalars, Ready
 from trainer.planning.plan import resolve_plan
-from trainer.training.ledger import NonFinite
-from trainer.training.replicas import ReplicasDiffer
+from trainer.training.ledger import NonFiniteError
+from trainer.training.replicas import ReplicaMismatch
 
 train_step = trainer.training.trainer.train_step
 
@@ -167,7 +167,7 @@ class Breaking:
             stage = next(iter(state.stages.values()))
             layer = list(stage.layers.values())[self.times % 2]
             if self.weight:
-                local(state.parameters["layers.1.attention.q.weight"]).detach().view(-1)[5] = torch.nan
+                local_values(state.parameters["layers.1.attention.q.weight"]).detach().view(-1)[5] = torch.nan
                 self.times = 0
             elif self.backward:
                 handle = layer.attention.o.register_full_backward_hook(
@@ -195,7 +195,7 @@ class Flipping:
             if self.bit == 9:  # the copy of a tied embedding that the same rank holds
                 tensors = {f"model.{n}": p for n, p in state.optimizer.parameters.items() if n.endswith(" (copy)")}
             name = next(name for name in tensors if re.match(self.pattern, name))
-            values = local(tensors[name]).detach()
+            values = local_values(tensors[name]).detach()
             values = values.view(-1) if values.dim() else values[None]
             values.view(torch.int32)[len(values) // 3] ^= 1 << self.bit if self.bit < 31 else -(2**31)
             self.flipped = name
@@ -222,7 +222,7 @@ def run(folder: Path, step: Any = train_step, **overrides: Any) -> dict[str, Any
     answer: dict[str, Any] = {"error": None, "kind": None, "code": None}
     try:
         answer["code"] = trainer.run(compose(folder, **overrides)).code
-    except (ConfigError, NonFinite, ReplicasDiffer) as error:
+    except (ConfigError, NonFiniteError, ReplicaMismatch) as error:
         answer |= {"error": str(error), "kind": type(error).__name__}
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (answer["error"], getattr(step, "flipped", "")))
@@ -286,7 +286,7 @@ def scenarios(root: Path, only: str) -> Any:
 
 
 def main(root: str, only: str = "") -> None:
-    join(
+    join_world(
         resolve_plan(trainer.Config().parallel, int(os.environ["WORLD_SIZE"])).mesh,
         torch.device(DEVICE, *([int(os.environ["LOCAL_RANK"])] if DEVICE == "cuda" else [])),
     )

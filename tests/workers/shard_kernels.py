@@ -30,7 +30,7 @@ def compare(device: torch.device) -> None:
 
     for size, start in itertools.product(SIZES, (0, 3)):  # where tensors begin, in elements
         source, narrowed = drawn(size + start)[start:], drawn(2, size + start).to(narrow)
-        kernels.cast(source, *narrowed[:, start:])
+        kernels.cast_twice(source, *narrowed[:, start:])
         assert all(torch.equal(one[start:], source.to(narrow)) for one in narrowed), (size, start)
         for ranks, wide in itertools.product((2, 3, 4), (torch.float32, narrow)):
             parts = drawn(ranks, size + start + 5).to(narrow)  # further apart than they are long

@@ -23,16 +23,16 @@ from torch import Tensor
 
 from trainer.config import RunConfig
 from trainer.distributed import boxes, flags, shards
-from trainer.distributed.boxes import Boxes
-from trainer.distributed.shards import Shards
-from trainer.distributed.world import join, local_device
+from trainer.distributed.boxes import SymmetricBuffers
+from trainer.distributed.shards import CopyEngineShards
+from trainer.distributed.world import join_world, local_device
 
 CALLS = 40
 LOOKS = 1000
 """Of 0.1 ms or so each."""
 
 
-def results(mine: Shards, dtype: torch.dtype, calls: int = CALLS) -> Iterator[tuple[Tensor, Tensor]]:
+def results(mine: CopyEngineShards, dtype: torch.dtype, calls: int = CALLS) -> Iterator[tuple[Tensor, Tensor]]:
     """What calls give, between which nothing waits, and what they have to give: of shards and rows that are cut into
     pieces, and of gradients whose rows the ranks cannot have equally many of."""
     rank, size = mine.rank, mine.size
@@ -61,7 +61,7 @@ def results(mine: Shards, dtype: torch.dtype, calls: int = CALLS) -> Iterator[tu
         )
 
 
-def worst(mine: Shards, dtype: torch.dtype, calls: int = CALLS) -> float:
+def worst(mine: CopyEngineShards, dtype: torch.dtype, calls: int = CALLS) -> float:
     errors = [
         (found.double() - wanted.double()).norm() / (wanted.double().norm() + 1e-30)
         for found, wanted in results(mine, dtype, calls)
@@ -76,9 +76,9 @@ def all_large(*lists: list[Tensor]) -> tuple[list[tuple[Tensor, ...]], list[tupl
     return [some for some in zip(*lists) if some[0].numel()], []
 
 
-def by_kernels(mine: Shards) -> None:
+def by_kernels(mine: CopyEngineShards) -> None:
     """Triton's interpreter rounds conversions to bf16 toward zero: fp16 stands for it."""
-    with patch.object(boxes, "share", poisoned), patch.object(shards, "BOX", 32):
+    with patch.object(boxes, "allocate_symmetric", poisoned), patch.object(shards, "MAX_IN_FLIGHT", 32):
         with patch.object(shards, "by_size", all_large):
             for dtype in (torch.float32, torch.float16):
                 assert worst(mine, dtype) < 1e-6, dtype
@@ -86,29 +86,32 @@ def by_kernels(mine: Shards) -> None:
 
 def main(out: str) -> None:
     size = int(os.environ["WORLD_SIZE"])
-    world = join({"pp": 1, "replicate": 1, "shard": size, "tp": 1}, local_device(RunConfig(device="cpu")))
+    world = join_world({"pp": 1, "replicate": 1, "shard": size, "tp": 1}, local_device(RunConfig(device="cpu")))
     group = world.dimensions["shard"].get_group()
-    mine, wait, signal = Shards(group), Without(Boxes.wait), Without(Boxes.signal)
+    mine, wait, signal = CopyEngineShards(group), Without(SymmetricBuffers.wait), Without(SymmetricBuffers.signal)
     if "TRITON_INTERPRET" in os.environ:
         by_kernels(mine)
         return
     found: dict = {"right": {}, "without": {}, "errors": {}}
-    with patch.object(boxes, "share", poisoned), patch.object(shards, "BOX", 32):
+    with patch.object(boxes, "allocate_symmetric", poisoned), patch.object(shards, "MAX_IN_FLIGHT", 32):
         with patch.object(shards, "copy_together", late(shards.copy_together, mine.rank)):
-            with patch.object(Boxes, "wait", wait), patch.object(Boxes, "signal", signal):
+            with patch.object(SymmetricBuffers, "wait", wait), patch.object(SymmetricBuffers, "signal", signal):
                 for dtype in (torch.float32, torch.bfloat16):
                     found["right"][str(dtype)] = worst(mine, dtype)
-            boxes.BOXES.clear()
-            with patch.object(Boxes, "box", one_half(Boxes.box)):
+            boxes.ALL_BUFFERS.clear()
+            with patch.object(SymmetricBuffers, "box", one_half(SymmetricBuffers.box)):
                 found["without"]["halves"] = worst(mine, torch.float32)
         for left_out in wait.seen:
-            boxes.BOXES.clear()
+            boxes.ALL_BUFFERS.clear()
             late_copies = patch.object(shards, "copy_together", late_first(shards.copy_together, mine.rank))
-            with late_copies, patch.object(Boxes, "wait", Without(Boxes.wait, left_out)):
+            with late_copies, patch.object(SymmetricBuffers, "wait", Without(SymmetricBuffers.wait, left_out)):
                 found["without"][left_out] = worst(mine, torch.float32, CALLS // 4)
         for left_out in signal.seen:
-            boxes.BOXES.clear()
-            with patch.object(Boxes, "signal", Without(Boxes.signal, left_out)), patch.object(flags, "LOOKS", LOOKS):
+            boxes.ALL_BUFFERS.clear()
+            with (
+                patch.object(SymmetricBuffers, "signal", Without(SymmetricBuffers.signal, left_out)),
+                patch.object(flags, "MAX_POLLS", LOOKS),
+            ):
                 found["errors"][left_out] = error_of(lambda: list(results(mine, torch.float32)))
             dist.barrier()
     if mine.rank == 0:

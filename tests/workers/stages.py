@@ -16,13 +16,13 @@ from support.reference import random_batch, rows, settings, tiny_spec
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.config.model import ModelSpec
-from trainer.distributed.tensors import local
-from trainer.distributed.world import join
-from trainer.parallel.fsdp_internals import fsdp_units, parameter_group, reductions
+from trainer.distributed.tensors import local_values
+from trainer.distributed.world import join_world
+from trainer.parallel.fsdp_internals import fsdp_units, parameter_group, pending_reductions
 from trainer.planning.batch import BatchPlan
 from trainer.planning.cost.collectives import of_states
 from trainer.planning.cost.memory import sent_parameters
-from trainer.planning.fit import kept
+from trainer.planning.fit import persistent_bytes
 from trainer.planning.pipeline import resolve_pipeline
 from trainer.planning.plan import Plan, resolve_plan
 from trainer.planning.resolve import Layout
@@ -80,11 +80,11 @@ def main(out: str) -> None:
         plan = resolve_plan(config.parallel, world_size)
         batch = BatchPlan(LENGTH, world_size * ACCUMULATION, 1, ACCUMULATION)
         pipeline = resolve_pipeline(config, spec, plan, batch)
-        state = TrainState.build(config, spec, plan, pipeline, join(plan.mesh, torch.device("cpu")))
+        state = TrainState.build(config, spec, plan, pipeline, join_world(plan.mesh, torch.device("cpu")))
         model, gradients, update = state.stages[0], [], state.optimizer.step
 
         def noting(*arguments: torch.Tensor) -> torch.Tensor:
-            gradients.append(sum(local(p.grad).nbytes for p in state.optimizer.parameters.values()))
+            gradients.append(sum(local_values(p.grad).nbytes for p in state.optimizer.parameters.values()))
             return update(*arguments)
 
         state.optimizer.step = noting
@@ -106,7 +106,7 @@ def main(out: str) -> None:
             for handle in handles:
                 handle.remove()
         feedback = state.compression.feedback_bytes
-        expected = kept(config, Layout(spec, plan, batch, pipeline), world_size)
+        expected = persistent_bytes(config, Layout(spec, plan, batch, pipeline), world_size)
         results.append(
             {
                 "stage": stage,
@@ -115,7 +115,7 @@ def main(out: str) -> None:
                 "expected": dataclasses.asdict(expected),
                 "units": len(model.layers) + 1,
                 "total": sum(p.numel() for p in model.parameters()) * 4,
-                "parameters": sum(local(p).nbytes for p in model.parameters()),
+                "parameters": sum(local_values(p).nbytes for p in model.parameters()),
                 "inside": waiting[-1][0],
                 "outside": waiting[-1][1],
                 "sent": sent,
@@ -154,14 +154,14 @@ def accumulated_bytes(model: torch.nn.Module) -> tuple[int, int]:
                 for gradient in (parameter.unsharded_accumulated_grad, None if whole is None else whole.grad)
                 if gradient is not None
             )
-            outside += 0 if parameter.sharded_param.grad is None else local(parameter.sharded_param.grad).nbytes
+            outside += 0 if parameter.sharded_param.grad is None else local_values(parameter.sharded_param.grad).nbytes
         inside += 0 if group._partial_reduce_output is None else group._partial_reduce_output.nbytes
     return inside, outside
 
 
 def sent_bytes(model: torch.nn.Module) -> int:
     """Bytes of messages of gradients, of earlier backward passes, that are still in memory."""
-    return sum(state.reduce_scatter_input.nbytes for state in reductions(parameter_group(model).comm_ctx))
+    return sum(state.reduce_scatter_input.nbytes for state in pending_reductions(parameter_group(model).comm_ctx))
 
 
 if __name__ == "__main__":

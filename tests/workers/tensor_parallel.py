@@ -25,26 +25,26 @@ from torch.utils._pytree import tree_leaves
 from trainer.checkpointing.activation import apply_recompute, recompute_all
 from trainer.checkpointing.saved import SavedModel
 from trainer.config import ActivationConfig, Config
-from trainer.config.model import ModelSpec, assign
-from trainer.distributed.boxes import boxes_of
-from trainer.distributed.c10d_internals import groups
+from trainer.config.model import ModelSpec, assign_fields
+from trainer.distributed.boxes import buffers_of
+from trainer.distributed.c10d_internals import list_groups
 from trainer.distributed.collectives import TensorGroup
-from trainer.distributed.copied import Copied
-from trainer.distributed.tensors import local
-from trainer.distributed.world import World, join
+from trainer.distributed.copied import CopyEngineGroup
+from trainer.distributed.tensors import local_values
+from trainer.distributed.world import World, join_world
 from trainer.generate.placed import place_saved
-from trainer.generate.sampling import Sampling, generate_tokens
-from trainer.model.initial import initialize
+from trainer.generate.sampling import SamplingOptions, generate_tokens
+from trainer.model.initial import initialize_model
 from trainer.model.layers import Linear
 from trainer.model.linear import DeferredGrads
 from trainer.model.transformer import Transformer
-from trainer.parallel.tensor import split
+from trainer.parallel.tensor import shard_model
 from trainer.planning.batch import resolve_batch
 from trainer.planning.cost.layers import layer_costs
-from trainer.planning.cost.memory import tensor_boxes
+from trainer.planning.cost.memory import symmetric_buffer_bytes
 from trainer.planning.pipeline import resolve_pipeline
 from trainer.planning.plan import resolve_plan
-from trainer.precision.products import Multiply, Role, matmul, matmul_sum
+from trainer.precision.products import GEMMRole, Multiply, matmul, matmul_sum
 from trainer.training.state import TrainState
 
 GROUPS = (1, 2, 4)
@@ -76,7 +76,7 @@ UNEVEN = {
 
 def spec_of(**changes: Any) -> ModelSpec:
     spec = ModelSpec(vocab_size=1021, width=64, depth=1, max_length=LENGTH)
-    assign(spec, changes, "model")
+    assign_fields(spec, changes, "model")
     return spec
 
 
@@ -89,7 +89,7 @@ def settings(tp: int, stage: int = 0) -> Config:
 
 def enter(tp: int) -> World:
     """All four processes, in groups of `tp`."""
-    return join(resolve_plan(settings(tp).parallel, 4).mesh, CPU)
+    return join_world(resolve_plan(settings(tp).parallel, 4).mesh, CPU)
 
 
 def model_of(
@@ -98,9 +98,9 @@ def model_of(
     """A model split over the tensor-parallel group, without data parallelism."""
     with torch.device("meta"):
         model = Transformer(spec)
-    split(model, world.mesh["tp"], backend)
+    shard_model(model, world.mesh["tp"], backend)
     model.to_empty(device=CPU)
-    initialize(model, spec, 0, CPU)
+    initialize_model(model, spec, 0, CPU)
     return model.to(dtype)
 
 
@@ -114,7 +114,7 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, arguments: tuple = (), keywords: dict | None = None) -> Any:
         result = function(*arguments, **(keywords or {}))
         self.seen.append(
-            (function._opname, [local(leaf).shape for leaf in tree_leaves(result) if isinstance(leaf, Tensor)])
+            (function._opname, [local_values(leaf).shape for leaf in tree_leaves(result) if isinstance(leaf, Tensor)])
         )
         return result
 
@@ -164,7 +164,7 @@ def saved_bytes(run: Callable[[], Tensor], model: Transformer) -> tuple[int, Ten
     """Bytes that autograd keeps, less parameters and the cosines and sines that all layers share; and the result of
     `run`."""
     kept: dict[int, int] = {}
-    shared = {local(parameter).untyped_storage().data_ptr() for parameter in model.parameters()}
+    shared = {local_values(parameter).untyped_storage().data_ptr() for parameter in model.parameters()}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -205,7 +205,7 @@ def measure_head(world: World) -> dict:
         objective.backward()
     return {
         "widest": max(forward.widest(), backward.widest()),
-        "part": local(model.head.weight).shape[0],
+        "part": local_values(model.head.weight).shape[0],
         "saved": saved,
         "forward": forward.collectives(),
         "backward": steps.seen,
@@ -255,8 +255,8 @@ def compiled_keeps(world: World) -> list[float]:
     """Bytes in bf16 that a compiled layer keeps under selective recompute where ranks copy, and those that are planned.
     Named is k, whose product comes with those of q and v."""
     config, spec = ActivationConfig(mode="selective", save=["attention", "attention.k"]), spec_of(**LLAMA)
-    model = model_of(spec, world, torch.bfloat16, Copied)
-    apply_recompute(model, config, Copied)
+    model = model_of(spec, world, torch.bfloat16, CopyEngineGroup)
+    apply_recompute(model, config, CopyEngineGroup)
     layer, rotation = model.layers["0"], model.rotaries[0](torch.arange(LENGTH), LENGTH)
     layer.run = torch.compile(layer.run_body, backend=PASSES, dynamic=False)
     x = random_part(world, TOKENS, spec.width).bfloat16()
@@ -293,7 +293,7 @@ class Pieces(TensorGroup):
         self,
         x: Tensor,
         weights: Sequence[Tensor],
-        role: Role,
+        role: GEMMRole,
         biases: Sequence[Tensor | None] | None = None,
         keep: bool = False,
         multiply: Multiply = matmul,
@@ -304,7 +304,7 @@ class Pieces(TensorGroup):
         return [multiply(whole, *pair) for pair in zip(weights, repeat(role), biases)], whole if keep else None
 
     def matmul_scatter_sum(
-        self, operands: Sequence[Tensor], weights: Sequence[Tensor], role: Role, multiply: Multiply = matmul
+        self, operands: Sequence[Tensor], weights: Sequence[Tensor], role: GEMMRole, multiply: Multiply = matmul
     ) -> Tensor:
         return self.own(self.wait(self.sum(matmul_sum(operands, weights, role, multiply)))).contiguous()
 
@@ -316,7 +316,7 @@ def other_backend(world: World) -> dict:
     generator = torch.Generator().manual_seed(3)
     tokens, targets = (torch.randint(0, spec.vocab_size, (BATCH, LENGTH), generator=generator) for _ in range(2))
     seen, repeated, boxes = [], {}, []
-    for backend in (TensorGroup, Pieces, Copied):
+    for backend in (TensorGroup, Pieces, CopyEngineGroup):
         model, deferred = model_of(spec, world, torch.float64, backend), DeferredGrads()
         model.defer(deferred)
         apply_recompute(model, selective, backend)
@@ -325,11 +325,11 @@ def other_backend(world: World) -> dict:
         objective.backward()
         deferred.active = False
         deferred.take()()
-        seen.append([objective.detach(), *(local(parameter.grad) for parameter in model.parameters())])
-        if backend is Copied:
+        seen.append([objective.detach(), *(local_values(parameter.grad) for parameter in model.parameters())])
+        if backend is CopyEngineGroup:
             types = {"gather": torch.uint8, "scatter": torch.float64}
-            boxes = [boxes_of(kind, groups()[model.group.name], dtype).bytes for kind, dtype in types.items()]
-            boxes = [sum(boxes), tensor_boxes("copy_engine", 8 * TOKENS * spec.width)]
+            boxes = [buffers_of(kind, list_groups()[model.group.name], dtype).bytes for kind, dtype in types.items()]
+            boxes = [sum(boxes), symmetric_buffer_bytes("copy_engine", 8 * TOKENS * spec.width)]
         for keeps in (TensorGroup, Pieces) if backend in (TensorGroup, Pieces) else ():
             layer, x = model_of(spec_of(**GPT2), world, backend=backend), random_part(world, TOKENS, spec.width)
             apply_recompute(layer, selective, keeps)
@@ -364,7 +364,7 @@ def defer(world: World) -> dict:
             deferred.active = False
             late = late or [name for name, parameter in model.named_parameters() if parameter.grad is None]
             deferred.take()()
-        gradients.append({name: local(parameter.grad).clone() for name, parameter in model.named_parameters()})
+        gradients.append({name: local_values(parameter.grad).clone() for name, parameter in model.named_parameters()})
     worst = max(
         (other[name] - gradients[0][name]).abs().max().item() / gradients[0][name].abs().max().item()
         for other in gradients[1:]
@@ -378,7 +378,7 @@ def layout(world: World) -> dict:
     """Of each parameter: whether it is a DTensor, and the shape that this rank holds."""
     model = model_of(spec_of(**UNEVEN), world)
     return {
-        name: [isinstance(parameter, DTensor), list(local(parameter).shape)]
+        name: [isinstance(parameter, DTensor), list(local_values(parameter).shape)]
         for name, parameter in model.named_parameters()
     }
 
@@ -388,9 +388,11 @@ def differing_weights(tp: int, stage: int) -> list[str]:
     config, spec = settings(tp, stage), spec_of(**UNEVEN)
     plan = resolve_plan(config.parallel, 4, spec)
     batch = resolve_batch(config.batch, plan.dp, plan.tp)
-    state = TrainState.build(config, spec, plan, resolve_pipeline(config, spec, plan, batch), join(plan.mesh, CPU))
+    state = TrainState.build(
+        config, spec, plan, resolve_pipeline(config, spec, plan, batch), join_world(plan.mesh, CPU)
+    )
     model = Transformer(spec)
-    initialize(model, spec, config.run.seed, CPU)
+    initialize_model(model, spec, config.run.seed, CPU)
     assert state.parameters.keys() == dict(model.named_parameters()).keys()
     return [
         name
@@ -399,7 +401,7 @@ def differing_weights(tp: int, stage: int) -> list[str]:
     ]
 
 
-class Noting(Sampling):
+class Noting(SamplingOptions):
     """Keeps the logits that tokens are chosen from."""
 
     seen: list[Tensor] = []
@@ -415,7 +417,7 @@ def generate(tp: int) -> dict:
     layers' parameters, in bytes of bf16 each, and of 100 slots for keys."""
     spec = spec_of(**UNEVEN, depth=2, max_length=90, init={"std": 0.3})
     model = Transformer(spec)
-    initialize(model, spec, 0, CPU)
+    initialize_model(model, spec, 0, CPU)
     whole = {name: parameter.detach() for name, parameter in model.named_parameters()}
     saved = SavedModel(Path(), spec, whole.__getitem__, None, None)
     results, expected = {}, None
@@ -426,7 +428,7 @@ def generate(tp: int) -> dict:
         found = [generate_tokens(placed, prompts, 6, sampling) for sampling in ways], torch.stack(Noting.seen)
         expected = expected or found
         in_bf16 = place_saved(saved, CPU, "bf16", tp, 4, cp).stages[0].layers if processes > 1 else model.layers
-        held = sum(local(parameter).nbytes for parameter in in_bf16.parameters())
+        held = sum(local_values(parameter).nbytes for parameter in in_bf16.parameters())
         results[str(cp)] = {
             "same": found[0] == expected[0],
             "worst": ((found[1] - expected[1]).abs().max() / found[1].abs().max()).item(),

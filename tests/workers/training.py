@@ -18,9 +18,9 @@ import trainer
 import trainer.training.trainer
 from trainer.checkpointing.loading import read_tensors
 from trainer.config import ConfigError
-from trainer.distributed.world import join
+from trainer.distributed.world import join_world
 from trainer.planning.plan import resolve_plan
-from trainer.training.ledger import NonFinite
+from trainer.training.ledger import NonFiniteError
 
 train_step = trainer.training.trainer.train_step
 
@@ -107,7 +107,7 @@ def run(folder: Path, watched: Watched | None = None, skew: float = 1, **overrid
         config = settings(folder, **overrides)
         config.lr.peak *= skew if dist.get_rank() else 1
         answer["code"] = trainer.run(config).code
-    except (ConfigError, NonFinite) as error:
+    except (ConfigError, NonFiniteError) as error:
         answer["error"] = str(error)
     lines = (
         [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -203,7 +203,7 @@ def scenarios(root: Path, world_size: int):
 
 def main(root: str) -> None:
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    join(resolve_plan(trainer.Config().parallel, world_size).mesh, torch.device("cpu"))
+    join_world(resolve_plan(trainer.Config().parallel, world_size).mesh, torch.device("cpu"))
     results = dict(scenarios(Path(root), world_size))
     if dist.get_rank() == 0:
         (Path(root) / f"results_{world_size}.json").write_text(json.dumps(results))

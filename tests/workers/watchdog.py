@@ -12,19 +12,19 @@ import torch
 import torch.distributed as dist
 
 from trainer.config import GuardConfig
-from trainer.distributed.boxes import boxes_of
+from trainer.distributed.boxes import buffers_of
 from trainer.observe import flight
 from trainer.observe.watchdog import DATA, EVALUATING, STEP, Watchdog
 
 folder = Path(sys.argv[1])
-flight.enable(folder / "flight")
+flight.enable_recorder(folder / "flight")
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 guard = GuardConfig(stall_factor=10, stall_seconds=2 if rank == 3 else 3, stall_allowance=30)
 watchdog = Watchdog(folder, "start", rank, dist.get_world_size(), guard, steps=9)
 near = dist.new_group([0, 1])
 if rank < 2:
-    boxes = boxes_of("gather", near, torch.float32)
+    boxes = buffers_of("gather", near, torch.float32)
     boxes.begin(4, 2, torch.device("cpu"))
     boxes.signal(1 - rank)
     boxes.wait(1 - rank)

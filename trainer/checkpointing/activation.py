@@ -21,7 +21,7 @@ from trainer.config import ActivationConfig, ConfigError
 from trainer.distributed.collectives import TensorGroup
 from trainer.model.axes import parameter_infos
 from trainer.model.stage import Stage
-from trainer.planning.cost.saved import ALL, MATMULS, Entry, problems, saved_in
+from trainer.planning.cost.saved import ALL, MATMULS, SaveEntry, entry_problems, saved_in
 
 SHARED = ("trainer.copied_gather_matmul", "trainer.fused_gather_matmul")
 """Operators (x, weights, ...) that give the products of one gathered input with several matrices."""
@@ -54,9 +54,9 @@ def apply_recompute(model: Stage, config: ActivationConfig, backend: type[Tensor
         return
     layers = {int(index): layer for index, layer in model.layers.items() if int(index) % config.every == 0}
     if config.mode == "selective" and config.modules:
-        for name, module in submodules(model, list(layers.values())).items():
+        for name, module in named_submodules(model, list(layers.values())).items():
             if any(fnmatchcase(name, pattern) for pattern in config.modules):
-                module.__class__ = recomputed(type(module))
+                module.__class__ = recomputing_class(type(module))
         return
     policies: dict[
         tuple, partial
@@ -66,7 +66,7 @@ def apply_recompute(model: Stage, config: ActivationConfig, backend: type[Tensor
         entries = saved_in(config.save, index) if config.mode == "selective" else ()
         if any(entry.name == ALL for entry in entries):
             continue
-        names = products(layer)
+        names = linear_names(layer)
         if (entries, names) not in policies:
             policies[entries, names] = policy_of(entries, names, backend)
         layer.recompute = policies[entries, names]
@@ -74,14 +74,14 @@ def apply_recompute(model: Stage, config: ActivationConfig, backend: type[Tensor
             layer.keep = partial(store.keep, index)
 
 
-def policy_of(entries: Sequence[Entry], names: Sequence[str], backend: type[TensorGroup]) -> partial:
+def policy_of(entries: Sequence[SaveEntry], names: Sequence[str], backend: type[TensorGroup]) -> partial:
     """How a layer with the products `names` is run, so that backward finds saved what entries of `activation.save`
     keep."""
     if not entries:
         return recompute_all
     rules: Rules = {}
     for number, (operators, every, places) in enumerate(
-        [*(rule_of(entry, names) for entry in entries), reduced(backend)]
+        [*(rule_of(entry, names) for entry in entries), recompute_reductions(backend)]
     ):
         for operator in operators:
             rules[operator] = (*rules.get(operator, ()), (number, every, places))
@@ -109,14 +109,14 @@ def check_recompute(model: Stage, config: ActivationConfig) -> None:
     if config.mode != "selective":
         return
     if not config.modules:
-        if found := list(problems(config.save, model.depth)):
+        if found := list(entry_problems(config.save, model.depth)):
             raise ConfigError(found)
         for index, layer in model.layers.items():
             for entry in saved_in(config.save, int(index)):
                 if entry.name != ALL:
-                    rule_of(entry, products(layer))
+                    rule_of(entry, linear_names(layer))
         return
-    inside = submodules(model, list(model.layers.values()))
+    inside = named_submodules(model, list(model.layers.values()))
     unmatched = [p for p in config.modules if not any(fnmatchcase(name, p) for name in inside)]
     if unmatched:
         raise ConfigError(
@@ -133,7 +133,7 @@ def check_recompute(model: Stage, config: ActivationConfig) -> None:
 def recomputes_attention(model: Stage, config: ActivationConfig) -> bool:
     """Whether the backward pass runs the kernel of attention again, in some layer."""
     if config.mode == "selective" and config.modules:
-        inside = submodules(model, list(model.layers.values()))
+        inside = named_submodules(model, list(model.layers.values()))
         return any(name.endswith(".attention") and fnmatchcase(name, p) for name in inside for p in config.modules)
     if config.mode == "selective":
         kept = [{entry.name for entry in saved_in(config.save, int(index))} for index in model.layers]
@@ -141,14 +141,14 @@ def recomputes_attention(model: Stage, config: ActivationConfig) -> bool:
     return config.mode == "full"
 
 
-def submodules(model: Stage, layers: list[nn.Module]) -> dict[str, nn.Module]:
+def named_submodules(model: Stage, layers: list[nn.Module]) -> dict[str, nn.Module]:
     """What is inside of `layers`, by global name."""
     names = {module: name for name, module in model.named_modules()}
     return {names[module]: module for layer in layers for module in layer.modules() if module is not layer}
 
 
 @cache
-def recomputed(kind: type[nn.Module]) -> type[nn.Module]:
+def recomputing_class(kind: type[nn.Module]) -> type[nn.Module]:
     """`kind` with its forward recomputed. One class for all modules of a kind, so that the compiler makes one graph of
     them."""
 
@@ -161,7 +161,7 @@ def recomputed(kind: type[nn.Module]) -> type[nn.Module]:
     return Recomputed
 
 
-def products(layer: nn.Module) -> tuple[str, ...]:
+def linear_names(layer: nn.Module) -> tuple[str, ...]:
     """The products of a layer by name, in the order in which they run, as `LayerWork.flops` has them."""
     infos = parameter_infos(layer)
     return tuple(name.removesuffix(".weight") for name, info in infos.items() if info.role == "matrix")
@@ -172,7 +172,7 @@ Rules = dict[Any, tuple[tuple[int, int, tuple[int, ...]], ...]]
 (the products that are saved, from 1; empty: every n-th). Plain values, which the compiler takes for constants."""
 
 
-def rule_of(entry: Entry, names: Sequence[str]) -> tuple[list[Any], int, tuple[int, ...]]:
+def rule_of(entry: SaveEntry, names: Sequence[str]) -> tuple[list[Any], int, tuple[int, ...]]:
     """Operators, n and places of an entry of `activation.save`, in a layer with the products `names`. Raises
     `ConfigError`."""
     if entry.name not in MATMULS and (named := entry.products(names)):
@@ -186,7 +186,7 @@ def rule_of(entry: Entry, names: Sequence[str]) -> tuple[list[Any], int, tuple[i
     )
 
 
-def reduced(backend: type[TensorGroup]) -> tuple[list[Any], int, tuple[int, ...]]:
+def recompute_reductions(backend: type[TensorGroup]) -> tuple[list[Any], int, tuple[int, ...]]:
     """The same of sums over ranks."""
     return list(backend.reductions), 1, ()
 

@@ -22,9 +22,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.checkpointing.chunks import StoredTensor
-from trainer.checkpointing.manifest import OWN_KEYS, step_folder, verify, verify_checksums, write_manifest
+from trainer.checkpointing.manifest import OWN_KEYS, step_folder, verify_checkpoint, verify_checksums, write_manifest
 from trainer.checkpointing.parts import TensorPart, assign_writers, join_parts, write_parts
-from trainer.checkpointing.retention import clear_name, prune, publish, remove_checkpoint, remove_leftovers, sync_folder
+from trainer.checkpointing.retention import (
+    clear_name,
+    prune_checkpoints,
+    publish_checkpoint,
+    remove_checkpoint,
+    remove_leftovers,
+    sync_folder,
+)
 from trainer.config import CheckpointConfig
 from trainer.distributed.tensors import Fragment
 
@@ -215,7 +222,7 @@ class Checkpointer:
             path = step_folder(self.folder, step)
             self._messages.append(f"saved {path}: {size / 1e9:.2f} GB in {seconds:.1f} s")
             if not self._keep_older:
-                self._messages.extend(prune(self.folder, step, self.config))
+                self._messages.extend(prune_checkpoints(self.folder, step, self.config))
 
     def _write(
         self, path: Path, parts: dict[str, TensorPart], manifest: dict[str, Any], failure: Exception | None
@@ -237,9 +244,9 @@ class Checkpointer:
             files = {name: entry for entries, _ in ranks for name, entry in entries.items()}
             tensors = {name: tensor.to_json() for name, tensor in join_parts([stored for _, stored in ranks]).items()}
             write_manifest(written, {**manifest, "torch": torch.__version__, "files": files, "tensors": tensors})
-            verify(written, checksums=False)  # whether this rank sees what the others wrote
+            verify_checkpoint(written, checksums=False)  # whether this rank sees what the others wrote
             sync_folder(written)
-            publish(written, path)
+            publish_checkpoint(written, path)
             return sum(file["bytes"] for file in files.values())
 
         self._together(lambda: self._make_folder(written, failure))

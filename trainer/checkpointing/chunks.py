@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.checkpointing.files import LARGEST, count, shown
+from trainer.checkpointing.files import LARGEST, check_count, format_foreign
 
 KINDS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 KINDS += ("int64", "int32", "int16", "int8", "uint8", "bool")
@@ -35,7 +35,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ChunkPiece:
     """What a chunk holds of another rectangle: the elements from `low` to `high` (not included) of the whole tensor."""
 
     chunk: Chunk
@@ -60,12 +60,12 @@ class StoredTensor:
         """The inverse of `to_json`."""
         shape, name, chunks = _fields(entry, ("shape", "dtype", "chunks"), "a tensor")
         if not isinstance(name, str) or name not in DTYPES:
-            raise ValueError(f"its dtype is {shown(name)}; known are {', '.join(DTYPES)}")
+            raise ValueError(f"its dtype is {format_foreign(name)}; known are {', '.join(DTYPES)}")
         dtype, shape = DTYPES[name], _sizes(shape)
         if prod(size or 1 for size in shape) * dtype.itemsize > LARGEST:
-            raise ValueError(f"its shape {shown(list(shape))} is too large for any memory")
+            raise ValueError(f"its shape {format_foreign(list(shape))} is too large for any memory")
         if not isinstance(chunks, list):
-            raise ValueError(f"its chunks are {shown(chunks)}, which is no list")
+            raise ValueError(f"its chunks are {format_foreign(chunks)}, which is no list")
         return cls(torch.Size(shape), dtype, tuple(_chunk(chunk, shape, dtype) for chunk in chunks))
 
     def to_json(self) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class StoredTensor:
             ],
         }
 
-    def pieces(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[Piece]:
+    def pieces(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[ChunkPiece]:
         """What chunks hold of the rectangle of `sizes` at `offsets`; ValueError unless they hold each element once."""
         found = []
         for chunk in self.chunks:
@@ -89,14 +89,14 @@ class StoredTensor:
                 for first, size, begin, length in zip(offsets, sizes, chunk.offsets, chunk.sizes)
             )
             if all(first < last for first, last in zip(low, high)):
-                found.append(Piece(chunk, low, high))
+                found.append(ChunkPiece(chunk, low, high))
         held, wanted = sum(prod(map(int.__sub__, piece.high, piece.low)) for piece in found), prod(sizes)
-        if held != wanted or overlap([(piece.low, piece.high) for piece in found]):
+        if held != wanted or any_overlap([(piece.low, piece.high) for piece in found]):
             raise ValueError(f"its chunks hold {held} of {wanted} elements, or some of them twice")
         return found
 
 
-def overlap(boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+def any_overlap(boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
     """Whether any two rectangles (low, high) of one space have an element in common.
 
     They are passed in the order in which they begin in the dimension with most different beginnings; each is compared
@@ -115,7 +115,7 @@ def overlap(boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
     return False
 
 
-def raw(tensor: Tensor) -> memoryview:
+def tensor_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the CPU, not copied."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
@@ -129,16 +129,16 @@ def _chunk(entry: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk:
         raise ValueError("one of its chunks lies outside of it")
     if not isinstance(file, str):
         raise ValueError("one of its chunks is in no file")
-    return Chunk(offsets, sizes, file, count(start), prod(sizes) * dtype.itemsize)
+    return Chunk(offsets, sizes, file, check_count(start), prod(sizes) * dtype.itemsize)
 
 
 def _fields(entry: Any, names: tuple[str, ...], what: str) -> list[Any]:
     if not isinstance(entry, dict) or any(name not in entry for name in names):
-        raise ValueError(f"{what} is a mapping with {', '.join(names)}; found {shown(entry)}")
+        raise ValueError(f"{what} is a mapping with {', '.join(names)}; found {format_foreign(entry)}")
     return [entry[name] for name in names]
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
     if not isinstance(value, list):
-        raise ValueError(f"sizes are a list of whole numbers, not {shown(value)}")
-    return tuple(map(count, value))
+        raise ValueError(f"sizes are a list of whole numbers, not {format_foreign(value)}")
+    return tuple(map(check_count, value))

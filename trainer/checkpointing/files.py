@@ -65,14 +65,14 @@ class HashingFile:
                 os.fsync(self.file.fileno())
 
 
-def count(value: Any) -> int:
+def check_count(value: Any) -> int:
     """`value`, if it is a whole number that can count bytes or elements."""
     if type(value) is not int or not 0 <= value <= LARGEST:
-        raise ValueError(f"{shown(value)} is no number of bytes or elements")
+        raise ValueError(f"{format_foreign(value)} is no number of bytes or elements")
     return value
 
 
-def shown(value: Any) -> str:
+def format_foreign(value: Any) -> str:
     """A value of unknown origin as short, printable text."""
     text = ascii(value) if isinstance(value, (str, int, float, bool, type(None))) else f"a {type(value).__name__}"
     return text if len(text) <= 80 else text[:77] + "..."

@@ -26,17 +26,17 @@ class HostStore:
     """What the layers of a pipeline stage keep in host memory."""
 
     def __init__(self) -> None:
-        self.newest: Kept | None = None
+        self.newest: HostTensor | None = None
         self.stream: torch.cuda.Stream | None = None  # for copies, once the device is known
 
     def keep(self, layer: int, x: Tensor, part: int = 0) -> saved_tensors_hooks:
         """The context in which autograd keeps `x`, the input of the part `part` of a layer, in host memory. layer: its
         place among those that do so."""
-        return saved_tensors_hooks(partial(self.pack, identity(x), (layer, part)), unpack)
+        return saved_tensors_hooks(partial(self.pack, tensor_identity(x), (layer, part)), unpack_host)
 
     def pack(self, wanted: tuple, place: tuple[int, int], saved: Tensor) -> Any:
         """wanted: the identity of the input, not the input: autograd keeps this function as long as what it returns."""
-        if identity(saved) != wanted:
+        if tensor_identity(saved) != wanted:
             return saved
         newest = self.newest
         if newest is not None and newest.there is not None and newest.there.data_ptr() == saved.data_ptr():
@@ -46,24 +46,24 @@ class HostStore:
             self.stream = torch.cuda.Stream(saved.device)
         if newest is not None:
             newest.leave()
-        self.newest = Kept(saved.detach(), place, newest, self)
+        self.newest = HostTensor(saved.detach(), place, newest, self)
         return self.newest
 
 
-def identity(x: Tensor) -> tuple:
+def tensor_identity(x: Tensor) -> tuple:
     """What tells a tensor from all others that are alive."""
     return x.data_ptr(), x.shape, x.dtype
 
 
-def unpack(packed: Any) -> Tensor:
-    return packed.take() if isinstance(packed, Kept) else packed
+def unpack_host(packed: Any) -> Tensor:
+    return packed.take() if isinstance(packed, HostTensor) else packed
 
 
-class Kept:
+class HostTensor:
     """A tensor in host memory; `there`: on the device, as long as it still is or again is. uses: how often it will be
     taken. before: the one that was kept before it in the same forward pass, and is needed after it."""
 
-    def __init__(self, x: Tensor, place: tuple[int, int], newest: Kept | None, store: HostStore):
+    def __init__(self, x: Tensor, place: tuple[int, int], newest: HostTensor | None, store: HostStore):
         self.place, self.store, self.uses = place, store, 1
         self.before = newest if newest is not None and newest.place < place else None
         self.there: Tensor | None = x.contiguous()

@@ -12,26 +12,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.checkpointing.chunks import Chunk, Piece, StoredTensor, raw
-from trainer.checkpointing.files import WAY_OUT, DamagedCheckpoint, open_inside, shown
+from trainer.checkpointing.chunks import Chunk, ChunkPiece, StoredTensor, tensor_bytes
+from trainer.checkpointing.files import WAY_OUT, DamagedCheckpoint, format_foreign, open_inside
 from trainer.checkpointing.manifest import MANIFEST, read_manifest
 from trainer.checkpointing.parts import TensorPart
 from trainer.config import ConfigError
 from trainer.distributed.tensors import Fragment
-from trainer.distributed.world import gather
+from trainer.distributed.world import gather_objects
 
 T = TypeVar("T")
 
 
-class Read(NamedTuple):
+class PlannedRead(NamedTuple):
     """Elements of the tensor `name` to read. out: of them, as a view of the tensor that is filled."""
 
     name: str
-    piece: Piece
+    piece: ChunkPiece
     out: Tensor
 
 
-class Contents:
+class CheckpointContents:
     """The tensors in the checkpoint folder `path`: what there is, and their values. Runs no code that is in it.
 
     DamagedCheckpoint, here and in all methods, where the folder makes no sense; before memory is asked for."""
@@ -48,7 +48,8 @@ class Contents:
             tensor = self._guard(self._place(name), StoredTensor.parse, self._entries[name])
             if unknown := [chunk.file for chunk in tensor.chunks if chunk.file not in self.files]:
                 raise DamagedCheckpoint(
-                    f"{self.path / MANIFEST} does not vouch for {shown(unknown[0])}, where {shown(name)} lies"
+                    f"{self.path / MANIFEST} does not vouch for {format_foreign(unknown[0])}, where "
+                    f"{format_foreign(name)} lies"
                 )
             self._found[name] = tensor
         return self._found.get(name)
@@ -72,22 +73,22 @@ class Contents:
         known = {name: tensor for name, tensor in tensors.items() if self.find(name) is not None}
         return {read.piece.chunk.file for read in self._locate(known)}
 
-    def plan(self, tensors: dict[str, Tensor | Fragment]) -> list[Read]:
+    def plan(self, tensors: dict[str, Tensor | Fragment]) -> list[PlannedRead]:
         """What is to be read to fill this rank's parts of `tensors`, which are there with their shape and dtype."""
         reads = self._locate(tensors)
         self._check_files({(read.name, read.piece.chunk) for read in reads})
         return reads
 
-    def _locate(self, tensors: dict[str, Tensor | Fragment]) -> list[Read]:
+    def _locate(self, tensors: dict[str, Tensor | Fragment]) -> list[PlannedRead]:
         reads = []
         for name, tensor in tensors.items():
             stored, part = self.find(name), TensorPart.of(tensor)
             for offset, values in part.boxes.items() if part else ():
                 pieces = self._guard(self._place(name), stored.pieces, tuple(offset), tuple(values.shape))
-                reads += [Read(name, piece, values[piece.within(offset)]) for piece in pieces]
+                reads += [PlannedRead(name, piece, values[piece.within(offset)]) for piece in pieces]
         return reads
 
-    def fill(self, reads: list[Read]) -> None:
+    def fill(self, reads: list[PlannedRead]) -> None:
         """Reads file by file, in the order of bytes."""
         reads = sorted(reads, key=lambda read: (read.piece.chunk.file, read.piece.chunk.start))
         for name, of_file in groupby(reads, key=lambda read: read.piece.chunk.file):
@@ -109,7 +110,7 @@ class Contents:
                 raise DamagedCheckpoint(f"{self.path / name} has {size} bytes, which cannot be what should be in it")
 
     def _place(self, name: str) -> str:
-        return f"{MANIFEST}: {shown(name)}"
+        return f"{MANIFEST}: {format_foreign(name)}"
 
     def _guard(self, where: str, action: Callable[..., T], *arguments: Any) -> T:
         try:
@@ -118,7 +119,7 @@ class Contents:
             raise DamagedCheckpoint(f"{self.path / where}: {error}") from None
 
 
-def read_rows(file: BinaryIO, read: Read) -> None:
+def read_rows(file: BinaryIO, read: PlannedRead) -> None:
     """Reads the rows of a chunk that hold a piece of it; into the tensor itself, if it asks for whole rows."""
     chunk, out = read.piece.chunk, read.out
     first, *inner = read.piece.within(chunk.offsets) or (slice(0, 1),)
@@ -126,7 +127,7 @@ def read_rows(file: BinaryIO, read: Read) -> None:
     whole = out.is_contiguous() and out.device.type == "cpu" and out.shape[1:] == sizes
     rows = out if whole else torch.empty((first.stop - first.start, *sizes), dtype=out.dtype)
     file.seek(chunk.start + first.start * prod(sizes) * out.dtype.itemsize)
-    if file.readinto(raw(rows)) != rows.nbytes:
+    if file.readinto(tensor_bytes(rows)) != rows.nbytes:
         raise ValueError("the file ends before its values do")
     if not whole:
         out.copy_(rows[(slice(None), *inner)] if out.dim() else rows[0])
@@ -139,8 +140,8 @@ def load_tensors(path: Path, tensors: dict[str, Tensor | Fragment]) -> None:
     the checkpoint lacks a tensor of any rank, has it in another shape or dtype, or is damaged.
     """
 
-    def plan() -> tuple[Contents, list[Read]]:
-        contents = Contents(path)
+    def plan() -> tuple[CheckpointContents, list[PlannedRead]]:
+        contents = CheckpointContents(path)
         if problems := _mismatches(contents, tensors):
             raise ConfigError(problems)
         return contents, contents.plan(tensors)
@@ -151,7 +152,7 @@ def load_tensors(path: Path, tensors: dict[str, Tensor | Fragment]) -> None:
 
 def read_tensors(path: Path, names: list[str] | None = None) -> dict[str, Tensor]:
     """Whole tensors of the checkpoint folder `path` on the CPU: all, or those in `names`. Needs no other process."""
-    contents = Contents(path)
+    contents = CheckpointContents(path)
     if missing := [name for name in names or () if name not in contents.names]:
         raise ConfigError(f"{path} has no tensor {_first(missing)}")
     return contents.read(contents.names if names is None else names)
@@ -170,13 +171,13 @@ def run_together(action: Callable[[], T]) -> T:
     except ConfigError as error:
         problems = error.problems
     if dist.is_initialized():
-        problems = list(dict.fromkeys(problem for rank in gather(problems) for problem in rank))
+        problems = list(dict.fromkeys(problem for rank in gather_objects(problems) for problem in rank))
     if problems:
         raise ConfigError(problems)
     return result
 
 
-def _mismatches(contents: Contents, wanted: dict[str, Tensor | Fragment]) -> list[str]:
+def _mismatches(contents: CheckpointContents, wanted: dict[str, Tensor | Fragment]) -> list[str]:
     held = {name: stored for name in wanted if (stored := contents.find(name)) is not None}
     missing = [name for name in wanted if name not in held]
     differing = [

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpointing.files import DamagedCheckpoint, count, open_inside, shown
+from trainer.checkpointing.files import DamagedCheckpoint, check_count, format_foreign, open_inside
 
 FORMAT = 2
 """Format 1, torch's distributed checkpoint, was written by version 0.1.0 alone."""
@@ -86,7 +86,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
             version = _typed(content, dict)["format"]
             if _typed(version, int) > FORMAT:
                 raise DamagedCheckpoint(
-                    f"{path / MANIFEST} has format {shown(version)}, this version reads up to {FORMAT}"
+                    f"{path / MANIFEST} has format {format_foreign(version)}, this version reads up to {FORMAT}"
                 )
             if version == 1:
                 raise DamagedCheckpoint(
@@ -97,7 +97,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
                 raise DamagedCheckpoint(f"{path / MANIFEST} does not match its own checksum")
             _check(content)
         except (ValueError, LookupError, RecursionError, MemoryError) as error:
-            raise DamagedCheckpoint(f"{path / MANIFEST} is not a manifest: {shown(str(error))}") from None
+            raise DamagedCheckpoint(f"{path / MANIFEST} is not a manifest: {format_foreign(str(error))}") from None
         except OSError as error:
             raise DamagedCheckpoint(f"{path / MANIFEST} cannot be read: {error.strerror}") from None
     return content
@@ -106,23 +106,23 @@ def read_manifest(path: Path) -> dict[str, Any]:
 def _check(content: dict[str, Any]) -> None:
     """Raises ValueError or KeyError where what every manifest has is not there, or is something else."""
     if content["format"] < 1:
-        raise ValueError(f"there is no format {shown(content['format'])}")
-    count(content["step"])
+        raise ValueError(f"there is no format {format_foreign(content['format'])}")
+    check_count(content["step"])
     _typed(content["tensors"], dict)
     for name, file in _typed(content["files"], dict).items():
         if not FILE_NAME.fullmatch(name):
-            raise ValueError(f"{shown(name)} is no name of a file in the folder")
-        count(_typed(file, dict)["bytes"])
+            raise ValueError(f"{format_foreign(name)} is no name of a file in the folder")
+        check_count(_typed(file, dict)["bytes"])
         _typed(file["sha256"], str)
 
 
 def _typed(value: Any, kind: type) -> Any:
     if type(value) is not kind:
-        raise ValueError(f"{shown(value)} where a {kind.__name__} belongs")
+        raise ValueError(f"{format_foreign(value)} where a {kind.__name__} belongs")
     return value
 
 
-def verify(path: Path, checksums: bool) -> dict[str, Any]:
+def verify_checkpoint(path: Path, checksums: bool) -> dict[str, Any]:
     """Compares sizes and, if asked, checksums of the files in the folder `path` with its manifest, which it returns.
 
     Raises DamagedCheckpoint that names the first file that is missing or differs.

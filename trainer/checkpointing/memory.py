@@ -31,7 +31,7 @@ from torch import Tensor
 from trainer.checkpointing.checkpointer import Checkpointer
 from trainer.checkpointing.chunks import StoredTensor
 from trainer.checkpointing.files import DamagedCheckpoint
-from trainer.checkpointing.loading import Contents, run_together
+from trainer.checkpointing.loading import CheckpointContents, run_together
 from trainer.checkpointing.manifest import (
     MANIFEST,
     list_checkpoints,
@@ -41,7 +41,7 @@ from trainer.checkpointing.manifest import (
     write_manifest,
 )
 from trainer.checkpointing.parts import TensorPart, join_parts, write_parts
-from trainer.checkpointing.retention import publish
+from trainer.checkpointing.retention import publish_checkpoint
 from trainer.config import CheckpointConfig, ConfigError
 from trainer.distributed.tensors import Fragment
 from trainer.distributed.world import World
@@ -145,7 +145,7 @@ def split_evenly(sizes: dict[str, int], most: int) -> list[list[str]]:
     return [group for group in groups if group]
 
 
-class Transfer(NamedTuple):
+class FileTransfer(NamedTuple):
     """A file that rank `source` sends to rank `target`; `size` in bytes."""
 
     source: int
@@ -154,7 +154,7 @@ class Transfer(NamedTuple):
     size: int
 
 
-def allocate_files(transfers: Iterable[Transfer], rank: int, folder: Path) -> None:
+def allocate_files(transfers: Iterable[FileTransfer], rank: int, folder: Path) -> None:
     """Reserves memory for the files that this rank will receive into `folder`. Raises `OSError` if there is not
     enough: writing to a file that is mapped into memory would end the process instead."""
     for transfer in transfers:
@@ -164,7 +164,7 @@ def allocate_files(transfers: Iterable[Transfer], rank: int, folder: Path) -> No
 
 
 def exchange_files(
-    transfers: Iterable[Transfer], rank: int, folder: Path, group: dist.ProcessGroup | None = None
+    transfers: Iterable[FileTransfer], rank: int, folder: Path, group: dist.ProcessGroup | None = None
 ) -> None:
     """Sends and receives files of `folder` at the same time; memory for them has been allocated. All ranks call it
     together with the same transfers."""
@@ -265,14 +265,14 @@ class MemoryCheckpointer(Checkpointer):
                     stored |= tensors
             return entries, stored
 
-        def describe() -> tuple[dict[str, Any], list[Transfer]] | None:
+        def describe() -> tuple[dict[str, Any], list[FileTransfer]] | None:
             if self._rank != 0:
                 return None
             files = {name: entry for entries, _ in ranks for name, entry in entries.items()}
             tensors = {name: tensor.to_json() for name, tensor in join_parts([stored for _, stored in ranks]).items()}
             content = {**manifest, "torch": torch.__version__, "files": files, "tensors": tensors}
             transfers = [
-                Transfer(rank, self._copies[rank], name, entry["bytes"])
+                FileTransfer(rank, self._copies[rank], name, entry["bytes"])
                 for rank, (entries, _) in enumerate(ranks)
                 for name, entry in entries.items()
                 if rank in self._copies
@@ -292,11 +292,11 @@ class MemoryCheckpointer(Checkpointer):
         content, transfers = described[0]
         self._together(prepare_copies)
         self._together(lambda: exchange_files(transfers, self._rank, written, self._group))
-        self._together(lambda: publish(written, path) if self._leads else None)
+        self._together(lambda: publish_checkpoint(written, path) if self._leads else None)
         return sum(file["bytes"] for file in content["files"].values())
 
 
-class Listing(NamedTuple):
+class MemoryCheckpoint(NamedTuple):
     """An in-memory checkpoint as one node has it. manifest: digest of that, which is the same on all nodes of one
     checkpoint; files: names of all its files; present: of those that the node has in full; launchers: of the run that
     wrote it."""
@@ -308,7 +308,7 @@ class Listing(NamedTuple):
     launchers: frozenset[str]
 
 
-def list_memory(folder: Path, identity: str | None) -> list[Listing]:
+def list_memory(folder: Path, identity: str | None) -> list[MemoryCheckpoint]:
     """What a node has of the in-memory checkpoints of the run `identity`; others and damaged ones are left out."""
     found = []
     for step, path in list_checkpoints(folder).items() if identity and folder.is_dir() else ():
@@ -320,7 +320,7 @@ def list_memory(folder: Path, identity: str | None) -> list[Listing]:
         if manifest.get("run") == identity:
             files, present = manifest["files"], find_present(path, manifest["files"])
             launchers = frozenset(filter(lambda name: isinstance(name, str), manifest.get("launchers") or ()))
-            found.append(Listing(step, digest, frozenset(files), present, launchers))
+            found.append(MemoryCheckpoint(step, digest, frozenset(files), present, launchers))
     return found
 
 
@@ -330,10 +330,10 @@ def find_present(path: Path, files: dict[str, Any]) -> frozenset[str]:
     return frozenset(name for name, entry in files.items() if sizes.get(name) == entry["bytes"])
 
 
-def choose_newest(listings: Iterable[Listing]) -> Listing | None:
+def choose_newest(listings: Iterable[MemoryCheckpoint]) -> MemoryCheckpoint | None:
     """The newest in-memory checkpoint whose files the nodes have together; None if there is none. listings: of all
     nodes; `present` of the one that is returned: the files of all nodes."""
-    together: dict[tuple[int, str], Listing] = {}
+    together: dict[tuple[int, str], MemoryCheckpoint] = {}
     for listing in listings:
         key = listing.step, listing.manifest
         known = together.get(key, listing)
@@ -399,7 +399,7 @@ def remove_damaged(path: Path, names: Sequence[str]) -> bool:
 def fetch_files(nodes: MemoryNodes, path: Path, tensors: dict[str, Tensor | Fragment], world: World) -> None:
     """Brings the files of the in-memory checkpoint `path` that hold parts of `tensors` to this rank's node, from the
     nodes that have them. All ranks call it together."""
-    contents = run_together(lambda: Contents(path))
+    contents = run_together(lambda: CheckpointContents(path))
     sizes = {name: file["bytes"] for name, file in contents.files.items()}
     needed = run_together(lambda: contents.files_of(tensors))
     everyone = world.gather((needed, find_present(path, contents.files)))
@@ -410,6 +410,6 @@ def fetch_files(nodes: MemoryNodes, path: Path, tensors: dict[str, Tensor | Frag
             if source is None:
                 raise ConfigError(f"{path / name} is on no node any more; start again")
             target = next(rank for rank in ranks if name in everyone[rank][0])
-            transfers.append(Transfer(source, target, name, sizes[name]))
+            transfers.append(FileTransfer(source, target, name, sizes[name]))
     run_together(lambda: allocate_files(transfers, nodes.rank, path))
     run_together(lambda: exchange_files(transfers, nodes.rank, path))

@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpointing.chunks import DTYPES, Chunk, StoredTensor, raw
+from trainer.checkpointing.chunks import DTYPES, Chunk, StoredTensor, tensor_bytes
 from trainer.checkpointing.files import HashingFile
-from trainer.distributed.tensors import Fragment, boxes
+from trainer.distributed.tensors import Fragment, local_regions
 
 
 class TensorPart:
@@ -23,7 +23,9 @@ class TensorPart:
     def __init__(self, tensor: Tensor | Fragment, local: Tensor):
         self.tensor, self.local, self.shape = tensor, local, tensor.shape
         whole = tensor.of(local) if isinstance(tensor, Fragment) else tensor
-        self.boxes = {offset: values if isinstance(tensor, Fragment) else local for offset, values in boxes(whole)}
+        self.boxes = {
+            offset: values if isinstance(tensor, Fragment) else local for offset, values in local_regions(whole)
+        }
 
     @classmethod
     def of(cls, tensor: Tensor | Fragment) -> TensorPart | None:
@@ -49,7 +51,7 @@ def write_parts(path: Path, parts: dict[str, TensorPart]) -> tuple[dict[str, Any
             chunks = []
             for offset, values in part.boxes.items():
                 start = file.size
-                file.write(raw(values.cpu().contiguous()))
+                file.write(tensor_bytes(values.cpu().contiguous()))
                 if values.numel():
                     chunks.append(Chunk(tuple(offset), tuple(values.shape), path.name, start, file.size - start))
             stored[name] = StoredTensor(part.shape, part.local.dtype, tuple(chunks))

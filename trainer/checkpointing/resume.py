@@ -13,7 +13,7 @@ from trainer.checkpointing.retention import choose_whole, describe_damages, find
 from trainer.checkpointing.states import read_launchers, read_states
 from trainer.config import CheckpointConfig, Config, ConfigError
 from trainer.config.model import ModelSpec
-from trainer.config.typed import flat
+from trainer.config.typed import flatten_values
 from trainer.planning.batch import BatchPlan
 
 
@@ -21,7 +21,7 @@ def find_start(
     setting: CheckpointConfig, folder: Path, launchers: list[str], proven: int | None = None
 ) -> tuple[Path | None, list[str]]:
     """The checkpoint to start from, if any, with warnings. folder: the run's checkpoints; launchers:
-    `session.launchers`; proven: as in `find_resume`.
+    `session.list_launchers`; proven: as in `find_resume`.
 
     `checkpoint.resume` says where a launch begins. When torchrun restarts the processes of a launch, they resume from
     the newest checkpoint that this launch has saved, whatever `checkpoint.resume` says. A path acts once: a start with
@@ -87,7 +87,7 @@ def fitting_manifest(
     except DamagedCheckpoint as damage:
         raise ConfigError(f"checkpoint.resume={config.checkpoint.resume}: {damage}; {WAY_OUT}") from None
     problems = []
-    saved, mine = flat(manifest["spec"]), flat(spec.to_dict())
+    saved, mine = flatten_values(manifest["spec"]), flatten_values(spec.to_dict())
     differing = [
         name for name in mine if name.partition(".")[0] not in ("name", "init") and saved.get(name) != mine[name]
     ]

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from trainer.checkpointing.files import DamagedCheckpoint
-from trainer.checkpointing.manifest import list_checkpoints, verify
+from trainer.checkpointing.manifest import list_checkpoints, verify_checkpoint
 from trainer.config import CheckpointConfig, ConfigError
 
 
@@ -29,7 +29,7 @@ def steps_to_keep(steps: Sequence[int], saved: int, keep_last: int, keep_every: 
     return {saved, *newest, *older} | milestones
 
 
-def prune(folder: Path, saved: int, config: CheckpointConfig) -> list[str]:
+def prune_checkpoints(folder: Path, saved: int, config: CheckpointConfig) -> list[str]:
     """Deletes the checkpoints in `folder` that `config` does not keep, after that of step `saved` was written. Returns
     a message for each that cannot be deleted."""
     if not config.keep_last:
@@ -69,7 +69,7 @@ def clear_name(path: Path) -> None:
         path.rename(next(name for name in names if not os.path.lexists(name)))
 
 
-def publish(written: Path, path: Path) -> None:
+def publish_checkpoint(written: Path, path: Path) -> None:
     """Gives the complete folder `written` its final name `path`.
 
     An older checkpoint of that name is renamed to `.replaced`, which still counts as a checkpoint, and deleted after
@@ -125,7 +125,7 @@ def find_whole(paths: Iterable[Path], verify_files: bool) -> tuple[Path | None, 
     damages: dict[Path, str] = {}
     for path in paths:
         try:
-            verify(path, verify_files)
+            verify_checkpoint(path, verify_files)
             return path, damages
         except DamagedCheckpoint as damage:
             damages[path] = str(damage)
@@ -179,7 +179,7 @@ def find_resume(
     try:
         if not path.is_dir():
             raise DamagedCheckpoint("there is no such folder")
-        verify(path, verify_files)
+        verify_checkpoint(path, verify_files)
     except DamagedCheckpoint as damage:
         choices = (find_newest(parent, verify_files)[0] for parent in dict.fromkeys((path.parent, folder)))
         newest = next(filter(None, choices), None)

@@ -9,16 +9,16 @@ from pathlib import Path
 
 from torch import Tensor
 
-from trainer.checkpointing.files import DamagedCheckpoint, shown
-from trainer.checkpointing.loading import Contents
-from trainer.checkpointing.manifest import MANIFEST, list_checkpoints, verify
+from trainer.checkpointing.files import DamagedCheckpoint, format_foreign
+from trainer.checkpointing.loading import CheckpointContents
+from trainer.checkpointing.manifest import MANIFEST, list_checkpoints, verify_checkpoint
 from trainer.checkpointing.retention import find_newest
 from trainer.checkpointing.states import saved_spec
 from trainer.config import ConfigError
 from trainer.config.model import ModelSpec
 from trainer.hf import HFWeights, spec_from_hf
 from trainer.optim.average import PREFIX as EMA
-from trainer.planning.cost.parameters import declarations
+from trainer.planning.cost.parameters import declare_parameters
 
 CONFIG = "config.json"
 """By which a transformers folder is known."""
@@ -50,7 +50,7 @@ def open_saved(checkpoint: str, weights: str = "trained") -> SavedModel:
     run = path.resolve().parent.parent
     tokenizer = run / "tokenizer"
     try:
-        contents = Contents(path)
+        contents = CheckpointContents(path)
         spec = saved_spec(path, contents.manifest)
         prefix = "model."
         if weights == "ema":
@@ -76,7 +76,7 @@ def find_whole(checkpoint: str) -> Path:
     folder = Path(checkpoint).expanduser()
     if (folder / MANIFEST).is_file():
         try:
-            verify(folder, checksums=True)
+            verify_checkpoint(folder, checksums=True)
         except DamagedCheckpoint as damage:
             raise ConfigError(
                 f"checkpoint={checkpoint}: {damage}; give the run's folder to take its newest whole checkpoint"
@@ -111,16 +111,18 @@ def open_transformers(folder: str, weights: str) -> SavedModel:
     return SavedModel(path, spec, lambda name: values(name, values.infos[name]), tokenizer, None)
 
 
-def check_model(contents: Contents, spec: ModelSpec, prefix: str) -> None:
+def check_model(contents: CheckpointContents, spec: ModelSpec, prefix: str) -> None:
     """Raises DamagedCheckpoint unless a checkpoint holds the parameters of `spec`, behind `prefix`; before memory is
     asked for."""
     where = contents.path / MANIFEST
     if spec.depth > len(contents.names):
-        raise DamagedCheckpoint(f"{where}: a model of {shown(spec.depth)} layers, but {len(contents.names)} tensors")
+        raise DamagedCheckpoint(
+            f"{where}: a model of {format_foreign(spec.depth)} layers, but {len(contents.names)} tensors"
+        )
     try:
-        wanted = {prefix + name: info.shape for name, info in declarations(spec).items()}
+        wanted = {prefix + name: info.shape for name, info in declare_parameters(spec).items()}
     except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
-        raise DamagedCheckpoint(f"{where}: a model that cannot be: {shown(str(error))}") from None
+        raise DamagedCheckpoint(f"{where}: a model that cannot be: {format_foreign(str(error))}") from None
     held = {name: tensor for name in wanted if (tensor := contents.find(name)) is not None}
     if differing := [name for name, shape in wanted.items() if name not in held or held[name].shape != shape]:
         raise DamagedCheckpoint(f"{where}: the model in it has a {differing[0]} that is not here, or of another shape")

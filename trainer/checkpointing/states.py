@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpointing.files import LARGEST, DamagedCheckpoint, shown
+from trainer.checkpointing.files import LARGEST, DamagedCheckpoint, format_foreign
 from trainer.checkpointing.manifest import MANIFEST, read_manifest
 from trainer.config.model import ModelSpec
-from trainer.config.typed import Invalid, Problems, build
+from trainer.config.typed import InvalidValue, Problems, build_typed
 
 
 def read_states(path: Path) -> dict[str, Any]:
-    """The manifest of a run's checkpoint, whose states are of the kinds that `saving.contents` writes; its `spec` is
-    complete. DamagedCheckpoint names the first that is not."""
+    """The manifest of a run's checkpoint, whose states are of the kinds that `saving.describe_checkpoint` writes; its
+    `spec` is complete. DamagedCheckpoint names the first that is not."""
     manifest = {"data": {}, "batch": {}, "callbacks": {}} | read_manifest(path)
     manifest["spec"] = saved_spec(path, manifest).to_dict()
     for name in ("data", "batch", "callbacks", "scaler"):
@@ -33,7 +33,7 @@ def read_states(path: Path) -> dict[str, Any]:
 
 
 def read_launchers(path: Path) -> list[str]:
-    """The launchers of the run that saved a checkpoint; see `session.launchers`."""
+    """The launchers of the run that saved a checkpoint; see `session.list_launchers`."""
     launchers = read_manifest(path).get("launchers", [])
     _demand(path, "launchers", _texts(launchers), launchers, "a list of text")
     return launchers
@@ -44,8 +44,8 @@ def saved_spec(path: Path, manifest: dict[str, Any]) -> ModelSpec:
     if that is no model."""
     problems: Problems = {}
     try:
-        spec = build(manifest.get("spec"), problems, ModelSpec, "model")
-    except (Invalid, RecursionError) as error:
+        spec = build_typed(manifest.get("spec"), problems, ModelSpec, "model")
+    except (InvalidValue, RecursionError) as error:
         problems[""] = str(error)
     if problems:
         raise DamagedCheckpoint(f"{path / MANIFEST}: spec: {next(iter(problems.values()))}")
@@ -58,4 +58,4 @@ def _texts(value: Any) -> bool:
 
 def _demand(path: Path, name: str, fits: bool, value: Any, kind: str) -> None:
     if not fits:
-        raise DamagedCheckpoint(f"{path / MANIFEST}: {name} is {shown(value)}, which is not {kind}")
+        raise DamagedCheckpoint(f"{path / MANIFEST}: {name} is {format_foreign(value)}, which is not {kind}")

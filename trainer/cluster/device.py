@@ -19,29 +19,29 @@ from trainer.config import Config, OptimizerConfig
 from trainer.config.model import AttentionSpec
 from trainer.config.registry import ATTENTION
 from trainer.distributed.world import World
-from trainer.model.attention import attend, first_seen, kernel_priority, mask_of
+from trainer.model.attention import causal_attention, first_seen, kernel_priority, mask_of
 from trainer.model.axes import parameter_infos
-from trainer.model.initial import initialize
+from trainer.model.initial import initialize_model
 from trainer.model.loss import loss_terms
-from trainer.model.stage import apart
+from trainer.model.stage import split_report
 from trainer.model.transformer import Transformer
 from trainer.optim.groups import parameter_policies
 from trainer.optim.optimizer import Optimizer
 from trainer.parallel.gradients import squared_norms
 from trainer.parallel.parallelize import compile_layers, keep_buffers
-from trainer.planning.context import KERNELS, kernel
+from trainer.planning.context import KERNELS, attention_kernel
 from trainer.planning.cost.flops import attention_flops, flops_per_token, seen_keys
 from trainer.planning.cost.layers import ATTENTION_BACKWARD, model_work
 from trainer.planning.cost.memory import ELEMENT_BYTES, MASTER_BYTES
-from trainer.planning.cost.parameters import head, layer_specs
-from trainer.planning.documents import Documents, computed_keys, documents_of, runs
-from trainer.planning.estimate.calibrate import Pass, Product, Work, cut
-from trainer.planning.estimate.memory import peaks
+from trainer.planning.cost.parameters import head_matrix, layer_specs
+from trainer.planning.documents import DocumentLengths, computed_keys, document_ranges, documents_of
+from trainer.planning.estimate.calibrate import MeasuredGEMM, MeasuredPass, MeasuredWork, truncate_model
+from trainer.planning.estimate.memory import find_peaks
 from trainer.planning.estimate.seconds import update_bytes
 from trainer.planning.resolve import Layout
 from trainer.precision.dtypes import DTYPES
-from trainer.precision.float8 import E4M3, quantise, scaled_product
-from trainer.precision.products import Role, matmul
+from trainer.precision.float8 import E4M3, quantise_operand, scaled_product
+from trainer.precision.products import GEMMRole, matmul
 
 SQUARES = {"cuda": (512, 1024, 2048, 4096, 8192), "cpu": (64, 256, 1024)}
 """Sides of the sweep's matrices."""
@@ -73,25 +73,25 @@ class DeviceProbe:
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.device, dtype=torch.float32).mul_(0.02).to(self.dtype)
 
-    def sweep(self) -> list[Product]:
+    def sweep(self) -> list[MeasuredGEMM]:
         """Products of square matrices, until one takes too long."""
-        found: list[Product] = []
+        found: list[MeasuredGEMM] = []
         limit = 0.1 * self.budget / len(SQUARES[self.device.type])
         for side in SQUARES[self.device.type]:
             if found and 5 * found[-1].seconds * (side / found[-1].tokens) ** 3 > limit:
                 break
             a, b = self.random(side, side), self.random(side, side)
-            seconds = self.watch.seconds(lambda a=a, b=b: matmul(a, b, Role.OUTPUT), limit)
-            found.append(Product(str(side), side, side, side, seconds))
+            seconds = self.watch.seconds(lambda a=a, b=b: matmul(a, b, GEMMRole.OUTPUT), limit)
+            found.append(MeasuredGEMM(str(side), side, side, side, seconds))
         return found
 
-    def products(self, rate: float) -> list[Product]:
+    def products(self, rate: float) -> list[MeasuredGEMM]:
         """The products with the model's matrices, as the plan cuts them: the mean of output and both gradients. rate:
         FLOP/s, by which tokens are left out where all would take too long."""
         spec, tp = self.layout.spec, self.layout.plan.tp
         works = model_work(spec, self.layout.batch.sequence_length, tp, self.element)
         counts = Counter((name, *map(round, shape)) for work in works for name, shape in work.shapes.items())
-        counts[("head", *map(round, head(spec).multiplied(tp)))] += 1
+        counts[("head", *map(round, head_matrix(spec).multiplied(tp)))] += 1
         shapes: dict[tuple[int, int], tuple[str, int]] = {}
         for (name, rows, columns), count in counts.items():
             first, before = shapes.get((rows, columns), (name, 0))
@@ -103,27 +103,27 @@ class DeviceProbe:
                 tokens //= 2
             x, weight, gradient = self.random(tokens, columns), self.random(rows, columns), self.random(tokens, rows)
             operands = {
-                Role.OUTPUT: (x, weight),
-                Role.INPUT_GRADIENT: (gradient, weight),
-                Role.WEIGHT_GRADIENT: (gradient, x),
+                GEMMRole.OUTPUT: (x, weight),
+                GEMMRole.INPUT_GRADIENT: (gradient, weight),
+                GEMMRole.WEIGHT_GRADIENT: (gradient, x),
             }
             seconds = [
                 self.watch.seconds(lambda pair=pair, role=role: matmul(*pair, role), limit / 3)
                 for role, pair in operands.items()
             ]
-            found.append(Product(name, tokens, rows, columns, sum(seconds) / 3, count))
+            found.append(MeasuredGEMM(name, tokens, rows, columns, sum(seconds) / 3, count))
         return found
 
-    def float8(self, recipe: str, side: int) -> Work:
+    def float8(self, recipe: str, side: int) -> MeasuredWork:
         """A square product in fp8 without its casts, with the accumulation of gradients."""
-        left, right = (quantise(self.random(side, side), 1, E4M3, recipe != "tensorwise") for _ in range(2))
+        left, right = (quantise_operand(self.random(side, side), 1, E4M3, recipe != "tensorwise") for _ in range(2))
         scales = left[1], right[1]
         seconds = self.watch.seconds(
             lambda: scaled_product(left[0], right[0], scales, self.dtype, False), 0.02 * self.budget
         )
-        return Work(2.0 * side**3, seconds)
+        return MeasuredWork(2.0 * side**3, seconds)
 
-    def attention(self, rate: float) -> dict[str, Work]:
+    def attention(self, rate: float) -> dict[str, MeasuredWork]:
         """Forward and backward pass of attention by kernel (`planning/context.py`): of whole sequences, of the queries
         of their second half, and under the mask that the recipe's layers have, or a causal one. Left out: registered
         kinds of attention, whose kernels are their own, and a kernel that the device lacks and the recipe does without.
@@ -132,7 +132,7 @@ class DeviceProbe:
         if layers[0].kind in ATTENTION.registered:
             return {}
         used = self._kernels(layers)
-        found: dict[str, Work] = {}
+        found: dict[str, MeasuredWork] = {}
         with kernel_priority(self.config.run.deterministic):
             for name in KERNELS:
                 try:
@@ -145,9 +145,9 @@ class DeviceProbe:
     def _kernels(self, layers: Sequence[AttentionSpec]) -> set[str]:
         """Those that the recipe takes."""
         masked, length = self.config.data.mask_documents, self.layout.batch.sequence_length
-        return {kernel(one, self.layout.context, length, masked) for one in layers}
+        return {attention_kernel(one, self.layout.context, length, masked) for one in layers}
 
-    def _attention(self, name: str, layers: Sequence[AttentionSpec], rate: float) -> Work:
+    def _attention(self, name: str, layers: Sequence[AttentionSpec], rate: float) -> MeasuredWork:
         """Of the first layer that has a mask, for a masked kernel, or else of the first layer."""
         masked = name == "block_mask"
         spec = next((one for one in layers if masked and (one.window or one.soft_cap)), layers[0])
@@ -174,18 +174,18 @@ class DeviceProbe:
         gradient = self.random(*query.shape)
 
         def both() -> Any:
-            out = attend(query, key, value, mask, spec.scale, cap)
+            out = causal_attention(query, key, value, mask, spec.scale, cap)
             return torch.autograd.grad(out, (query, key, value), gradient)
 
-        return Work(work(computed_in(mask, length) if masked else keys()), self.watch.seconds(both, limit))
+        return MeasuredWork(work(computed_in(mask, length) if masked else keys()), self.watch.seconds(both, limit))
 
-    def _mask(self, sequences: int, length: int, window: int, documents: Documents | None) -> Any:
+    def _mask(self, sequences: int, length: int, window: int, documents: DocumentLengths | None) -> Any:
         """Of sequences of documents, or of one each, within a window."""
         places, numbers = torch.arange(length, device=self.device), None
         if documents:
             begins = torch.zeros(sequences, length, dtype=torch.int64)
             row = -1
-            for start, _ in runs(documents, length):
+            for start, _ in document_ranges(documents, length):
                 row += start == 0
                 if row == sequences:
                     break
@@ -193,33 +193,33 @@ class DeviceProbe:
             numbers = begins.cumsum(1).to(self.device)
         return mask_of(first_seen(numbers, length, window, self.device), places, length)
 
-    def passes(self, rate: float) -> tuple[list[Pass], list[Pass]]:
+    def passes(self, rate: float) -> tuple[list[MeasuredPass], list[MeasuredPass]]:
         """Forward and backward passes of the model cut to one and to three layers, of a micro-batch or as much of it as
         memory and time allow; and the same with eager layers, where they are compiled."""
         limit, sequences, length = 0.15 * self.budget, self.layout.batch.micro_size, self.length
         few, many, eager = 1, min(DEEP, self.layout.spec.depth), replace(self.config, compile=False)
         while True:
-            config, layout = cut(eager, many, length, sequences)  # they hold more
+            config, layout = truncate_model(eager, many, length, sequences)  # they hold more
             work = flops_per_token(layout.spec, length, causal=True) * length * sequences
-            held = max(peaks(config, layout), key=lambda peak: peak.reserved)
+            held = max(find_peaks(config, layout), key=lambda peak: peak.reserved)
             fits = held.reserved - held.categories["optimizer"] < ROOM * self.memory
             if fits and 5 * work / (0.5 * rate) <= limit or sequences == 1 and length <= 64:
                 break
             sequences, length = (sequences // 2, length) if sequences > 1 else (sequences, length // 2)
 
-        def through(config: Config) -> list[Pass]:
+        def through(config: Config) -> list[MeasuredPass]:
             return [self._pass(config, depth, length, sequences, limit) for depth in dict.fromkeys((few, many))]
 
         return through(self.config), through(eager) if self.config.compile else []
 
-    def _pass(self, config: Config, depth: int, length: int, sequences: int, limit: float) -> Pass:
-        config, layout = cut(config, depth, length, sequences)
+    def _pass(self, config: Config, depth: int, length: int, sequences: int, limit: float) -> MeasuredPass:
+        config, layout = truncate_model(config, depth, length, sequences)
         model = self._model(config, layout)
         tokens = torch.randint(layout.spec.vocab_size, (sequences, length), device=self.device)
         forward: list[Tensor] = []
 
         def passing() -> None:
-            forward[:] = [apart(model(tokens, tokens))[0][0]]
+            forward[:] = [split_report(model(tokens, tokens))[0][0]]
 
         def both() -> None:
             passing()
@@ -229,7 +229,7 @@ class DeviceProbe:
         with kernel_priority(config.run.deterministic):
             ahead = self.watch.seconds(passing, limit / 3)
             whole = self.watch.seconds(both, limit)
-        return Pass(depth, length, sequences, ahead, max(whole - ahead, 0.5 * ahead))
+        return MeasuredPass(depth, length, sequences, ahead, max(whole - ahead, 0.5 * ahead))
 
     def _model(self, config: Config, layout: Layout) -> Transformer:
         with torch.device("meta"):
@@ -239,19 +239,21 @@ class DeviceProbe:
         if config.compile:
             compile_layers(model, deferring=False)
         model.to_empty(device=self.device)
-        initialize(model, layout.spec, config.run.seed, self.device)
+        initialize_model(model, layout.spec, config.run.seed, self.device)
         model.to(self.dtype)
         keep_buffers(model, self.device)
         return model
 
-    def stream(self) -> Work:
+    def stream(self) -> MeasuredWork:
         """A kernel that reads two tensors and writes one."""
         count = STREAM[self.device.type] // self.element
         a, b = (torch.ones(count, device=self.device, dtype=self.dtype) for _ in "ab")
         out = torch.empty_like(a)
-        return Work(3 * count * self.element, self.watch.seconds(lambda: torch.add(a, b, out=out), 0.03 * self.budget))
+        return MeasuredWork(
+            3 * count * self.element, self.watch.seconds(lambda: torch.add(a, b, out=out), 0.03 * self.budget)
+        )
 
-    def update(self) -> Work:
+    def update(self) -> MeasuredWork:
         """Gradient norm and AdamW's update of the parameters of many layers: of few the host would be timed."""
         parameters, plain = self._layers(), replace(self.config, optimizer=OptimizerConfig())
         policies = parameter_policies(self.infos, plain.precision.types, plain.optimizer)
@@ -266,9 +268,9 @@ class DeviceProbe:
             optimizer.step(rate, one, none)
 
         size = sum(parameter.numel() for parameter in parameters.values())
-        return Work(update_bytes(plain) * size, self.watch.seconds(step, 0.04 * self.budget))
+        return MeasuredWork(update_bytes(plain) * size, self.watch.seconds(step, 0.04 * self.budget))
 
-    def copy(self) -> Work:
+    def copy(self) -> MeasuredWork:
         """Casts of the same parameters into one flat buffer of the compute type, and back."""
         whole = [parameter.detach().flatten() for parameter in self._layers().values()]
         flat = torch.empty(sum(one.numel() for one in whole), device=self.device, dtype=self.dtype)
@@ -281,14 +283,14 @@ class DeviceProbe:
                 one.copy_(part)
 
         moved = 2 * (4 + self.element) * flat.numel()
-        work = graphed(there_and_back) if self.device.type == "cuda" else there_and_back
-        return Work(moved, self.watch.seconds(work, 0.04 * self.budget))
+        work = capture_kernels(there_and_back) if self.device.type == "cuda" else there_and_back
+        return MeasuredWork(moved, self.watch.seconds(work, 0.04 * self.budget))
 
     def _layers(self) -> dict[str, nn.Parameter]:
         """The parameters of the first layers, in fp32."""
 
         def shapes(depth: int) -> dict[str, torch.Size]:
-            _, layout = cut(self.config, depth, self.length, 1)
+            _, layout = truncate_model(self.config, depth, self.length, 1)
             with torch.device("meta"):
                 self.infos = parameter_infos(Transformer(layout.spec))
             return {name: info.shape for name, info in self.infos.items() if name.startswith("layers.")}
@@ -307,7 +309,9 @@ class DeviceProbe:
             for _ in range(TINY):
                 one.add_(1)
 
-        return self.watch.seconds(graphed(tiny) if self.device.type == "cuda" else tiny, 0.02 * self.budget) / TINY
+        return (
+            self.watch.seconds(capture_kernels(tiny) if self.device.type == "cuda" else tiny, 0.02 * self.budget) / TINY
+        )
 
     def launch(self, kernel: float) -> float:
         """Seconds of the host for a kernel. On a CPU that is the kernel itself."""
@@ -333,7 +337,7 @@ def computed_in(mask: Any, length: int) -> float:
     return blocks * prod(mask.BLOCK_SIZE) / length
 
 
-def graphed(work: Callable[[], None]) -> Callable[[], None]:
+def capture_kernels(work: Callable[[], None]) -> Callable[[], None]:
     """The kernels of `work` as a CUDA graph, which the host launches at once."""
     beside = torch.cuda.Stream()
     with torch.cuda.stream(beside):  # what a first call allocates is not captured

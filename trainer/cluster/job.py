@@ -28,12 +28,12 @@ from typing import BinaryIO
 
 from trainer.checkpointing.manifest import list_checkpoints, read_digest
 from trainer.config import ConfigError
-from trainer.config.compose import quoted
+from trainer.config.compose import quote_value
 from trainer.planning.resolve import compose
 from trainer.util.exit_codes import DONE, FAILED, LOST, REFUSED, UNFIT
 from trainer.util.files import write_atomic
 from trainer.util.memory_errors import lacks_memory
-from trainer.util.reading import Malformed, brief, printable, read_bytes, read_json
+from trainer.util.reading import Malformed, make_printable, read_bytes, read_json, shorten_foreign
 from trainer.util.run_folder import refuse_links
 
 CANCELLED = 128 + signal.SIGTERM
@@ -41,7 +41,7 @@ CANCELLED = 128 + signal.SIGTERM
 
 
 @dataclass(frozen=True)
-class Record:
+class JobRecord:
     """What a job has come to by its present start. idle: starts in a row, before this one, without a new checkpoint;
     saved: whether any start left one; known: digests of the checkpoints that were there at the start; status: time of
     change of the status.json that was there, in nanoseconds, 0 if there was none."""
@@ -53,7 +53,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class End:
+class JobEnd:
     """How a job has ended. code: its exit code; last: that of its last start; why: in words."""
 
     code: int
@@ -61,7 +61,7 @@ class End:
     why: str
 
 
-def expand(arguments: list[str], task: int | None) -> list[str]:
+def expand_task(arguments: list[str], task: int | None) -> list[str]:
     """The overrides of one task of an array, or of a job without (`task` None).
 
     `@FILE` becomes the overrides in FILE, quoted as in a shell: of an array's task N those of line N, counted from 1
@@ -74,7 +74,7 @@ def expand(arguments: list[str], task: int | None) -> list[str]:
         try:
             lines = read_lines(argument[1:])
         except (OSError, ValueError, Malformed) as error:
-            raise ConfigError(f"{argument} cannot be read as lines of overrides: {brief(error)}") from None
+            raise ConfigError(f"{argument} cannot be read as lines of overrides: {shorten_foreign(error)}") from None
         if task is not None and not 1 <= task <= len(lines):
             raise ConfigError(
                 f"{argument} has {len(lines)} lines, and none for task {task}; set --array 1-{len(lines)}"
@@ -117,41 +117,41 @@ def record_of(run_dir: Path, job: str) -> Path:
     return run_dir / "slurm" / f"{job}.json"
 
 
-def read_record(path: Path) -> Record | None:
+def read_record(path: Path) -> JobRecord | None:
     """A job's record, if it has one."""
     shape = {"idle": int, "saved": bool, "known": [str], "status": int}
     try:
         found = read_json(path, shape, "it is left out")
     except (OSError, ConfigError):
         return None
-    return Record(**{name: found[name] for name in shape})
+    return JobRecord(**{name: found[name] for name in shape})
 
 
 def end_of(run_dir: Path, job: str) -> Path:
     return run_dir / "slurm" / f"{job}-end.json"
 
 
-def read_end(run_dir: Path, job: str) -> End | None:
+def read_end(run_dir: Path, job: str) -> JobEnd | None:
     """How a job has ended; None if it has not, or nobody could say."""
     try:
-        return End(**read_json(end_of(run_dir, job), {"code": int, "last": int, "why": str}, "it is left out"))
+        return JobEnd(**read_json(end_of(run_dir, job), {"code": int, "last": int, "why": str}, "it is left out"))
     except (OSError, TypeError, ConfigError):
         return None
 
 
-def start(before: Record | None, progress: bool) -> Record:
+def next_record(before: JobRecord | None, progress: bool) -> JobRecord:
     """The record of a new start, given the one before and whether that left a checkpoint."""
     if before is None:
-        return Record()
+        return JobRecord()
     return replace(before, idle=0 if progress else before.idle + 1, saved=before.saved or progress)
 
 
-def decide(
+def decide_restart(
     status: str | None,
     code: int,
     told: bool,
     state: str,
-    record: Record,
+    record: JobRecord,
     progress: bool,
     retries: int,
     reason: str = "",
@@ -188,32 +188,34 @@ def decide(
     return f"again the run ended with code {code} and status {status or 'none'}: starting it on the same nodes"
 
 
-def whole(name: str, text: str) -> int:
+def parse_count(name: str, text: str) -> int:
     """A count from the environment. Raises `ConfigError`."""
     if not re.fullmatch("[1-9][0-9]*", text):
         raise ConfigError(f"{name}={text} must be a whole number of at least 1")
     return int(text)
 
 
-def retries(environment: dict[str, str]) -> int:
-    return whole("TRAINER_RETRIES", environment.get("TRAINER_RETRIES") or "3")
+def max_retries(environment: dict[str, str]) -> int:
+    return parse_count("TRAINER_RETRIES", environment.get("TRAINER_RETRIES") or "3")
 
 
-def begin(nodes: int, processes: int, arguments: list[str], environment: dict[str, str]) -> dict[str, str | list[str]]:
+def begin_job(
+    nodes: int, processes: int, arguments: list[str], environment: dict[str, str]
+) -> dict[str, str | list[str]]:
     """Checks the settings for these processes, opens the job's record in run.dir, and returns what the script has to
     know."""
-    retries(environment)  # asked for at the end, which may be hours away
+    max_retries(environment)  # asked for at the end, which may be hours away
     parser = argparse.ArgumentParser(prog="train.sbatch", allow_abbrev=False)
     parser.add_argument("--config-dir", "-cd")
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_intermixed_args(arguments)
     task = int(environment["SLURM_ARRAY_TASK_ID"]) if "SLURM_ARRAY_TASK_ID" in environment else None
-    overrides, world = expand(options.overrides, task), nodes * processes
+    overrides, world = expand_task(options.overrides, task), nodes * processes
     config = compose(overrides, options.config_dir, world)
     if task is not None:
         own = [argument for argument in overrides if argument not in options.overrides]
         if not any(argument.lstrip("+").startswith(("run.name=", "run.dir=")) for argument in own):
-            overrides.append(f"run.name={quoted(f'{config.run.name}-{task}')}")
+            overrides.append(f"run.name={quote_value(f'{config.run.name}-{task}')}")
             shared, config = config.run.dir, compose(overrides, options.config_dir, world)
             if config.run.dir == shared:
                 raise ConfigError(
@@ -228,7 +230,7 @@ def begin(nodes: int, processes: int, arguments: list[str], environment: dict[st
         end_of(run_dir, environment["SLURM_JOB_ID"]).unlink(missing_ok=True)  # somebody has requeued it
         before, known = read_record(path), list_digests(run_dir)
         progress = before is not None and not set(known) <= set(before.known)
-        record = replace(start(before, progress), known=known, status=read_change(run_dir / "status.json"))
+        record = replace(next_record(before, progress), known=known, status=read_change(run_dir / "status.json"))
         write_atomic(path, json.dumps(asdict(record)) + "\n")
     except OSError as error:
         raise ConfigError(f"run.dir={run_dir} cannot be written ({error.strerror}); set another run.dir") from None
@@ -252,7 +254,7 @@ def free_wanted(run_dir: Path) -> float:
     return 2 * sum(file.stat().st_size for file in newest.rglob("*") if file.is_file()) / 2**30 if newest else 20.0
 
 
-def shell(values: dict[str, str | list[str]]) -> str:
+def format_shell(values: dict[str, str | list[str]]) -> str:
     """The values as assignments in bash, lists as arrays."""
     return "\n".join(
         f"{name}=({shlex.join(value)})" if isinstance(value, list) else f"{name}={shlex.quote(value)}"
@@ -260,17 +262,18 @@ def shell(values: dict[str, str | list[str]]) -> str:
     )
 
 
-def end(run_dir: Path, job: str, code: int, told: bool, state: str, retries: int) -> str:
-    """What to do now that a job's start of the run in `run_dir` has ended (see `decide`); notes the end of the job."""
+def end_job(run_dir: Path, job: str, code: int, told: bool, state: str, retries: int) -> str:
+    """What to do now that a job's start of the run in `run_dir` has ended (see `decide_restart`); notes the end of the
+    job."""
     record = read_record(record_of(run_dir, job))
     found = read_status(run_dir / "status.json", record.status if record else 0)
     progress = record is not None and not set(list_digests(run_dir)) <= set(record.known)
-    decision = decide(
-        found.get("status"), code, told, state, record or Record(), progress, retries, found.get("reason", "")
+    decision = decide_restart(
+        found.get("status"), code, told, state, record or JobRecord(), progress, retries, found.get("reason", "")
     )
     what, _, why = decision.partition(" ")
     if record is not None and what.startswith("exit="):
-        ended = End(int(what.removeprefix("exit=")), code, why)
+        ended = JobEnd(int(what.removeprefix("exit=")), code, why)
         write_atomic(end_of(run_dir, job), json.dumps(asdict(ended)) + "\n")
     return decision
 
@@ -282,7 +285,7 @@ def read_status(path: Path, before: int) -> dict[str, str]:
         found = read_json(path, {"status": str}, "it is left out") if read_change(path) != before else {}
     except (OSError, ConfigError):
         return {}
-    return {name: printable(str(found[name])) for name in ("status", "reason") if name in found}
+    return {name: make_printable(str(found[name])) for name in ("status", "reason") if name in found}
 
 
 def take_stdout() -> BinaryIO:
@@ -298,13 +301,13 @@ def main(arguments: list[str]) -> int:
     answers = take_stdout()
     try:
         if arguments[0] == "begin":
-            processes = whole("TRAINER_PROCESSES", arguments[2])
+            processes = parse_count("TRAINER_PROCESSES", arguments[2])
             os.environ["LOCAL_WORLD_SIZE"] = str(processes)  # what the plan's check takes for the size of a node
-            answer = shell(begin(int(arguments[1]), processes, arguments[3:], dict(os.environ)))
+            answer = format_shell(begin_job(int(arguments[1]), processes, arguments[3:], dict(os.environ)))
         else:
             folder, code, told, state = arguments[1:]
             job = os.environ["SLURM_JOB_ID"]
-            answer = end(Path(folder), job, int(code), told == "1", state, retries(os.environ))
+            answer = end_job(Path(folder), job, int(code), told == "1", state, max_retries(os.environ))
     except ConfigError as error:
         print("\n  - ".join(["configuration error:", *error.problems]), file=sys.stderr)
         return REFUSED

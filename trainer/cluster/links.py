@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from trainer.cluster.stopwatch import Stopwatch
 from trainer.config import ConfigError
-from trainer.distributed.boxes import boxes_of
-from trainer.distributed.copied import Copied, copies
-from trainer.distributed.copied import Sent as Gathered
+from trainer.distributed.boxes import buffers_of
+from trainer.distributed.copied import CopyEngineGroup, copy_stream
+from trainer.distributed.copied import PendingGather as Gathered
 from trainer.distributed.world import World, own_group
 from trainer.parallel.compress.links import all_gather, reduce_scatter
-from trainer.planning.estimate.calibrate import COLLECTIVES, Sent, fit_link
+from trainer.planning.estimate.calibrate import COLLECTIVES, MeasuredCollective, fit_link
 from trainer.planning.plan import Plan
 
 SIZES = {"cuda": (2**12, 2**16, 2**20, 2**24, 2**28), "cpu": (2**12, 2**16, 2**20, 2**22)}
@@ -28,7 +28,7 @@ CALLS, AHEAD = 8, 5e-3
 
 
 @dataclass(frozen=True)
-class Axis:
+class LinkAxis:
     """Ranks that send to each other. name: of the axes of the plan that have these groups; place: the link between
     them, empty where it is not one alone; groups: of all ranks; group: this rank's."""
 
@@ -38,7 +38,7 @@ class Axis:
     group: Any
 
 
-def axes(plan: Plan, world: World, node: int) -> list[Axis]:
+def list_axes(plan: Plan, world: World, node: int) -> list[LinkAxis]:
     """The ranks of a node; those with the same place on every node; and every axis of the plan with other groups."""
     nodes = world.size // node
     found: dict[str, list[list[int]]] = {
@@ -55,31 +55,31 @@ def axes(plan: Plan, world: World, node: int) -> list[Axis]:
         spans = {len({rank // node for rank in group}) for group in groups}
         place = "node" if spans == {1} else "network" if spans == {len(groups[0])} and nodes > 1 else ""
         lists = [list(group) for group in groups]
-        result.append(Axis(", ".join(who), place, lists, own_group(lists, world.timeout, f"probe {who[0]}")))
+        result.append(LinkAxis(", ".join(who), place, lists, own_group(lists, world.timeout, f"probe {who[0]}")))
     return result
 
 
 class LinkProbe:
     """Measures collectives. seconds: to measure in, about. All ranks call its methods together."""
 
-    def __init__(self, world: World, axes: Sequence[Axis], seconds: float):
+    def __init__(self, world: World, axes: Sequence[LinkAxis], seconds: float):
         self.world, self.axes, self.watch = world, axes, Stopwatch(world)
         self.sizes = SIZES[world.device.type]
         self.limit = seconds / max(1, len(axes) * len(COLLECTIVES) * len(self.sizes))
 
-    def measure(self) -> list[Sent]:
+    def measure(self) -> list[MeasuredCollective]:
         """Every collective of every axis by size."""
         return [
-            Sent(axis.name, axis.place, kind, len(axis.groups[0]), size, self._seconds(axis, kind, size))
+            MeasuredCollective(axis.name, axis.place, kind, len(axis.groups[0]), size, self._seconds(axis, kind, size))
             for axis in self.axes
             for kind in COLLECTIVES
             for size in self.sizes
         ]
 
-    def _seconds(self, axis: Axis, kind: str, size: int) -> float:
+    def _seconds(self, axis: LinkAxis, kind: str, size: int) -> float:
         return self.watch.seconds(self._collective(axis, kind, size), self.limit)
 
-    def _collective(self, axis: Axis, kind: str, size: int, later: bool = False) -> Callable[[], Any]:
+    def _collective(self, axis: LinkAxis, kind: str, size: int, later: bool = False) -> Callable[[], Any]:
         """A call of a collective whose whole tensor has `size` bytes. later: it returns what is to be waited for."""
         ranks, group = len(axis.groups[0]), axis.group
         part = torch.ones(max(1, size // ranks // 4), device=self.world.device)
@@ -93,7 +93,7 @@ class LinkProbe:
             "all-to-all": lambda: dist.all_to_all_single(torch.empty_like(whole), whole, group=group, async_op=later),
         }[kind]
 
-    def _transfer(self, axis: Axis, tensor: torch.Tensor) -> Callable[[], Any]:
+    def _transfer(self, axis: LinkAxis, tensor: torch.Tensor) -> Callable[[], Any]:
         """From the first rank of each pair of neighbours to the second; a last one without a neighbour has nothing to
         do."""
         ranks = next(group for group in axis.groups if self.world.rank in group)
@@ -112,7 +112,7 @@ class LinkProbe:
         if axis is None:
             return None
         group, device = axis.group, self.world.device
-        everyone = Copied(group.group_name, dist.get_rank(group), dist.get_world_size(group))
+        everyone = CopyEngineGroup(group.group_name, dist.get_rank(group), dist.get_world_size(group))
         tiny, ahead = torch.ones(64, device=device), max(1, math.ceil(AHEAD / seconds)) * (device.type == "cuda")
 
         def computing(calls: int) -> None:
@@ -121,17 +121,17 @@ class LinkProbe:
             for _ in range(calls):
                 for _ in Gathered("probe", [tiny], everyone).arriving():
                     pass
-                copies(device).end()
+                copy_stream(device).end()
 
         try:
             both = self.watch.seconds(lambda: computing(CALLS), 10 * self.limit)
-        except (ConfigError, RuntimeError):  # of all ranks alike: see `symmetric_memory.together`
+        except (ConfigError, RuntimeError):  # of all ranks alike: see `symmetric_memory.run_on_all`
             return None
-        boxes_of("probe", group, torch.uint8).free()
+        buffers_of("probe", group, torch.uint8).free()
         alone = self.watch.seconds(lambda: computing(0), 10 * self.limit) if ahead else 0.0
         return max(0.0, both - alone) / CALLS
 
-    def hidden(self, sent: Sequence[Sent], work: Callable[[], Any], seconds: float) -> float:
+    def hidden(self, sent: Sequence[MeasuredCollective], work: Callable[[], Any], seconds: float) -> float:
         """Which share of an all-gather behind computation does not slow it down. work: a computation that takes so many
         `seconds`; both are made about equally long."""
         axis = self.axes[0]

@@ -16,7 +16,7 @@ from trainer.cluster.options import NODE, PreflightOptions
 
 
 @dataclass(frozen=True)
-class Floors:
+class BandwidthFloors:
     """Least bus bandwidths in GB/s, and the least share of the median."""
 
     within: float
@@ -24,7 +24,7 @@ class Floors:
     share: float
 
 
-FLOORS = {"nccl": Floors(20.0, 2.0, 0.6), "gloo": Floors(0.01, 0.002, 0.0)}
+FLOORS = {"nccl": BandwidthFloors(20.0, 2.0, 0.6), "gloo": BandwidthFloors(0.01, 0.002, 0.0)}
 """These are far below what NVLink, PCIe 4 and 100 Gbit/s reach, and above what broken links leave. A cluster's own
 figures, given as options, find more."""
 
@@ -33,7 +33,7 @@ ELEMENTS = {"nccl": 2**26, "gloo": 2**20}  # fp32
 HUNG = 0.0  # GB/s of an all-reduce that failed or did not end
 
 
-def pairings(nodes: int) -> list[list[tuple[int, int]]]:
+def pair_nodes(nodes: int) -> list[list[tuple[int, int]]]:
     """Rounds of disjoint pairs of nodes, in which each node is paired with two others, where there are as many.
 
     A node that is slow in both pairs is slow itself; one that is slow in only one of them is not."""
@@ -44,7 +44,9 @@ def pairings(nodes: int) -> list[list[tuple[int, int]]]:
     return [pairs for pairs in (even, odd) if pairs]
 
 
-def bandwidth_problems(within: dict[str, float], between: dict[tuple[str, str], float], floors: Floors) -> list[str]:
+def bandwidth_problems(
+    within: dict[str, float], between: dict[tuple[str, str], float], floors: BandwidthFloors
+) -> list[str]:
     """Which nodes, or pairs of nodes, are slower than they may be. GB/s; `HUNG` where an all-reduce did not end."""
     problems = [
         f"{node}: all-reduce over its processes {speed}; look at nvidia-smi topo -m and nvlink --status, and leave it "
@@ -104,7 +106,7 @@ def check_network(options: PreflightOptions) -> tuple[list[str], str]:
     import torch
     import torch.distributed as dist
 
-    from trainer.distributed.world import gather
+    from trainer.distributed.world import gather_objects
 
     rank, world, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     backend = "nccl" if torch.cuda.is_available() else "gloo"
@@ -116,7 +118,7 @@ def check_network(options: PreflightOptions) -> tuple[list[str], str]:
     )
 
     control = dist.new_group(backend="gloo")
-    names = gather((int(os.environ.get("GROUP_RANK", 0)), NODE), control)
+    names = gather_objects((int(os.environ.get("GROUP_RANK", 0)), NODE), control)
     nodes = sorted(set(names))
     members = [[other for other, name in enumerate(names) if name == node] for node in nodes]
 
@@ -129,18 +131,18 @@ def check_network(options: PreflightOptions) -> tuple[list[str], str]:
             speed = all_reduce_speed(
                 made[mine], len(groups[mine]), torch.ones(ELEMENTS[backend], device=device), options.patience
             )
-        speeds = gather(speed, control)
+        speeds = gather_objects(speed, control)
         return [min(speeds[member] for member in group) for group in groups]
 
     rounds = []
     for _ in range(5):
         dist.barrier(group=control)
-        clocks = gather(time.time(), control)
+        clocks = gather_objects(time.time(), control)
         rounds.append({node[1]: clocks[ranks[0]] for node, ranks in zip(nodes, members)})
     problems = clock_problems(rounds, options.skew)
     within = dict(zip((name for _, name in nodes), measure(members))) if len(members[0]) > 1 else {}
     between: dict[tuple[str, str], float] = {}
-    for pairs in pairings(len(nodes)):
+    for pairs in pair_nodes(len(nodes)):
         if HUNG in [*within.values(), *between.values()]:
             break  # processes may be stuck in that all-reduce
         speeds = measure([members[first] + members[second] for first, second in pairs])

@@ -126,7 +126,7 @@ def disk_problems(name: str, folder: Path, wanted: float) -> list[str]:
     return [f"{name}={folder} has {free:.1f} GiB free and {wanted:.1f} are wanted: make room, or set another {name}"]
 
 
-def unseen(folder: Path, nodes: Iterable[str], patience: float) -> list[str]:
+def missing_nodes(folder: Path, nodes: Iterable[str], patience: float) -> list[str]:
     """Leaves a file with this node's name in `folder`; returns those of `nodes` whose file does not appear there.
 
     patience: seconds to wait for them."""
@@ -173,7 +173,7 @@ def check_node(options: PreflightOptions) -> list[str]:
                 problems += [
                     f"sees nothing in run.dir={folder} from {node} for {options.patience:g} s: either that node did "
                     "not start, or the folder is not the same on both; put run.dir on a shared file system"
-                    for node in unseen(marks / options.stamp, nodes, options.patience)
+                    for node in missing_nodes(marks / options.stamp, nodes, options.patience)
                 ]
             except OSError as error:
                 problems.append(f"{marks} cannot be used: {error.strerror}; remove it, or set another run.dir")

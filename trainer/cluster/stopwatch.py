@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.distributed.world import World
-from trainer.observe.deferred import Moment
+from trainer.observe.deferred import TimePoint
 
 LEAST, MOST = 3, 30
 """Repeats."""
@@ -44,10 +44,10 @@ class Stopwatch:
         return longest.item()
 
     def _run(self, work: Callable[[], Any], calls: int, repeats: int) -> list[float]:
-        moments = [Moment(self.world.device)]
+        moments = [TimePoint(self.world.device)]
         for _ in range(repeats):
             for _ in range(calls):
                 work()
-            moments.append(Moment(self.world.device))
+            moments.append(TimePoint(self.world.device))
         moments[-1].wait()
         return [before.seconds_to(after) / calls for before, after in itertools.pairwise(moments)]

@@ -24,15 +24,15 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config import Config, ConfigError, imports, typed
-from trainer.config.fields import nearest
-from trainer.config.loader import CONFIGS, Loader
+from trainer.config.fields import suggest_nearest
+from trainer.config.loader import CONFIGS, ConfigLoader
 from trainer.config.synonyms import SETTINGS
 from trainer.config.user_files import MAIN
 
 SWEEP = "several values are a sweep, which --multirun runs, a trial each"
 
 
-def gather(overrides: Sequence[str], config_dir: str | os.PathLike | None = None) -> tuple[dict, typed.Problems]:
+def gather_values(overrides: Sequence[str], config_dir: str | os.PathLike | None = None) -> tuple[dict, typed.Problems]:
     """Plain values of all settings, interpolations unresolved, and the overrides that had to be left out. What
     `imports` names has then been imported.
 
@@ -49,14 +49,14 @@ def gather(overrides: Sequence[str], config_dir: str | os.PathLike | None = None
     values = typing.cast(dict, OmegaConf.to_container(composed))
     values.pop("hydra", None)
     try:
-        imports.load(values.get("imports"))  # before names and types are looked at
+        imports.import_modules(values.get("imports"))  # before names and types are looked at
     except ConfigError as error:
         raise ConfigError([*problems.values(), *error.problems]) from error
-    return typed.complete(Config(), values), problems
+    return typed.complete_values(Config(), values), problems
 
 
 @contextmanager
-def hydra_over(config_dir: str | os.PathLike | None) -> Iterator[Loader]:
+def hydra_over(config_dir: str | os.PathLike | None) -> Iterator[ConfigLoader]:
     """Hydra over the user's folder, then the shipped one; the version that Hydra behaved like is put back."""
     folder = None if config_dir is None else Path(config_dir).expanduser().resolve()
     if folder is not None and not folder.is_dir():
@@ -65,17 +65,17 @@ def hydra_over(config_dir: str | os.PathLike | None) -> Iterator[Loader]:
     before = base.version_base
     version.setbase("1.3")
     try:
-        yield Loader(folder)
+        yield ConfigLoader(folder)
     finally:
         base.version_base = before
 
 
-def groups_of(loader: Loader) -> list[str]:
+def groups_of(loader: ConfigLoader) -> list[str]:
     """The groups that a run can choose from."""
     return [group for group in loader.names("", ObjectType.GROUP) if group not in ("hydra", "hardware")]
 
 
-def _accept(override: str, loader: Loader, groups: list[str], problems: typed.Problems) -> str | None:
+def _accept(override: str, loader: ConfigLoader, groups: list[str], problems: typed.Problems) -> str | None:
     """The override as Hydra shall see it; None, and a problem, if it can mean nothing."""
     if "=" not in override and not override.startswith("~"):
         problems[override] = _word(override, loader, groups)
@@ -103,8 +103,8 @@ def _accept(override: str, loader: Loader, groups: list[str], problems: typed.Pr
             return override
         problems[key] = f"{override}: only entries of mappings can be removed, such as ~data.sources.NAME"
         if not typed.is_setting(key):
-            known = [setting.path for setting in typed.settings()] + groups
-            problems[key] += "; " + typed.unknown("", key, known)
+            known = [setting.path for setting in typed.list_settings()] + groups
+            problems[key] += "; " + typed.describe_unknown("", key, known)
     elif key in groups:
         return _choose(key, parsed.value(), override, loader, groups, problems)
     elif "/" in key or "@" in override.split("=")[0]:  # a group in a group, or a package: Hydra's own answer is exact
@@ -114,7 +114,7 @@ def _accept(override: str, loader: Loader, groups: list[str], problems: typed.Pr
     return None
 
 
-def _word(word: str, loader: Loader, groups: list[str]) -> str:
+def _word(word: str, loader: ConfigLoader, groups: list[str]) -> str:
     """What to say of a word that is no override."""
     if word.endswith((".yaml", ".yml")):
         return _path(word, "config", groups)
@@ -136,7 +136,7 @@ def _path(given: str, group: str, groups: list[str]) -> str:
 
 
 def _choose(
-    group: str, chosen: Any, override: str, loader: Loader, groups: list[str], problems: typed.Problems
+    group: str, chosen: Any, override: str, loader: ConfigLoader, groups: list[str], problems: typed.Problems
 ) -> str | None:
     """The override that chooses options of a group, with the + that Hydra asks for where the group has no default."""
     options = loader.names(group)
@@ -147,7 +147,9 @@ def _choose(
             kind = "recipe" if group == "config" else "option"
             setting = f"{SETTINGS.get(group, f'{group}.NAME')}=VALUE"
             single = f" (one setting: {setting})" if typed.is_setting(group) else ""
-            problems[group] = f"{group}={option}: there is no such {kind}; {nearest(str(option), options)}{single}"
+            problems[group] = (
+                f"{group}={option}: there is no such {kind}; {suggest_nearest(str(option), options)}{single}"
+            )
     if group in problems:
         return None
     return ("" if group in _chosen_by_default() else "+") + override.lstrip("+")
@@ -160,7 +162,7 @@ def _chosen_by_default() -> set[str]:
     return {group for default in defaults if isinstance(default, dict) for group in default}
 
 
-def quoted(text: str) -> str:
+def quote_value(text: str) -> str:
     """A value as Hydra's grammar reads it back."""
     return QuotedString(text, Quote.double).with_quotes()
 
@@ -177,7 +179,7 @@ def to_config(values: dict, problems: typed.Problems, world: int = 1) -> Config:
         resolved = OmegaConf.to_container(OmegaConf.create(values), resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError([*problems.values(), f"{error.full_key}: {str(error).splitlines()[0]}"]) from None
-    return typed.build(typing.cast(dict, resolved), problems)
+    return typed.build_typed(typing.cast(dict, resolved), problems)
 
 
 def _sentence(error: BaseException) -> str:

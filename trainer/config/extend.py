@@ -12,7 +12,7 @@ from trainer.config.model import SCALING_FIELDS, ModelSpec, RopeSpec
 LENGTH = "max_length"
 
 
-def extended(spec: ModelSpec, changes: dict[str, Any]) -> ModelSpec:
+def extend_spec(spec: ModelSpec, changes: dict[str, Any]) -> ModelSpec:
     """`spec` with the changes of `model.extend`: fields of `model.attention.rope`, for every layer, and the longest
     sequence. What they leave out follows from the model, not from the fields' defaults. Raises `ConfigError` with
     everything that is wrong."""
@@ -26,18 +26,18 @@ def extended(spec: ModelSpec, changes: dict[str, Any]) -> ModelSpec:
     if type(length) is not int or length < 1:
         problems[LENGTH] = f"model.extend.{LENGTH}={length} must be a number of tokens"
     own = spec.attention.rope
-    rope = typed.build({**asdict(inherited(spec, given)), **given}, problems, RopeSpec, "model.extend")
+    rope = typed.build_typed({**asdict(inherit_rope(spec, given)), **given}, problems, RopeSpec, "model.extend")
     if problems:
         raise ConfigError(list(problems.values()))
     if rope.scaling in ("yarn", "longrope") and rope.scaling != own.scaling and "factor" not in given:
         rope.factor = max(1.0, length / rope.original_length)  # as transformers has it
     other = replace(spec, max_length=length, attention=replace(spec.attention, rope=rope))
-    if found := typed.out_of_range(rope, "model.extend") or contradictions(spec, other, given) or other.check():
+    if found := typed.out_of_range(rope, "model.extend") or find_contradictions(spec, other, given) or other.check():
         raise ConfigError(found)
     return other
 
 
-def inherited(spec: ModelSpec, given: dict[str, Any]) -> RopeSpec:
+def inherit_rope(spec: ModelSpec, given: dict[str, Any]) -> RopeSpec:
     """The rotary positions that the given fields change. The original length is the model's own; fields of another
     kind of scaling than the given one are left behind."""
     rope = spec.attention.rope
@@ -48,7 +48,7 @@ def inherited(spec: ModelSpec, given: dict[str, Any]) -> RopeSpec:
     return RopeSpec(theta=rope.theta, fraction=rope.fraction, original_length=length)
 
 
-def contradictions(spec: ModelSpec, other: ModelSpec, given: dict[str, Any]) -> list[str]:
+def find_contradictions(spec: ModelSpec, other: ModelSpec, given: dict[str, Any]) -> list[str]:
     """What of the given fields would have no effect or another one than its name says. other: the extended `spec`."""
     scaling = other.attention.rope.scaling
     read = ("scaling", "theta", "fraction", *SCALING_FIELDS[scaling])

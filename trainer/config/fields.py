@@ -32,14 +32,14 @@ def option(
     return field(default=default, metadata=metadata)
 
 
-def bounds(interval: str) -> tuple[float, float]:
+def parse_bounds(interval: str) -> tuple[float, float]:
     low, high = map(float, interval[1:-1].split(","))
     return low, high
 
 
-def outside(path: str, value: float, interval: str) -> str | None:
+def describe_outside(path: str, value: float, interval: str) -> str | None:
     """What is wrong with a value outside an interval such as `[0, 1)`; NaN lies in none."""
-    low, high = bounds(interval)
+    low, high = parse_bounds(interval)
     if (low < value or interval[0] == "[" and value == low) and (value < high or interval[-1] == "]" and value == high):
         return None
     bound = "at least" if interval[0] == "[" else "above"
@@ -47,26 +47,26 @@ def outside(path: str, value: float, interval: str) -> str | None:
     return f"{path}={value} must {words}"
 
 
-def nearest(word: str, legal: list[str]) -> str:
+def suggest_nearest(word: str, legal: list[str]) -> str:
     """`, did you mean 'x'?` when a legal name is close to `word`, else the list of legal names."""
     close = difflib.get_close_matches(str(word), [str(name) for name in legal], 1, cutoff=0.6)
     return f"did you mean '{close[0]}'?" if close else "legal: " + ", ".join(map(str, legal))
 
 
-def divisors(n: int) -> list[int]:
+def list_divisors(n: int) -> list[int]:
     low = [d for d in range(1, math.isqrt(max(n, 0)) + 1) if n % d == 0]
     return low + [n // d for d in reversed(low) if d * d != n]
 
 
-def assign(target: Any, values: dict[str, Any], path: str) -> None:
+def assign_fields(target: Any, values: dict[str, Any], path: str) -> None:
     """Sets fields of a (nested) dataclass from a mapping. Raises `ValueError` for a name that is no field."""
     fields = {f.name: f for f in dataclasses.fields(target)}
     for name, value in values.items():
         if name not in fields:
-            raise ValueError(f"unknown field '{path}.{name}'; {nearest(name, list(fields))}")
+            raise ValueError(f"unknown field '{path}.{name}'; {suggest_nearest(name, list(fields))}")
         current = getattr(target, name)
         if dataclasses.is_dataclass(current) and isinstance(value, dict):
-            assign(current, value, f"{path}.{name}")
+            assign_fields(current, value, f"{path}.{name}")
         elif fields[name].metadata.get("registry"):  # what several places say of one kind adds up
             setattr(target, name, current | {kind: current.get(kind, {}) | given for kind, given in value.items()})
         else:

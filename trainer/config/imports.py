@@ -13,10 +13,10 @@ from typing import Any
 
 from trainer.config import typed
 from trainer.config.fields import ConfigError
-from trainer.config.registry import REGISTRIES, Registry
+from trainer.config.registry import REGISTRIES, KindRegistry
 
 
-def load(names: Any) -> None:
+def import_modules(names: Any) -> None:
     """Imports the modules, which are looked for where Python looks and in the current folder. Raises `ConfigError` for
     what cannot be imported, and for settings that are declared wrongly. What is no list of names is left to the
     types."""
@@ -63,7 +63,7 @@ def _last_own_line(error: Exception) -> str:
     return f"{last.filename}, line {last.lineno}"
 
 
-def _wrong_settings(registry: Registry) -> list[str]:
+def _wrong_settings(registry: KindRegistry) -> list[str]:
     """What is wrong with how settings are declared."""
     found = []
     for entry in registry.registered.values():
@@ -90,7 +90,7 @@ def _wrong_schema(schema: Any) -> list[str]:
     if problems:
         return list(problems.values())
     try:
-        typed.build(typed.plain(schema()), problems, schema)
+        typed.build_typed(typed.to_plain(schema()), problems, schema)
         return [*problems.values(), *typed.out_of_range(schema())]
     except ValueError as error:  # of a schema that compares its settings
         return [f"its defaults: {error}"]

@@ -8,10 +8,10 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.config.fields import ConfigError, bounds, nearest
+from trainer.config.fields import ConfigError, parse_bounds, suggest_nearest
 from trainer.config.hardware import HardwareConfig
 from trainer.config.schema import Config
-from trainer.config.typed import PARTIAL, join
+from trainer.config.typed import PARTIAL, join_path
 
 INTERPOLATION = {"type": "string", "pattern": r"^(\$\{.*\}|\?\?\?)$"}
 """What may stand in place of any value: another setting's, or none yet."""
@@ -26,7 +26,7 @@ def json_schema(section: str = "") -> dict[str, Any]:
     hints = typing.get_type_hints(Config) | {"hardware": HardwareConfig}
     if section and not dataclasses.is_dataclass(hints.get(section)):
         sections = [name for name, hint in hints.items() if dataclasses.is_dataclass(hint)]
-        raise ConfigError(f"--schema {section}: there is no such section; {nearest(section, sections)}")
+        raise ConfigError(f"--schema {section}: there is no such section; {suggest_nearest(section, sections)}")
     schema = _value(hints[section] if section else Config, section, {})
     schema["properties"] = {"defaults": DEFAULTS, **schema["properties"]}
     return {"$schema": "http://json-schema.org/draft-07/schema#", "title": section or "recipe", **schema}
@@ -65,12 +65,12 @@ def _field(hint: Any, path: str, field: dataclasses.Field) -> dict[str, Any]:
         described["description"] = f"{doc} (in {unit})" if unit else doc
     if field.default is not dataclasses.MISSING:
         described["default"] = field.default
-    return described | _value(hint, join(path, field.name), field.metadata)
+    return described | _value(hint, join_path(path, field.name), field.metadata)
 
 
 def _limits(interval: str | None) -> dict[str, float]:
     if interval is None:
         return {}
-    low, high = bounds(interval)
+    low, high = parse_bounds(interval)
     limits = {"minimum" if interval[0] == "[" else "exclusiveMinimum": low}
     return limits | ({} if high == float("inf") else {"maximum" if interval[-1] == "]" else "exclusiveMaximum": high})

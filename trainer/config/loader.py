@@ -22,7 +22,7 @@ CONFIGS = HERE / "configs" if (HERE / "configs").is_dir() else HERE.parent / "co
 """The shipped groups and recipes: inside the package in a wheel, beside it in a checkout."""
 
 
-class Loader(ConfigLoaderImpl):
+class ConfigLoader(ConfigLoaderImpl):
     """folder: the user's, which wins over the shipped one."""
 
     def __init__(self, folder: Path | None = None) -> None:

@@ -14,7 +14,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.config.fields import assign, divisors, option
+from trainer.config.fields import assign_fields, list_divisors, option
 from trainer.config.registry import ATTENTION, FEED_FORWARD
 
 
@@ -214,7 +214,7 @@ class ModelSpec:
         changes = [cycle[index % len(cycle)]] if cycle else []
         changes += [change for where, change in self.overrides.items() if index in layer_range(where, self.depth)]
         for change in changes:
-            assign(layer, {block: fields for block, fields in change.items() if block != "repeat"}, "model")
+            assign_fields(layer, {block: fields for block, fields in change.items() if block != "repeat"}, "model")
         a = layer.attention
         a.kv_heads = a.kv_heads or a.heads
         a.head_dim = a.head_dim or self.width // max(a.heads, 1)
@@ -241,7 +241,7 @@ class ModelSpec:
             if a.heads < 1:
                 found.append(f"model.attention.heads={a.heads} must be positive")
             elif a.head_dim * a.heads != self.width and self.attention.head_dim == 0:
-                legal = [n for n in divisors(self.width) if n <= 128 and (self.width // n) % 2 == 0]
+                legal = [n for n in list_divisors(self.width) if n <= 128 and (self.width // n) % 2 == 0]
                 found.append(
                     f"model.attention.heads={a.heads} does not divide model.width={self.width}; legal: "
                     f"{', '.join(map(str, legal))} (or set model.attention.head_dim)"
@@ -249,7 +249,7 @@ class ModelSpec:
             elif a.kv_heads < 1 or a.heads % a.kv_heads:
                 found.append(
                     f"model.attention.kv_heads={a.kv_heads} does not divide model.attention.heads={a.heads}; legal: "
-                    f"{', '.join(map(str, divisors(a.heads)))}"
+                    f"{', '.join(map(str, list_divisors(a.heads)))}"
                 )
             elif a.head_dim < 1:
                 found.append(
@@ -276,7 +276,7 @@ class ModelSpec:
     def from_dict(cls, values: dict[str, Any]) -> ModelSpec:
         """The inverse of `to_dict`; an unknown field raises `ValueError` naming it."""
         spec = cls()
-        assign(spec, values, "model")
+        assign_fields(spec, values, "model")
         return spec
 
 

@@ -10,7 +10,7 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from trainer.config.fields import ConfigError, nearest
+from trainer.config.fields import ConfigError, suggest_nearest
 
 if typing.TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -25,7 +25,7 @@ ITEMS = re.compile(r"""\s*(?:"([^"]*)"|'([^']*)'|([^,]*?))\s*(?:,|$)""")
 """The items of a list: in quotes of either kind, or up to the next comma."""
 
 
-def parse(schema: type[Options], arguments: Sequence[str], words: Sequence[str] = ()) -> Options:
+def parse_options(schema: type[Options], arguments: Sequence[str], words: Sequence[str] = ()) -> Options:
     """`key=value` arguments as an instance of `schema`; an option whose default is None has to be given.
 
     words: options that arguments without a key stand for, in this order; the first takes several if it is a list.
@@ -49,7 +49,9 @@ def parse(schema: type[Options], arguments: Sequence[str], words: Sequence[str] 
     for argument in arguments:
         name, equals, text = argument.partition("=")
         if name not in fields or not equals:
-            problems.append(f"'{argument}' is not an option of the form key=value; {nearest(name, list(fields))}")
+            problems.append(
+                f"'{argument}' is not an option of the form key=value; {suggest_nearest(name, list(fields))}"
+            )
             continue
         try:
             values[name] = _value(hints[name], text)
@@ -58,7 +60,7 @@ def parse(schema: type[Options], arguments: Sequence[str], words: Sequence[str] 
             continue
         choices = fields[name].metadata["choices"]
         if choices and values[name] not in choices:
-            problems.append(f"{name}={text} is not legal; {nearest(text, list(choices))}")
+            problems.append(f"{name}={text} is not legal; {suggest_nearest(text, list(choices))}")
     given = {argument.partition("=")[0] for argument in arguments} | values.keys()
     problems += [
         f"{name}=... is needed: {field.metadata['doc']}"
@@ -81,7 +83,7 @@ def _value(kind: Any, text: str) -> Any:
     return [item(next(part for part in groups if part is not None)) for groups in parts if groups != (None, None, "")]
 
 
-def usage(schema: type[DataclassInstance], program: str, words: Sequence[str] = ()) -> str:
+def format_usage(schema: type[DataclassInstance], program: str, words: Sequence[str] = ()) -> str:
     def shown(field: dataclasses.Field) -> str:
         if field.name in words:
             return field.name.upper() + (" ..." if str(field.type).startswith("list") else "")
@@ -114,10 +116,10 @@ def run_command(
     escape_unprintable()
     arguments = sys.argv[1:] if arguments is None else arguments
     if {"-h", "--help"} & set(arguments):
-        print(usage(schema, program, words))
+        print(format_usage(schema, program, words))
         return 0
     try:
-        action(parse(schema, arguments, words))
+        action(parse_options(schema, arguments, words))
     except ConfigError as error:
         print("\n".join(f"{program}: {problem}" for problem in error.problems), file=sys.stderr)
         return 2

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from trainer.config.fields import ConfigError, assign, nearest
+from trainer.config.fields import ConfigError, assign_fields, suggest_nearest
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -20,7 +20,7 @@ class NoSettings:
 
 
 @dataclass(frozen=True)
-class Registered:
+class RegisteredKind:
     """made: the class or function, which is called with its settings first. settings: their dataclass. facts: what else
     its kind asks for."""
 
@@ -40,17 +40,17 @@ class Registered:
     def of(self, given: Mapping[str, Any]) -> Any:
         """Its settings: those `given`, the others at their defaults."""
         settings = self.settings()
-        assign(settings, dict(given), self.name)
+        assign_fields(settings, dict(given), self.name)
         return settings
 
 
-class Registry:
+class KindRegistry:
     """The legal names of one setting: `own` ones, then those that are registered.
 
     kind: what a name stands for. Iterating, `in` and `len` tell of the names, as a tuple of choices does."""
 
     def __init__(self, kind: str, own: tuple[str, ...] = ()):
-        self.kind, self.own, self.registered = kind, own, dict[str, Registered]()
+        self.kind, self.own, self.registered = kind, own, dict[str, RegisteredKind]()
 
     def __iter__(self) -> Iterator[str]:
         return iter((*self.own, *self.registered))
@@ -64,7 +64,7 @@ class Registry:
     def __bool__(self) -> bool:
         return True  # one that is empty yet says which names are legal, too
 
-    def __getitem__(self, name: str) -> Registered:
+    def __getitem__(self, name: str) -> RegisteredKind:
         """What is registered under a name. Raises `ConfigError` where nothing is."""
         if name not in self.registered:
             raise ConfigError(self.unknown(name))
@@ -74,7 +74,7 @@ class Registry:
         """What to say of a name that nothing has registered."""
         if name in self.own:
             return f"the {self.kind} '{name}' is the project's own, and has no settings here"
-        registered = nearest(name, list(self.registered)) if self.registered else "nothing has registered any"
+        registered = suggest_nearest(name, list(self.registered)) if self.registered else "nothing has registered any"
         return f"there is no {self.kind} '{name}' to be set up; {registered} (imports=[PACKAGE] registers more)"
 
     def add(self, name: str, settings: type | None, facts: Mapping[str, Any]) -> Callable[[T], T]:
@@ -83,7 +83,7 @@ class Registry:
         What a module registers again, as a notebook's cell or a reload does, takes the place of what it was."""
 
         def register(made: T) -> T:
-            entry = Registered(name, made, settings or NoSettings, facts)
+            entry = RegisteredKind(name, made, settings or NoSettings, facts)
             before = self.registered.get(name)
             if not name.isidentifier():
                 raise ConfigError(f"{entry.home}: '{name}' is no name for a {self.kind}; take letters, digits and _")
@@ -98,13 +98,13 @@ class Registry:
         return register
 
 
-CALLBACKS = Registry("callback")
-METRICS = Registry("metric")
-SINKS = Registry("sink")
-SCHEDULES = Registry("learning-rate schedule", ("cosine", "wsd", "linear", "constant"))
-SOURCES = Registry("data source", ("stdlib", "text", "jsonl", "parquet", "hub", "chat", "tokens"))
-LOSS_TERMS = Registry("loss term")
-OPTIMIZERS = Registry("optimizer", ("adamw", "lion", "sgd", "muon"))
-ATTENTION = Registry("attention block", ("softmax",))
-FEED_FORWARD = Registry("feed-forward block", ("gated", "plain"))
+CALLBACKS = KindRegistry("callback")
+METRICS = KindRegistry("metric")
+SINKS = KindRegistry("sink")
+SCHEDULES = KindRegistry("learning-rate schedule", ("cosine", "wsd", "linear", "constant"))
+SOURCES = KindRegistry("data source", ("stdlib", "text", "jsonl", "parquet", "hub", "chat", "tokens"))
+LOSS_TERMS = KindRegistry("loss term")
+OPTIMIZERS = KindRegistry("optimizer", ("adamw", "lion", "sgd", "muon"))
+ATTENTION = KindRegistry("attention block", ("softmax",))
+FEED_FORWARD = KindRegistry("feed-forward block", ("gated", "plain"))
 REGISTRIES = (CALLBACKS, METRICS, SINKS, SCHEDULES, SOURCES, LOSS_TERMS, OPTIMIZERS, ATTENTION, FEED_FORWARD)

@@ -102,7 +102,7 @@ REMOVED = {
 """Settings of earlier versions, and values as SETTING=VALUE -> what became of them, and what to set instead."""
 
 
-def elsewhere(path: str) -> str | None:
+def find_synonym(path: str) -> str | None:
     """What a setting of this path is called here, or that there is none; None for a name that nobody uses."""
     if path in REMOVED:
         return REMOVED[path]

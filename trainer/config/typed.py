@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 from omegaconf import BooleanNode, FloatNode, IntegerNode, OmegaConf, StringNode, ValidationError
 
 from trainer.config import synonyms
-from trainer.config.fields import nearest, option, outside
+from trainer.config.fields import describe_outside, option, suggest_nearest
 from trainer.config.model import LayerSpec
-from trainer.config.registry import Registry
+from trainer.config.registry import KindRegistry
 from trainer.config.schema import Config, CorpusConfig, SourceConfig, TypePolicy
 
 Problems = dict[str, str]
@@ -73,18 +73,18 @@ class Setting(NamedTuple):
     choices: tuple | None
     unit: str | None
     range: str | None
-    registry: Registry | None
+    registry: KindRegistry | None
 
 
-def settings(section: Any = None, path: str = "") -> Iterator[Setting]:
+def list_settings(section: Any = None, path: str = "") -> Iterator[Setting]:
     """Every setting of the schema, in its order, with those of what is registered."""
     section = Config() if section is None else section
     for field in dataclasses.fields(section):
-        value, name = getattr(section, field.name), join(path, field.name)
+        value, name = getattr(section, field.name), join_path(path, field.name)
         if dataclasses.is_dataclass(value):
-            yield from settings(value, name)
+            yield from list_settings(value, name)
         else:
-            yield Setting(name, plain(value), **field.metadata)
+            yield Setting(name, to_plain(value), **field.metadata)
             yield from _registered_settings(field, name)
 
 
@@ -92,17 +92,17 @@ def entry_settings(path: str) -> Iterator[Setting]:
     """Every setting of one entry of the setting `path`, which is in `ENTRIES`. Where what an entry leaves out stays as
     it is elsewhere, the default is null."""
     name, schema = ENTRIES[path]
-    for setting in leaves(schema, join(path, name)):
+    for setting in list_leaves(schema, join_path(path, name)):
         yield Setting(setting.path, None, *setting[2:]) if path in PARTIAL else setting
 
 
-def leaves(schema: type, path: str) -> Iterator[Setting]:
+def list_leaves(schema: type, path: str) -> Iterator[Setting]:
     """Every setting of a dataclass."""
     hints = types_of(schema)
     for field in dataclasses.fields(schema):
-        name, hint = join(path, field.name), hints[field.name]
+        name, hint = join_path(path, field.name), hints[field.name]
         if dataclasses.is_dataclass(hint):
-            yield from leaves(typing.cast(type, hint), name)
+            yield from list_leaves(typing.cast(type, hint), name)
         else:
             yield Setting(name, _default(field), **field.metadata)
             yield from _registered_settings(field, name)
@@ -111,7 +111,7 @@ def leaves(schema: type, path: str) -> Iterator[Setting]:
 def _default(field: dataclasses.Field) -> Any:
     """Of a field, as plain data; None where it has none."""
     if field.default_factory is not dataclasses.MISSING:
-        return plain(field.default_factory())
+        return to_plain(field.default_factory())
     return None if field.default is dataclasses.MISSING else field.default
 
 
@@ -119,12 +119,12 @@ def _registered_settings(field: dataclasses.Field, path: str) -> Iterator[Settin
     """The settings of what is registered, where a field holds such."""
     if registry := field.metadata.get("registry"):
         for name, entry in registry.registered.items():
-            yield from leaves(entry.settings, join(path, name))
+            yield from list_leaves(entry.settings, join_path(path, name))
 
 
 def out_of_range(section: Any, path: str = "") -> list[str]:
     """What is wrong with the values of a typed section that lie outside of their setting's range."""
-    found = (outside(*ranged) for ranged in _ranged(type(section), vars(section), path))
+    found = (describe_outside(*ranged) for ranged in _ranged(type(section), vars(section), path))
     return [text for text in found if text]
 
 
@@ -132,46 +132,46 @@ def _ranged(schema: type, values: dict[str, Any], path: str) -> Iterator[tuple[s
     """(setting, value, range) of each value that has a range, in entries of mappings and partial sections too."""
     hints = types_of(schema)
     for field in dataclasses.fields(schema):
-        value, place, hint = values.get(field.name), join(path, field.name), hints[field.name]
+        value, place, hint = values.get(field.name), join_path(path, field.name), hints[field.name]
         if value is None:
             continue
         if interval := field.metadata.get("range"):
             yield from ((place, item, interval) for item in (value if isinstance(value, list) else [value]))
         if registry := field.metadata.get("registry"):
             for name, entry in ((name, entry) for name, entry in value.items() if name in registry.registered):
-                yield from _ranged(registry[name].settings, entry, join(place, name))
+                yield from _ranged(registry[name].settings, entry, join_path(place, name))
             continue
         kind = PARTIAL.get(place) or (typing.get_args(hint) or (hint,))[-1]
         if dataclasses.is_dataclass(kind):
             named = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-            entries = [(place, value)] if kind is hint else [(join(place, name), entry) for name, entry in named]
+            entries = [(place, value)] if kind is hint else [(join_path(place, name), entry) for name, entry in named]
             for name, entry in entries:
                 yield from _ranged(kind, entry if isinstance(entry, dict) else vars(entry), name)
 
 
-def join(path: str, name: object) -> str:
+def join_path(path: str, name: object) -> str:
     return f"{path}.{name}" if path else str(name)
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """Dataclasses inside `value` as mappings."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
-    return {key: plain(item) for key, item in value.items()} if isinstance(value, dict) else value
+    return {key: to_plain(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_values(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """{'a': {'b': 1}} -> {'a.b': 1}."""
     return {
         name: leaf
         for key, value in values.items()
         for name, leaf in (
-            flat(value, f"{prefix}{key}.").items() if isinstance(value, dict) else [(prefix + key, value)]
+            flatten_values(value, f"{prefix}{key}.").items() if isinstance(value, dict) else [(prefix + key, value)]
         )
     }
 
 
-def complete(section: Any, given: dict) -> dict:
+def complete_values(section: Any, given: dict) -> dict:
     """`given` over the defaults of a dataclass instance, in the schema's order.
 
     Open mappings (`data.sources`) have no defaults here: what Hydra composed is all there is.
@@ -180,28 +180,28 @@ def complete(section: Any, given: dict) -> dict:
     for field in dataclasses.fields(section):
         default, value = getattr(section, field.name), given.get(field.name)
         if dataclasses.is_dataclass(default) and isinstance(value, dict):
-            known[field.name] = complete(default, value)
+            known[field.name] = complete_values(default, value)
         else:
-            known[field.name] = given.get(field.name, plain(default))
+            known[field.name] = given.get(field.name, to_plain(default))
     return known | {name: value for name, value in given.items() if name not in known}
 
 
 def to_yaml(config: Config) -> str:
-    """The resolved configuration as text; `build` of the parsed text is its inverse."""
-    return OmegaConf.to_yaml(OmegaConf.create(plain(config)))
+    """The resolved configuration as text; `build_typed` of the parsed text is its inverse."""
+    return OmegaConf.to_yaml(OmegaConf.create(to_plain(config)))
 
 
-def brief(value: Any) -> str:
+def shorten_value(value: Any) -> str:
     """A value in a message, which may come from anybody's file: its beginning alone if it is long."""
     text = str(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-class Invalid(Exception):
+class InvalidValue(Exception):
     """A value that its setting cannot take."""
 
 
-def build(values: dict, problems: Problems, schema: type = Config, path: str = "") -> Any:
+def build_typed(values: dict, problems: Problems, schema: type = Config, path: str = "") -> Any:
     """The typed configuration. What is wrong goes to `problems`, and the setting keeps its default."""
     return _convert(schema, values, path, problems)
 
@@ -209,7 +209,7 @@ def build(values: dict, problems: Problems, schema: type = Config, path: str = "
 def _convert(
     hint: Any, value: Any, path: str, problems: Problems, metadata: Mapping[str, Any] = EMPTY, partial: bool = False
 ) -> Any:
-    """`value` as the type `hint`; raises `Invalid` where the whole of it is wrong."""
+    """`value` as the type `hint`; raises `InvalidValue` where the whole of it is wrong."""
     choices = metadata.get("choices")
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):  # Optional[T]
@@ -217,13 +217,13 @@ def _convert(
         if value is None or (value == "auto" and hint is not str):
             return None
     if value == "???":
-        raise Invalid(f"{path} has no value; set {path}=VALUE")
+        raise InvalidValue(f"{path} has no value; set {path}=VALUE")
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return _section(hint, value, path, problems, partial)
     if origin in (dict, list):
         if not isinstance(value, origin):
             kind = "mapping, such as {name: ...}" if origin is dict else "list, such as [a, b]"
-            raise Invalid(f"{path}={brief(value)} must be a {kind}")
+            raise InvalidValue(f"{path}={shorten_value(value)} must be a {kind}")
         if registry := metadata.get("registry"):
             return _registered(registry, value, path, problems, partial)
         item, partial = PARTIAL.get(path, arguments[-1]), path in PARTIAL
@@ -241,15 +241,18 @@ def _convert(
     except (ValidationError, OverflowError):  # the latter for whole numbers beyond floats
         result = None
     if result is None:
-        shown, wanted = "null" if value is None else brief(value), f"one of {_list(choices)}" if choices else words
-        raise Invalid(f"{path}={shown} must be {wanted}")
+        shown, wanted = (
+            "null" if value is None else shorten_value(value),
+            f"one of {_list(choices)}" if choices else words,
+        )
+        raise InvalidValue(f"{path}={shown} must be {wanted}")
     if choices is not None and result not in choices:
         if removed := synonyms.REMOVED.get(f"{path}={result}"):
-            raise Invalid(f"{path}={result} {removed}")
+            raise InvalidValue(f"{path}={result} {removed}")
         close = difflib.get_close_matches(str(result), map(str, choices), 1)
         hint = f"; did you mean '{close[0]}'?" if close else ""
-        more = "; imports=[PACKAGE] registers more" if isinstance(choices, Registry) else ""
-        raise Invalid(f"{path}={brief(result)} is not one of {_list(choices)}{hint}{more}")
+        more = "; imports=[PACKAGE] registers more" if isinstance(choices, KindRegistry) else ""
+        raise InvalidValue(f"{path}={shorten_value(result)} is not one of {_list(choices)}{hint}{more}")
     return result
 
 
@@ -257,10 +260,12 @@ def _section(schema: type, values: Any, path: str, problems: Problems, partial: 
     hints, fields = types_of(schema), {field.name: field for field in dataclasses.fields(schema)}
     if not isinstance(values, dict):
         example = f"one setting is {path}.{next(iter(fields))}=VALUE" if fields else f"it has none: {path}={{}}"
-        raise Invalid(f"{path}={brief(values)} must be a mapping of its settings ({_list(fields)}); {example}")
+        raise InvalidValue(
+            f"{path}={shorten_value(values)} must be a mapping of its settings ({_list(fields)}); {example}"
+        )
     for name, value in values.items():
         if name not in fields:
-            problems[join(path, name)] = unknown(path, str(name), list(fields), value)
+            problems[join_path(path, name)] = describe_unknown(path, str(name), list(fields), value)
     values = values if partial else _with_chosen(fields, values)
     given = [name for name in fields if name in values]
     converted = _collect(
@@ -269,32 +274,32 @@ def _section(schema: type, values: Any, path: str, problems: Problems, partial: 
     try:
         return converted if partial else schema(**converted)
     except ValueError as error:  # of a registered schema that compares its settings
-        raise Invalid(f"{path}: {error}") from None
+        raise InvalidValue(f"{path}: {error}") from None
 
 
 def _with_chosen(fields: dict[str, dataclasses.Field], values: dict) -> dict:
     """The values, in which something registered that is chosen has an entry with its settings, given or not."""
     for name, field in fields.items():
         choice = field.metadata.get("choices")
-        if isinstance(choice, Registry) and values.get(name) in choice.registered:
+        if isinstance(choice, KindRegistry) and values.get(name) in choice.registered:
             for other in (other for other, its in fields.items() if its.metadata.get("registry") is choice):
                 given = values.get(other) or {}
                 values = values | {other: {values[name]: {}} | given if isinstance(given, dict) else given}
     return values
 
 
-def _registered(registry: Registry, values: dict, path: str, problems: Problems, partial: bool) -> dict[str, Any]:
+def _registered(registry: KindRegistry, values: dict, path: str, problems: Problems, partial: bool) -> dict[str, Any]:
     """Settings of what is registered, by its name: plain, with the defaults of those that are left out unless
     `partial`."""
     converted = {}
     for name, given in values.items():
-        place = join(path, name)
+        place = join_path(path, name)
         if name not in registry.registered:
             problems[place] = f"{place}: {registry.unknown(str(name))}"
             continue
         try:
-            converted[name] = plain(_section(registry[name].settings, given, place, problems, partial))
-        except Invalid as error:
+            converted[name] = to_plain(_section(registry[name].settings, given, place, problems, partial))
+        except InvalidValue as error:
             problems[place] = str(error)
     return converted
 
@@ -306,9 +311,9 @@ def _collect(
     converted = {}
     for name, hint, value, metadata in entries:
         try:
-            converted[name] = _convert(hint, value, join(path, name), problems, metadata, partial)
-        except Invalid as error:
-            problems[join(path, name)] = str(error)
+            converted[name] = _convert(hint, value, join_path(path, name), problems, metadata, partial)
+        except InvalidValue as error:
+            problems[join_path(path, name)] = str(error)
     return converted
 
 
@@ -316,19 +321,19 @@ def _list(names: Iterable) -> str:
     return ", ".join(map(str, names))
 
 
-def unknown(path: str, name: str, names: list[str], value: Any = None) -> str:
+def describe_unknown(path: str, name: str, names: list[str], value: Any = None) -> str:
     """Says that `path` has no `name`, and what was probably meant: a neighbour, or the same name in another section."""
-    text = f"unknown setting '{join(path, name)}'"
-    elsewhere = [setting.path for setting in settings() if setting.path.endswith(f".{name}")]
+    text = f"unknown setting '{join_path(path, name)}'"
+    elsewhere = [setting.path for setting in list_settings() if setting.path.endswith(f".{name}")]
     elsewhere = [other for other in elsewhere if path and other.startswith(f"{path}.")] or elsewhere
-    if known := synonyms.elsewhere(join(path, name)):
+    if known := synonyms.find_synonym(join_path(path, name)):
         text += f"; {known}"
     elif 0 < len(elsewhere) <= 3:
         text += "; did you mean " + " or ".join(map(repr, elsewhere)) + "?"
     elif close := difflib.get_close_matches(name, names, 1):
-        text += f"; did you mean '{join(path, close[0])}'?"
+        text += f"; did you mean '{join_path(path, close[0])}'?"
     else:
-        text += f"; {nearest(name, names)}"
+        text += f"; {suggest_nearest(name, names)}"
     if not path and not known and isinstance(value, dict):
         text += " (a recipe, and a file of a group of one's own, starts with the line '# @package _global_')"
     return text
@@ -336,10 +341,10 @@ def unknown(path: str, name: str, names: list[str], value: Any = None) -> str:
 
 def is_setting(path: str) -> bool:
     """Whether the schema has a setting or section of this name."""
-    return any(f"{setting.path}.".startswith(f"{path}.") for setting in settings())
+    return any(f"{setting.path}.".startswith(f"{path}.") for setting in list_settings())
 
 
 def is_entry(path: str) -> bool:
     """Whether `path` names something inside an open mapping, such as `data.sources.stdlib`."""
-    open_mappings = [setting.path for setting in settings() if isinstance(setting.default, dict)]
+    open_mappings = [setting.path for setting in list_settings() if isinstance(setting.default, dict)]
     return any(path.startswith(f"{mapping}.") for mapping in open_mappings)

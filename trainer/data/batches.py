@@ -12,15 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.data.corpus import Samples
-from trainer.data.order import Order
-from trainer.data.tokens import Sample
+from trainer.data.corpus import CorpusSide
+from trainer.data.order import SampleOrder
+from trainer.data.tokens import TokenSample
 from trainer.model.loss import IGNORE
 from trainer.planning.batch import BatchPlan
 
 
 @dataclass
-class Batch:
+class MicroBatch:
     """One micro-batch.
 
     tokens, targets: int64 [micro, length]; a target is `IGNORE` where there is none. documents: int32 [micro, length],
@@ -32,28 +32,28 @@ class Batch:
     documents: Tensor | None
     ids: list[str]
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
         return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
-    def pin(self) -> Batch:
+    def pin(self) -> MicroBatch:
         """In page-locked memory, from which copies to a GPU need not block."""
         return self._each(Tensor.pin_memory)
 
-    def clone(self) -> Batch:
+    def clone(self) -> MicroBatch:
         return self._each(Tensor.clone)
 
-    def copy_(self, other: Batch) -> None:
+    def copy_(self, other: MicroBatch) -> None:
         """Takes over the numbers of a batch of the same shapes, which may be on another device, in place."""
         for name in ("tokens", "targets", "documents"):
             if (mine := getattr(self, name)) is not None:
                 mine.copy_(getattr(other, name), non_blocking=True)
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
+    def _each(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
         documents = None if self.documents is None else change(self.documents)
-        return Batch(change(self.tokens), change(self.targets), documents, self.ids)
+        return MicroBatch(change(self.tokens), change(self.targets), documents, self.ids)
 
 
-class Loader:
+class BatchLoader:
     """Iterates over optimizer steps: each item is this rank's list of `batch.accumulation` micro-batches, on `device`.
 
     The step at position p consumes samples p to p + batch.global_size of the run, whatever the number of ranks and the
@@ -64,7 +64,7 @@ class Loader:
 
     def __init__(
         self,
-        samples: Samples,
+        samples: CorpusSide,
         batch: BatchPlan,
         dp_rank: int,
         dp_size: int,
@@ -78,7 +78,7 @@ class Loader:
         assert batch.global_size == batch.micro_size * batch.accumulation * dp_size
         self.samples, self.batch, self.position, self.wait_seconds = samples, batch, position, 0.0
         self.mask_documents, self.prefetch, self.device = mask_documents, prefetch, torch.device(device)
-        self._order = Order(samples.names, [source.length for source in samples.sources], samples.weights, seed)
+        self._order = SampleOrder(samples.names, [source.length for source in samples.sources], samples.weights, seed)
         # [accumulation, micro]: micro-batch m of all ranks together is contiguous in the order
         first = (np.arange(batch.accumulation)[:, None] * dp_size + dp_rank) * batch.micro_size
         self._mine = first + np.arange(batch.micro_size)
@@ -90,10 +90,10 @@ class Loader:
         """Epochs consumed; None with a stream, whose length is unknown."""
         return None if self.samples.endless else self.position / len(self.samples)
 
-    def __iter__(self) -> Iterator[list[Batch]]:
+    def __iter__(self) -> Iterator[list[MicroBatch]]:
         return self
 
-    def __next__(self) -> list[Batch]:
+    def __next__(self) -> list[MicroBatch]:
         start = time.perf_counter()
         self._fill(max(1, self.prefetch))
         try:
@@ -125,7 +125,7 @@ class Loader:
         if self.device.index is not None:  # without it, pinning would open a CUDA context on the first GPU
             torch.cuda.set_device(self.device)
 
-    def _step(self, position: int) -> list[Batch]:
+    def _step(self, position: int) -> list[MicroBatch]:
         sources, indices = self._order(position + self._mine.ravel())
         rows = [_row(self.samples, source, index) for source, index in zip(sources.tolist(), indices.tolist())]
         size = self.batch.micro_size
@@ -134,7 +134,7 @@ class Loader:
 
 
 def eval_batches(
-    samples: Samples,
+    samples: CorpusSide,
     sequences: int,
     micro_size: int,
     dp_rank: int,
@@ -142,7 +142,7 @@ def eval_batches(
     *,
     mask_documents: bool = False,
     device: torch.device | str = "cpu",
-) -> Iterator[Batch]:
+) -> Iterator[MicroBatch]:
     """One rank's batches of an evaluation.
 
     All ranks together evaluate `sequences` sequences, evenly spaced among those held out: the same ones for any number
@@ -160,20 +160,20 @@ def source_of(sample: str) -> str:
     return sample.rpartition(":")[0]
 
 
-Row = tuple[Sample, str]
+Row = tuple[TokenSample, str]
 """A sequence, and its id."""
 
 
-def _row(samples: Samples, source: int, index: int) -> Row:
+def _row(samples: CorpusSide, source: int, index: int) -> Row:
     return samples.sources[source].get(index), f"{samples.names[source]}:{index}"
 
 
-def _padding(samples: Samples) -> Row:
+def _padding(samples: CorpusSide) -> Row:
     like = samples.get(0)
-    return Sample(np.full_like(like.tokens, IGNORE), np.zeros_like(like.documents)), "padding"
+    return TokenSample(np.full_like(like.tokens, IGNORE), np.zeros_like(like.documents)), "padding"
 
 
-def _collate(rows: list[Row], mask_documents: bool) -> Batch:
+def _collate(rows: list[Row], mask_documents: bool) -> MicroBatch:
     samples, ids = zip(*rows)
     tokens = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
     inputs, targets = tokens[:, :-1].clamp(min=0), tokens[:, 1:].contiguous()  # no embedding has padding's IGNORE
@@ -181,7 +181,7 @@ def _collate(rows: list[Row], mask_documents: bool) -> Batch:
         if sample.learned is not None:
             targets[row, torch.from_numpy(~sample.learned[1:])] = IGNORE
     if not mask_documents:
-        return Batch(inputs, targets, None, list(ids))
+        return MicroBatch(inputs, targets, None, list(ids))
     documents = torch.from_numpy(np.stack([sample.documents for sample in samples]))
     targets[documents[:, 1:] != documents[:, :-1]] = IGNORE
-    return Batch(inputs, targets, documents[:, :-1].contiguous(), list(ids))
+    return MicroBatch(inputs, targets, documents[:, :-1].contiguous(), list(ids))

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from trainer.config import ConfigError
-from trainer.data.text import Document, plain_text
-from trainer.data.tokens import Sample, TokenRun, check_vocabulary
+from trainer.data.text import TextDocument, plain_text
+from trainer.data.tokens import TokenRun, TokenSample, check_vocabulary
 from trainer.hf.chat import MARKERS, render_chat
-from trainer.util.reading import brief, read_bytes
+from trainer.util.reading import read_bytes, shorten_foreign
 
 LEARNED, FIRST = 1, 2
 """Bits of a token's mark: the assistant says it; a conversation begins with it."""
@@ -33,7 +33,9 @@ def read_template(path: str) -> str:
     try:
         return read_bytes(Path(path).expanduser(), TEMPLATE).decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{named} cannot be read: {brief(error)}; name the file of a Jinja template") from None
+        raise ConfigError(
+            f"{named} cannot be read: {shorten_foreign(error)}; name the file of a Jinja template"
+        ) from None
 
 
 class ChatTemplate:
@@ -47,18 +49,20 @@ class ChatTemplate:
         try:
             self.document(PROBE)
         except ValueError as error:
-            raise ConfigError(f"{named} cannot be used: {brief(error)}; name another by data.chat_template") from None
+            raise ConfigError(
+                f"{named} cannot be used: {shorten_foreign(error)}; name another by data.chat_template"
+            ) from None
 
-    def document(self, value: Any) -> Document:
+    def document(self, value: Any) -> TextDocument:
         """The text of a conversation, and where in it the assistant speaks. Raises `ValueError` for what is none."""
-        messages = conversation(value)
+        messages = parse_conversation(value)
         if MARKERS.search(self.text):
             text, spans = render_chat(self.text, messages, self.special)
         else:
             text, spans = self._by_prefixes(messages)
         if not spans:
             raise ValueError("holds nothing that the assistant says")
-        return Document(plain_text(text), spans=tuple(spans))
+        return TextDocument(plain_text(text), spans=tuple(spans))
 
     def _by_prefixes(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
         """What comes behind the prompt for each of the assistant's messages, up to the end of that message."""
@@ -78,11 +82,11 @@ class ChatTemplate:
         return whole, spans
 
 
-def conversation(value: Any) -> list[dict[str, Any]]:
+def parse_conversation(value: Any) -> list[dict[str, Any]]:
     """The messages in a row, as templates know them: {role, content, ...}, or made such of {from, value}. Raises
     `ValueError` with what is wrong."""
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
-        raise ValueError(f"holds {brief(value)} instead of a list of messages")
+        raise ValueError(f"holds {shorten_foreign(value)} instead of a list of messages")
     messages = []
     for message in value:
         given = {key: part for key, part in message.items() if part is not None}
@@ -91,14 +95,16 @@ def conversation(value: Any) -> list[dict[str, Any]]:
             role = ROLES.get(role, role) if isinstance(role, str) else role
             given = {"role": role, "content": given.pop("value", None), **given}
         if not isinstance(given.get("role"), str):
-            raise ValueError(f"holds a message whose role is {brief(given.get('role'))}")
+            raise ValueError(f"holds a message whose role is {shorten_foreign(given.get('role'))}")
         if not isinstance(given.get("content"), str) and not given.get("tool_calls"):
-            raise ValueError(f"holds a message whose content is {brief(given.get('content'))} instead of text")
+            raise ValueError(
+                f"holds a message whose content is {shorten_foreign(given.get('content'))} instead of text"
+            )
         messages.append(given)
     return messages
 
 
-class Conversations:
+class PackedConversations:
     """The conversations of several runs, packed whole into sequences with random access; see `Sequences`.
 
     A conversation is a document of its own. What it has beyond a sequence is cut off; `cut` counts those. What is left
@@ -114,11 +120,11 @@ class Conversations:
         self._start, whole = (np.concatenate([np.empty(0, np.int64), *parts]) for parts in (starts, lengths))
         self.cut = int((whole > sequence_length + 1).sum())
         self._length = np.minimum(whole, sequence_length + 1)
-        self._order, self._ends = pack(self._length, sequence_length + 1)
+        self._order, self._ends = pack_lengths(self._length, sequence_length + 1)
         self.length = len(self._ends)
         self._maps: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
-    def get(self, index: int) -> Sample:
+    def get(self, index: int) -> TokenSample:
         """See `Sequences`. Raises `DataError` for a file that vanished or holds ids beyond the vocabulary."""
         if not 0 <= index < self.length:
             raise IndexError(f"{self.name} has {self.length} sequences, not {index}")
@@ -133,10 +139,10 @@ class Conversations:
             place = slice(filled, filled := filled + length)
             tokens[place], learned[place], documents[place] = ids, marks & LEARNED > 0, number
         check_vocabulary(tokens, self.vocab_size, f"{self.name}:{index}")
-        return Sample(tokens, documents, learned)
+        return TokenSample(tokens, documents, learned)
 
 
-def pack(lengths: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:
+def pack_lengths(lengths: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:
     """Which pieces of `lengths` (at most `room` each) share a sequence of `room`: the longest first, each where it
     leaves the least (best fit decreasing; Johnson 1973, which needs at most 11/9 of the fewest sequences).
 

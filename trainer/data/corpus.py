@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainer.config import Config, ConfigError
-from trainer.data.chat import ChatTemplate, Conversations, read_template
-from trainer.data.documents import Source, held_out_threshold
-from trainer.data.progress import say
+from trainer.data.chat import ChatTemplate, PackedConversations, read_template
+from trainer.data.documents import DocumentSource, held_out_threshold
+from trainer.data.progress import print_notice
 from trainer.data.shards import (
     SPLITS,
     TokeniseJob,
@@ -31,23 +31,23 @@ from trainer.data.shards import (
     mark_verified,
     read_manifest,
     remove_damaged,
-    tokenise,
+    tokenise_shards,
     write_manifest,
 )
 from trainer.data.stream import StreamedSequences, hold_out
 from trainer.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_tokenizer
 from trainer.data.tokens import (
-    Packed,
-    Sample,
-    Sequences,
+    PackedSequences,
     TokenRun,
+    TokenSample,
+    TokenSequences,
     TokenWriter,
     file_digest,
     hold_out_tail,
     open_token_file,
     token_dtype,
 )
-from trainer.util.files import replacing
+from trainer.util.files import replace_file
 
 FORMAT = 1
 """Part of every key of the cache; raised when the same input would be prepared differently."""
@@ -56,17 +56,17 @@ TRAINING_BYTES = 100 << 20
 """Text that a tokenizer is trained on, at most, over all sources."""
 
 
-Once = Callable[..., None]
-"""Makes what is not there yet; `_once` for one configuration."""
+MakeCached = Callable[..., None]
+"""Makes what is not there yet; `_make_cached` for one configuration."""
 
 
-class Samples:
+class CorpusSide:
     """The sequences of one side of the split, over all sources.
 
     `len` is an epoch: the sequences of all sources together. A stream, whose length is unknown, adds none.
     """
 
-    def __init__(self, sources: list[Sequences], weights: list[float]):
+    def __init__(self, sources: list[TokenSequences], weights: list[float]):
         self.sources, self.weights = sources, weights
         self.names = [source.name for source in sources]
         self._ends = np.cumsum([source.length or 0 for source in sources], dtype=np.int64)
@@ -84,7 +84,7 @@ class Samples:
         source = int(np.searchsorted(self._ends, index, "right"))
         return source, index - (int(self._ends[source - 1]) if source else 0)
 
-    def get(self, index: int) -> Sample:
+    def get(self, index: int) -> TokenSample:
         """Sequence `index` of all sources one after the other."""
         if not 0 <= index < len(self):
             raise IndexError(f"{len(self)} sequences, not {index}")
@@ -101,10 +101,10 @@ class Corpus:
     out, None where none may be. notes: what is to be said of the data."""
 
     tokenizer: Tokenizer
-    train: Samples
-    eval: Samples
+    train: CorpusSide
+    eval: CorpusSide
     fingerprint: str
-    sets: dict[str, Samples]
+    sets: dict[str, CorpusSide]
     sets_fingerprint: str
     damaged: int | None
     notes: list[str]
@@ -114,19 +114,19 @@ class Corpus:
         return self.tokenizer.vocab_size
 
 
-class NotPrepared(ConfigError):
+class MissingPart(ConfigError):
     """A part of the corpus would have to be made first."""
 
 
 def open_corpus(config: Config, prepare: bool = True) -> Corpus:
     """The corpus of `config.data`, tokenised first if the cache does not have it, or, unless it is to be prepared, a
-    `NotPrepared` raised.
+    `MissingPart` raised.
 
     Safe to call from many processes at once, on one or several machines, before any process group exists. Raises
     `ConfigError` with everything that is wrong with the sources, the tokenizer or their sizes.
     """
     sources, sets = _sources(config)
-    once = partial(_once, config=config, prepare=prepare)
+    once = partial(_make_cached, config=config, prepare=prepare)
     tokenizer = _tokenizer(config, sources, once)
     _use_template(config, [*sources, *sets], tokenizer)
     limit = _model_vocab_size(config)
@@ -144,9 +144,9 @@ def open_corpus(config: Config, prepare: bool = True) -> Corpus:
             *(lambda source=source: _open(config, source, tokenizer, 1.0, once) for source in sets),
         ]
     )
-    evaluated = {source.name: Samples([one.held], [1.0]) for source, one in zip(sets, opened[len(sources) :])}
+    evaluated = {source.name: CorpusSide([one.held], [1.0]) for source, one in zip(sets, opened[len(sources) :])}
     weights = [source.config.weight for source in sources]
-    train, held = (Samples([one[side] for one in opened[: len(sources)]], weights) for side in (0, 1))
+    train, held = (CorpusSide([one[side] for one in opened[: len(sources)]], weights) for side in (0, 1))
     _check_sizes(config, train, held, evaluated)
     parts = [
         config.batch.sequence_length,
@@ -167,18 +167,18 @@ def open_corpus(config: Config, prepare: bool = True) -> Corpus:
     )
 
 
-class Opened(NamedTuple):
+class OpenedSource(NamedTuple):
     """A source, tokenised: training and held-out sequences, what identifies their content, how many rows were left out,
     and what is to be said of it."""
 
-    train: Sequences
-    held: Packed | Conversations
+    train: TokenSequences
+    held: PackedSequences | PackedConversations
     content: Any
     damaged: int = 0
     notes: tuple[str, ...] = ()
 
 
-def _sources(config: Config) -> tuple[list[Source], list[Source]]:
+def _sources(config: Config) -> tuple[list[DocumentSource], list[DocumentSource]]:
     """The sources with a weight and the sets, by name: their order in the configuration means nothing."""
     named = [(name, source) for name, source in sorted(config.data.sources.items()) if source.weight > 0]
     if not named:
@@ -186,11 +186,11 @@ def _sources(config: Config) -> tuple[list[Source], list[Source]]:
     sets = sorted(config.eval.sets.items()) if config.eval.every else []
     entries = [*(("data.sources", *source) for source in named), *(("eval.sets", *one) for one in sets)]
     cache, skip = _cache(config), config.data.on_error == "skip"
-    made = _collect(lambda entry=entry: Source(*entry, cache, skip) for entry in entries)
+    made = _collect(lambda entry=entry: DocumentSource(*entry, cache, skip) for entry in entries)
     return made[: len(named)], made[len(named) :]
 
 
-def _use_template(config: Config, sources: list[Source], tokenizer: Tokenizer) -> None:
+def _use_template(config: Config, sources: list[DocumentSource], tokenizer: Tokenizer) -> None:
     """Gives conversations their template, which is the tokenizer's from now on."""
     named = f"the chat template of data.tokenizer={config.data.tokenizer}"
     if config.data.chat_template:
@@ -219,7 +219,7 @@ def _collect(makers: Iterable[Callable[[], Any]]) -> list[Any]:
     return made
 
 
-def _tokenizer(config: Config, sources: list[Source], once: Once) -> Tokenizer:
+def _tokenizer(config: Config, sources: list[DocumentSource], once: MakeCached) -> Tokenizer:
     data = config.data
     if data.tokenizer == "bytes":
         return byte_tokenizer()
@@ -248,21 +248,25 @@ def _tokenizer(config: Config, sources: list[Source], once: Once) -> Tokenizer:
     path = _cache(config) / "tokenizers" / f"{key}.json"
 
     def train() -> None:
-        say(f"training a tokenizer of {data.vocab_size} tokens on {', '.join(source.name for source in texts)} ...")
+        print_notice(
+            f"training a tokenizer of {data.vocab_size} tokens on {', '.join(source.name for source in texts)} ..."
+        )
         share = TRAINING_BYTES // len(texts)
         tokenizer = train_tokenizer((text for source in texts for text in source.sample_texts(share)), data.vocab_size)
-        with replacing(path) as part:
+        with replace_file(path) as part:
             tokenizer.backend.save(part)
 
     once(path, train)
     return load_tokenizer(path)
 
 
-def _open(config: Config, source: Source, tokenizer: Tokenizer, fraction: float, once: Once) -> Opened:
+def _open(
+    config: Config, source: DocumentSource, tokenizer: Tokenizer, fraction: float, once: MakeCached
+) -> OpenedSource:
     """A source, of whose documents the share `fraction` is held out."""
     if source.config.kind == "tokens":
         runs, content = _token_files(source, tokenizer, fraction)
-        return Opened(*(_packed(config, source, tokenizer, runs[split]) for split in SPLITS), content)
+        return OpenedSource(*(_packed(config, source, tokenizer, runs[split]) for split in SPLITS), content)
     if source.streams:
         return _open_stream(config, source, tokenizer, fraction, once)
     key = [source.identity, tokenizer.digest, fraction]
@@ -276,7 +280,7 @@ def _open(config: Config, source: Source, tokenizer: Tokenizer, fraction: float,
         threshold = held_out_threshold(source.documents, fraction)
         dtype = token_dtype(tokenizer.vocab_size)
         job = TokeniseJob(source.documents, tokenizer, dtype, threshold, folder, chat=source.template is not None)
-        tokenise(job, source.name, config.data.workers)
+        tokenise_shards(job, source.name, config.data.workers)
 
     once(folder / "manifest.json", prepare, verified=True)
     runs, content, tally = read_manifest(folder)
@@ -294,10 +298,12 @@ def _open(config: Config, source: Source, tokenizer: Tokenizer, fraction: float,
             f"{source.setting}: {cut} conversations are longer than batch.sequence_length="
             f"{config.batch.sequence_length}, and end there"
         )
-    return Opened(*sides, content, tally.damaged, tuple(notes))
+    return OpenedSource(*sides, content, tally.damaged, tuple(notes))
 
 
-def _open_stream(config: Config, source: Source, tokenizer: Tokenizer, fraction: float, once: Once) -> Opened:
+def _open_stream(
+    config: Config, source: DocumentSource, tokenizer: Tokenizer, fraction: float, once: MakeCached
+) -> OpenedSource:
     threshold, length = held_out_threshold(source.documents, fraction), config.batch.sequence_length
     content = [source.identity, tokenizer.digest, threshold]
     source.documents.open()  # errors in its name or columns are found now
@@ -316,10 +322,12 @@ def _open_stream(config: Config, source: Source, tokenizer: Tokenizer, fraction:
     once(folder / "manifest.json", prepare, verified=True)
     notes = _cache(config) / "streams" / _key([*content, length])
     train = StreamedSequences(source.documents, tokenizer, threshold, length, notes)
-    return Opened(train, _packed(config, source, tokenizer, read_manifest(folder)[0]["eval"]), content)
+    return OpenedSource(train, _packed(config, source, tokenizer, read_manifest(folder)[0]["eval"]), content)
 
 
-def _token_files(source: Source, tokenizer: Tokenizer, fraction: float) -> tuple[dict[str, list[TokenRun]], Any]:
+def _token_files(
+    source: DocumentSource, tokenizer: Tokenizer, fraction: float
+) -> tuple[dict[str, list[TokenRun]], Any]:
     if source.config.limit:
         raise ConfigError(
             f"{source.setting}.limit={source.config.limit} counts documents, and token files are not read "
@@ -333,12 +341,14 @@ def _token_files(source: Source, tokenizer: Tokenizer, fraction: float) -> tuple
     )
 
 
-def _packed(config: Config, source: Source, tokenizer: Tokenizer, runs: list[TokenRun]) -> Packed | Conversations:
-    runs, kind = [run for run in runs if run.length], Conversations if source.template else Packed
+def _packed(
+    config: Config, source: DocumentSource, tokenizer: Tokenizer, runs: list[TokenRun]
+) -> PackedSequences | PackedConversations:
+    runs, kind = [run for run in runs if run.length], PackedConversations if source.template else PackedSequences
     return kind(source.name, runs, tokenizer.end_id, tokenizer.vocab_size, config.batch.sequence_length)
 
 
-def _check_sizes(config: Config, train: Samples, held: Samples, sets: dict[str, Samples]) -> None:
+def _check_sizes(config: Config, train: CorpusSide, held: CorpusSide, sets: dict[str, CorpusSide]) -> None:
     length = config.batch.sequence_length
     problems = [
         f"data.sources.{source.name} holds {source.tokens} tokens to train on, and one sequence of "
@@ -379,14 +389,16 @@ def _key(parts: list[Any]) -> str:
     return hashlib.blake2b(json.dumps([FORMAT, *parts]).encode(), digest_size=12).hexdigest()
 
 
-def _once(target: Path, make: Callable[[], None], verified: bool = False, *, config: Config, prepare: bool) -> None:
+def _make_cached(
+    target: Path, make: Callable[[], None], verified: bool = False, *, config: Config, prepare: bool
+) -> None:
     """Makes `target` in the first process that needs it; the others wait for that process's file lock. Raises
-    `NotPrepared` where it is not to be made. verified: `target` is the manifest of token files, of which that process
+    `MissingPart` where it is not to be made. verified: `target` is the manifest of token files, of which that process
     compares the content, and makes anew what is damaged."""
     if target.exists() and not (verified and prepare and is_due(target.parent)):
         return
     if not prepare:
-        raise NotPrepared(f"{target} has not been made")
+        raise MissingPart(f"{target} has not been made")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         # Others may share the folder: a link that one of them has put there is not followed, and nothing is cut off.

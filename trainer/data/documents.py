@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import ConfigError, CorpusConfig
-from trainer.config.fields import nearest
+from trainer.config.fields import suggest_nearest
 from trainer.config.registry import SOURCES
 from trainer.data.chat import ChatTemplate
 from trainer.data.progress import on_terminal
 from trainer.data.tables import JsonLines, ParquetRows
-from trainer.data.text import Damaged, Document, TextFiles
+from trainer.data.text import DamagedRows, TextDocument, TextFiles
 from trainer.data.tokens import DataError
-from trainer.util.reading import brief, leads_out, on_one_line
+from trainer.util.reading import leads_out, on_one_line, shorten_foreign
 
 COUNTED = 10_000
 """Up to this many documents exactly the held-out share is held out; above, a threshold on hashes is close enough."""
@@ -41,7 +41,7 @@ NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests",
 """Folders in the standard library's folder that are left out: other packages, and tests, which some systems lack."""
 
 
-class Table(Damaged):
+class DatasetRows(DamagedRows):
     """Rows of a `datasets.Dataset`, one document each."""
 
     def __init__(self, setting: str, dataset: Any, source: CorpusConfig):
@@ -54,14 +54,14 @@ class Table(Damaged):
     def __len__(self) -> int:
         return self.length
 
-    def read(self, first: int, last: int) -> Iterator[Document]:
+    def read(self, first: int, last: int) -> Iterator[TextDocument]:
         for start in range(first, last, 256):
             for text in self.rows[start : min(start + 256, last)][self.field]:
                 if text:
-                    yield Document(text)
+                    yield TextDocument(text)
 
 
-class OwnDocuments(Damaged):
+class OwnDocuments(DamagedRows):
     """Documents of a registered source. Errors of its code become `ConfigError`."""
 
     SAMPLED = 64
@@ -90,13 +90,13 @@ class OwnDocuments(Damaged):
     def __len__(self) -> int:
         return self.length
 
-    def read(self, first: int, last: int) -> Iterator[Document]:
+    def read(self, first: int, last: int) -> Iterator[TextDocument]:
         with self.blaming():
             for text in self.source.read(first, last):
                 if not isinstance(text, str):
-                    raise TypeError(f"read({first}, {last}) yields {brief(text)} instead of text")
+                    raise TypeError(f"read({first}, {last}) yields {shorten_foreign(text)} instead of text")
                 if text:
-                    yield Document(text)
+                    yield TextDocument(text)
 
     @contextlib.contextmanager
     def blaming(self) -> Iterator[None]:
@@ -106,7 +106,7 @@ class OwnDocuments(Damaged):
             raise ConfigError(f"{self.named}: {type(error).__name__}: {error}") from error
 
 
-class Stream:
+class HubStream:
     """Documents of a hub data set in the order in which they arrive."""
 
     def __init__(self, name: str, setting: str, source: CorpusConfig, cache: Path):
@@ -136,17 +136,17 @@ class Stream:
             if text := row[self.source.field]:
                 if not isinstance(text, str):
                     raise ConfigError(
-                        f"{self.setting}.field={self.source.field} holds {brief(text)} instead of text in "
+                        f"{self.setting}.field={self.source.field} holds {shorten_foreign(text)} instead of text in "
                         f"the stream {self.source.path}; name another column"
                     )
                 yield text
 
 
-Documents = TextFiles | JsonLines | ParquetRows | Table | OwnDocuments
+Documents = TextFiles | JsonLines | ParquetRows | DatasetRows | OwnDocuments
 """Documents that can be read in any order."""
 
 
-class Source:
+class DocumentSource:
     """One entry of data.sources or of eval.sets: what identifies its content, and its documents, opened when they are
     needed.
 
@@ -177,7 +177,7 @@ class Source:
         return [*reading, [(path, state.st_size, state.st_mtime_ns) for path, state in states]]
 
     @cached_property
-    def documents(self) -> Documents | Stream:
+    def documents(self) -> Documents | HubStream:
         setting, config = self.setting, self.config
         if self.registered:
             return OwnDocuments(setting, config)
@@ -195,9 +195,9 @@ class Source:
                 return ParquetRows(setting, self.paths, config, **options)
             return JsonLines(setting, self.paths, config, self.cache / "expanded", **options)
         return (
-            Stream(self.name, setting, config, self.cache)
+            HubStream(self.name, setting, config, self.cache)
             if self.streams
-            else Table(setting, load_hub(setting, config, self.cache), config)
+            else DatasetRows(setting, load_hub(setting, config, self.cache), config)
         )
 
     def sample_texts(self, size: int) -> Iterator[str]:
@@ -214,7 +214,7 @@ class Source:
                 yield from (document.text for document in self.documents.read(number, number + 1))
 
 
-def walk(root: str | Path, enter: Callable[[str], bool]) -> Iterator[str]:
+def walk_files(root: str | Path, enter: Callable[[str], bool]) -> Iterator[str]:
     """All files under a folder, except in folders for whose name `enter` returns False."""
     for folder, folders, files in os.walk(root):
         folders[:] = filter(enter, folders)
@@ -225,7 +225,7 @@ def find_files(setting: str, source: CorpusConfig) -> list[str]:
     """The files of a source, sorted. Raises `ConfigError` if there is none or one cannot be read."""
     if source.kind == "stdlib":
         library = Path(sysconfig.get_paths()["stdlib"])
-        paths = [path for path in walk(library, lambda folder: folder not in NOT_LIBRARY) if path.endswith(".py")]
+        paths = [path for path in walk_files(library, lambda folder: folder not in NOT_LIBRARY) if path.endswith(".py")]
         named = f"{setting}: the standard library in {library}"
         hint = "this interpreter ships no sources; use data=text"
     else:
@@ -234,7 +234,7 @@ def find_files(setting: str, source: CorpusConfig) -> list[str]:
         if os.path.isdir(path):
             paths = [
                 entry
-                for entry in walk(path, lambda folder: not folder.startswith("."))
+                for entry in walk_files(path, lambda folder: not folder.startswith("."))
                 if (suffixes is None or entry.endswith(suffixes))
                 and not os.path.basename(entry).startswith(".")
                 and os.path.isfile(entry)
@@ -275,7 +275,7 @@ def load_hub(setting: str, source: CorpusConfig, cache: Path, streaming: bool = 
         return builder.as_dataset(split=source.split)
     except Exception as error:  # datasets passes on whatever its readers and its network layer raise
         raise ConfigError(
-            f"{setting}.path={source.path} cannot be opened: {brief(error.__cause__ or error)}; check path, "
+            f"{setting}.path={source.path} cannot be opened: {shorten_foreign(error.__cause__ or error)}; check path, "
             "subset and split, or the network"
         ) from error
 
@@ -300,29 +300,29 @@ def check_column(setting: str, source: CorpusConfig, columns: list[str], feature
     """Raises `ConfigError` unless the source's column exists and holds text."""
     named = f"{setting}.field={source.field}"
     if source.field not in columns:
-        raise ConfigError(f"{named} is no column of {source.path}; {nearest(source.field, columns)}")
+        raise ConfigError(f"{named} is no column of {source.path}; {suggest_nearest(source.field, columns)}")
     kind = getattr(features[source.field], "dtype", None) if features else "string"
     if kind not in ("string", "large_string", "null"):
         held = kind or features[source.field]
         raise ConfigError(f"{named} holds {held} instead of text; columns: {', '.join(columns)}")
 
 
-def digest(text: str) -> int:
+def digest_text(text: str) -> int:
     """A 64-bit hash of a document's content: equal documents fall on the same side of the held-out split."""
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
-def held_out_threshold(documents: Documents | Stream, fraction: float) -> int:
-    """Documents whose `digest` is below this are held out: all if `fraction` is 1; else at least one, never all, where
-    documents can be counted."""
-    if fraction in (0, 1) or isinstance(documents, Stream) or len(documents) > COUNTED:
+def held_out_threshold(documents: Documents | HubStream, fraction: float) -> int:
+    """Documents whose `digest_text` is below this are held out: all if `fraction` is 1; else at least one, never all,
+    where documents can be counted."""
+    if fraction in (0, 1) or isinstance(documents, HubStream) or len(documents) > COUNTED:
         return int(fraction * 2**64)
     found = set()
     for number, document in enumerate(documents.read(0, len(documents))):
         if number == COUNTED:
             return int(fraction * 2**64)
         if document.text:
-            found.add(digest(document.text))
+            found.add(digest_text(document.text))
     digests = sorted(found)
     count = min(math.ceil(fraction * len(digests)), len(digests) - 1)
     return digests[count] if digests else 0

@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 
 from trainer.config import Config, ConfigError
-from trainer.data.corpus import Samples, open_corpus
-from trainer.data.tokens import DataError, Sequences
-from trainer.planning.documents import Documents, are_unknown, like, with_documents
+from trainer.data.corpus import CorpusSide, open_corpus
+from trainer.data.tokens import DataError, TokenSequences
+from trainer.planning.documents import DocumentLengths, are_unknown, fit_documents, with_documents
 
 READ = 1 << 20
 """Tokens that are looked at of each source."""
@@ -29,20 +29,20 @@ def with_lengths(config: Config) -> Config:
         return config
 
 
-def documents_in(samples: Samples) -> Documents | None:
+def documents_in(samples: CorpusSide) -> DocumentLengths | None:
     """The documents of sources, mixed by their weights; None where one is a stream, which is read once, or empty."""
     if samples.endless or not all(source.length for source in samples.sources):
         return None
     shares = [weight / sum(samples.weights) for weight in samples.weights]
-    found = [counted(source) for source in samples.sources]
+    found = [count_middle(source) for source in samples.sources]
     starts, keys = (sum(share * one[place] for share, one in zip(shares, found)) for place in (0, 1))
-    return like(1 / starts, keys, len(samples.get(0).tokens) - 1)
+    return fit_documents(1 / starts, keys, len(samples.get(0).tokens) - 1)
 
 
-def counted(source: Sequences) -> tuple[float, float]:
+def count_middle(source: TokenSequences) -> tuple[float, float]:
     """In the middle of a source: documents that begin and keys that are seen, both for each token."""
     tokens, starts, pairs, goes_on = 0, 0, 0.0, False
-    for index in middle(source.length or 0, READ // max(1, len(source.get(0).tokens) - 1)):
+    for index in middle_neighbours(source.length or 0, READ // max(1, len(source.get(0).tokens) - 1)):
         sample = source.get(index)
         numbers = sample.documents[:-1]
         sizes = np.diff(np.flatnonzero(np.diff(numbers, prepend=-1, append=-1))).astype(float)
@@ -53,7 +53,7 @@ def counted(source: Sequences) -> tuple[float, float]:
     return max(1, starts) / tokens, pairs / tokens
 
 
-def middle(length: int, wanted: int) -> Sequence[int]:
+def middle_neighbours(length: int, wanted: int) -> Sequence[int]:
     """At most so many neighbours, at least one, from the middle of `length`."""
     count = min(length, max(1, wanted))
     return range((length - count) // 2, (length + count) // 2)

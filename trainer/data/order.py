@@ -17,7 +17,7 @@ ROUNDS = 6
 GOLDEN = 0x9E3779B97F4A7C15
 
 
-class Order:
+class SampleOrder:
     """Maps sample numbers of the run to samples of the sources.
 
     lengths: sequences of each source, None for a stream, which is read in its own order. weights: shares before
@@ -28,8 +28,8 @@ class Order:
         self.lengths = lengths
         digests = [hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest() for name in names]
         self.keys = [int.from_bytes(digest, "little") for digest in digests]
-        self.counts = shares(weights)
-        self.pattern, self.rank = interleave(self.counts)
+        self.counts = source_shares(weights)
+        self.pattern, self.rank = interleave_sources(self.counts)
 
     def __call__(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """numbers: int64 [n], from 0. Returns the source of each and its index there, both int64 [n]."""
@@ -40,12 +40,12 @@ class Order:
             mine = source == number
             if length is not None and mine.any():
                 epoch, within = np.divmod(index[mine], length)
-                key = scramble(np.uint64(self.keys[number]) + epoch.astype(np.uint64) * np.uint64(GOLDEN))
-                index[mine] = permute(within, length, key)
+                key = scramble_bits(np.uint64(self.keys[number]) + epoch.astype(np.uint64) * np.uint64(GOLDEN))
+                index[mine] = permute_index(within, length, key)
         return source, index
 
 
-def shares(weights: list[float]) -> np.ndarray:
+def source_shares(weights: list[float]) -> np.ndarray:
     """Samples of each source in a period, int64: by weight, rounded by largest remainder, at least one."""
     exact = np.asarray(weights, np.float64) / sum(weights) * (PERIOD - len(weights))
     counts = np.floor(exact).astype(np.int64)
@@ -53,7 +53,7 @@ def shares(weights: list[float]) -> np.ndarray:
     return counts + 1
 
 
-def interleave(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def interleave_sources(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """By slot of a period, int64: its source (evenly spread), and how many slots before it have the same source."""
     source = np.repeat(np.arange(len(counts)), counts)
     rank = np.concatenate([np.arange(count) for count in counts])
@@ -61,7 +61,7 @@ def interleave(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return source[slots], rank[slots]
 
 
-def permute(index: np.ndarray, length: int, key: np.ndarray) -> np.ndarray:
+def permute_index(index: np.ndarray, length: int, key: np.ndarray) -> np.ndarray:
     """A pseudo-random permutation of range(length), evaluated at `index`: a Feistel network, walked along its cycle
     until it falls into the range (Black and Rogaway, "Ciphers with arbitrary finite domains").
 
@@ -73,13 +73,13 @@ def permute(index: np.ndarray, length: int, key: np.ndarray) -> np.ndarray:
     while len(outside):
         left, right = result[outside] >> half, result[outside] & mask
         for turn in range(ROUNDS):
-            left, right = right, left ^ (scramble(right + key[outside] + np.uint64(turn * GOLDEN % 2**64)) & mask)
+            left, right = right, left ^ (scramble_bits(right + key[outside] + np.uint64(turn * GOLDEN % 2**64)) & mask)
         result[outside] = (left << half) | right
         outside = outside[result[outside] >= length]
     return result.astype(np.int64)
 
 
-def scramble(z: np.ndarray) -> np.ndarray:
+def scramble_bits(z: np.ndarray) -> np.ndarray:
     """The finaliser of splitmix64 (Steele, Lea and Flood 2014). uint64, as the result."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

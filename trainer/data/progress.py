@@ -12,7 +12,7 @@ EVERY = 10.0
 """Seconds between plain lines."""
 
 
-def say(text: str) -> None:
+def print_notice(text: str) -> None:
     """Prints a notice to stderr, at once."""
     print(text, file=sys.stderr, flush=True)
 
@@ -23,7 +23,7 @@ def on_terminal() -> bool:
 
 
 @contextlib.contextmanager
-def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
+def start_progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
     """Gives a function to call with each amount of work done; the amounts add up to `total`."""
     if on_terminal():
         from rich.console import Console
@@ -35,14 +35,14 @@ def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
         return
     done, start = 0, time.monotonic()
     last = start
-    say(f"{label} ...")
+    print_notice(f"{label} ...")
 
     def advance(amount: int) -> None:
         nonlocal done, last
         done += amount
         if time.monotonic() - last > EVERY:
             last = time.monotonic()
-            say(f"{label}: {100 * done // max(1, total)}%")
+            print_notice(f"{label}: {100 * done // max(1, total)}%")
 
     yield advance
-    say(f"{label}: done in {time.monotonic() - start:.1f} s")
+    print_notice(f"{label}: done in {time.monotonic() - start:.1f} s")

@@ -29,13 +29,13 @@ import numpy as np
 
 from trainer.config import ConfigError
 from trainer.data.chat import FIRST, LEARNED
-from trainer.data.documents import Documents, digest
-from trainer.data.progress import progress, say
-from trainer.data.text import Document, Tally
+from trainer.data.documents import Documents, digest_text
+from trainer.data.progress import print_notice, start_progress
+from trainer.data.text import RowTally, TextDocument
 from trainer.data.tokenizer import Tokenizer
 from trainer.data.tokens import TOKEN_DTYPES, TokenRun, TokenWriter, content_digest
 from trainer.util.files import write_atomic
-from trainer.util.reading import Malformed, Shape, brief, inside, mismatch, on_one_line, read_json
+from trainer.util.reading import Malformed, Shape, find_mismatch, on_one_line, path_inside, read_json, shorten_foreign
 
 SPLITS = ("train", "eval")
 SHARD_BYTES = 8 << 20
@@ -110,7 +110,7 @@ def cuts_documents(documents: Documents) -> bool:
     return any(documents.begins_inside(first) for first, _ in shards_of(documents))
 
 
-def tokenise(job: TokeniseJob, name: str, workers: int) -> None:
+def tokenise_shards(job: TokeniseJob, name: str, workers: int) -> None:
     """Writes the shards that are missing and the manifest. `workers`: processes; 0 means one a core."""
     job.folder.mkdir(parents=True, exist_ok=True)
     for part in job.folder.glob("*.part"):  # of a killed run
@@ -118,26 +118,26 @@ def tokenise(job: TokeniseJob, name: str, workers: int) -> None:
     missing = [number for number in range(len(job.shards)) if job.described(number) is None]
     workers = min(workers or len(os.sched_getaffinity(0)), len(missing))
     label = f"tokenising {name} ({job.documents.bytes / 1e6:.1f} MB)"
-    with progress(label, len(job.shards)) as advance:
+    with start_progress(label, len(job.shards)) as advance:
         advance(len(job.shards) - len(missing))
         for _ in _in_processes(job, missing, workers) if workers > 1 else _in_turn(job, missing):
             advance(1)
     described = [job.described(number) or {} for number in range(len(job.shards))]
     files = {split: [shard[split] for shard in described if split in shard] for split in SPLITS}
-    write_manifest(job.folder, job.dtype, files, sum(map(tally_of, described), Tally()))
+    write_manifest(job.folder, job.dtype, files, sum(map(tally_of, described), RowTally()))
 
 
-def tally_of(noted: dict[str, Any]) -> Tally:
+def tally_of(noted: dict[str, Any]) -> RowTally:
     """What a manifest or the description of a shard says of rows."""
-    return Tally(noted.get("rows") or 0, noted.get("damaged") or 0, noted.get("first") or "")
+    return RowTally(noted.get("rows") or 0, noted.get("damaged") or 0, noted.get("first") or "")
 
 
-def write_manifest(folder: Path, dtype: str, files: dict[str, list[dict]], tally: Tally | None = None) -> None:
+def write_manifest(folder: Path, dtype: str, files: dict[str, list[dict]], tally: RowTally | None = None) -> None:
     """Marks the folder as complete."""
-    write_atomic(folder / "manifest.json", json.dumps({"dtype": dtype, "files": files, **asdict(tally or Tally())}))
+    write_atomic(folder / "manifest.json", json.dumps({"dtype": dtype, "files": files, **asdict(tally or RowTally())}))
 
 
-def read_manifest(folder: Path) -> tuple[dict[str, list[TokenRun]], list[str], Tally]:
+def read_manifest(folder: Path) -> tuple[dict[str, list[TokenRun]], list[str], RowTally]:
     """The token files of each split, digests of their content, and the rows that they were made of. Raises
     `ConfigError` for missing or cut files, and for a manifest that is damaged or names files elsewhere."""
     way_out = f"delete the folder {folder} and it is made anew"
@@ -180,7 +180,7 @@ def remove_damaged(folder: Path) -> None:
     try:
         runs, digests, _ = read_manifest(folder)
     except ConfigError as error:
-        say(f"{str(error).partition('; delete')[0]}; it is made anew")
+        print_notice(f"{str(error).partition('; delete')[0]}; it is made anew")
         return (folder / "manifest.json").unlink()
     contents = {}
     for run, noted in zip(itertools.chain(*runs.values()), digests):
@@ -196,16 +196,18 @@ def remove_damaged(folder: Path) -> None:
         os.unlink(path)
     if damaged:
         more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
-        say(f"data.cache: {damaged[0]}{more}: not the tokens that were written there; made anew")
+        print_notice(f"data.cache: {damaged[0]}{more}: not the tokens that were written there; made anew")
         (folder / "manifest.json").unlink()
 
 
 def check_written(folder: Path, written: Any, dtype: str) -> TokenRun:
     """The token file in `folder` that is described as `WRITTEN`. Raises `Malformed` unless it is there, whole."""
-    if wrong := mismatch(written, WRITTEN):
+    if wrong := find_mismatch(written, WRITTEN):
         raise Malformed(f"a token file of {folder} is not described: {wrong}")
     if dtype not in TOKEN_DTYPES:
-        raise Malformed(f"the tokens in {folder} are of type {brief(dtype)}; legal: {', '.join(TOKEN_DTYPES)}")
+        raise Malformed(
+            f"the tokens in {folder} are of type {shorten_foreign(dtype)}; legal: {', '.join(TOKEN_DTYPES)}"
+        )
     count, marks = written["tokens"], written.get("marks")
     path = _whole(folder, written["file"], count * np.dtype(dtype).itemsize)
     return TokenRun(path, dtype, 0, count, marks and _whole(folder, marks, count), bool(written.get("open")))
@@ -214,7 +216,7 @@ def check_written(folder: Path, written: Any, dtype: str) -> TokenRun:
 def _whole(folder: Path, name: str, size: int) -> str:
     """The path of a file in `folder` that has `size` bytes."""
     try:
-        path = inside(folder, name)
+        path = path_inside(folder, name)
         whole = path.stat().st_size == size
     except (OSError, ValueError):
         path, whole = folder / on_one_line(name), False
@@ -252,12 +254,12 @@ def _goes_on(job: TokeniseJob, number: int, held: bool) -> bool:
     read for this is counted where it is tokenised."""
     for text, _, _ in job.documents.read(job.shards[number][1], len(job.documents)):
         job.documents.take_tally()
-        return bool(text) and (digest(text) < job.threshold) == held
+        return bool(text) and (digest_text(text) < job.threshold) == held
     return False
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """A text, whether it is held out, whether an end mark follows it, and the spans of a conversation that are
     learned."""
 
@@ -267,7 +269,7 @@ class Piece:
     spans: tuple[tuple[int, int], ...] | None
 
 
-def _encoded(job: TokeniseJob, pieces: list[Piece]) -> Iterator[tuple[list[int], np.ndarray | None]]:
+def _encoded(job: TokeniseJob, pieces: list[TextPiece]) -> Iterator[tuple[list[int], np.ndarray | None]]:
     """The ids of each piece, and the marks of a conversation's, which its template ends."""
     texts = [piece.text for piece in pieces]
     if not job.chat:
@@ -283,23 +285,23 @@ def _encoded(job: TokeniseJob, pieces: list[Piece]) -> Iterator[tuple[list[int],
         yield ids, marks
 
 
-def _marked(documents: Iterable[Document], threshold: int) -> Iterator[Piece]:
+def _marked(documents: Iterable[TextDocument], threshold: int) -> Iterator[TextPiece]:
     """The documents as pieces. Between two chunks of one document there is no end mark, unless the split puts them on
     different sides; nor is there one behind the last chunk, if the document goes on behind it."""
-    waiting: Piece | None = None
+    waiting: TextPiece | None = None
     for text, final, spans in documents:
         if not text:  # the end of a file, whose lines were left out
             waiting = waiting and replace(waiting, mark=True)
             continue
-        held = digest(text) < threshold
+        held = digest_text(text) < threshold
         if waiting:
             yield replace(waiting, mark=waiting.mark or held != waiting.held)
-        waiting = Piece(text, held, final, spans)
+        waiting = TextPiece(text, held, final, spans)
     if waiting:
         yield waiting
 
 
-def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+def _batches(pieces: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
     batch, size = [], 0
     for piece in pieces:
         batch.append(piece)
@@ -362,7 +364,7 @@ def _in_processes(job: TokeniseJob, numbers: list[int], workers: int) -> Iterato
             process.wait()
 
 
-def work(pipe: int, numbers: list[int]) -> None:
+def run_worker(pipe: int, numbers: list[int]) -> None:
     """One worker process. Writing to the pipe fails, and ends it, when the process that started it is gone."""
     with open(pipe, "w", buffering=1) as reports:
         try:
@@ -373,4 +375,4 @@ def work(pipe: int, numbers: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    work(int(sys.argv[1]), [int(number) for number in sys.argv[2:]])
+    run_worker(int(sys.argv[1]), [int(number) for number in sys.argv[2:]])

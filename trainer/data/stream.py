@@ -20,12 +20,12 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.data.documents import Stream, digest
-from trainer.data.progress import say
+from trainer.data.documents import HubStream, digest_text
+from trainer.data.progress import print_notice
 from trainer.data.tokenizer import Tokenizer
-from trainer.data.tokens import DataError, Sample, TokenWriter, number_documents
+from trainer.data.tokens import DataError, TokenSample, TokenWriter, number_documents
 from trainer.util.files import write_atomic
-from trainer.util.reading import Malformed, brief, read_json
+from trainer.util.reading import Malformed, read_json, shorten_foreign
 
 GROUP = 64
 """Documents tokenised together."""
@@ -35,16 +35,16 @@ NOTE_EVERY = 1024
 
 
 class StreamedSequences:
-    """Sequences of a stream, see `tokens.Sequences`. Rising order is fast; going back starts the stream again."""
+    """Sequences of a stream, see `tokens.TokenSequences`. Rising order is fast; going back starts the stream again."""
 
     length = None
 
-    def __init__(self, documents: Stream, tokenizer: Tokenizer, threshold: int, sequence_length: int, notes: Path):
+    def __init__(self, documents: HubStream, tokenizer: Tokenizer, threshold: int, sequence_length: int, notes: Path):
         self.name, self.documents, self.tokenizer = documents.name, documents, tokenizer
         self.threshold, self.size, self.notes = threshold, sequence_length, notes
         self._rows: Iterator[dict] | None = None
 
-    def get(self, index: int) -> Sample:
+    def get(self, index: int) -> TokenSample:
         """See `Sequences`. Raises `DataError` when the stream breaks off or holds no text."""
         if self._rows is None or index < self._next:
             self._start(index)
@@ -54,7 +54,7 @@ class StreamedSequences:
             tokens = self._buffer[: self.size + 1]
             self._buffer, self._next = self._buffer[self.size :], self._next + 1
             if self._next > index:
-                return Sample(tokens, number_documents(tokens, self.tokenizer.end_id))
+                return TokenSample(tokens, number_documents(tokens, self.tokenizer.end_id))
 
     def _start(self, index: int) -> None:
         """Goes to the last saved state at or before sequence `index`, else to the start."""
@@ -66,7 +66,7 @@ class StreamedSequences:
                 self._go_to(number, found[number])
                 break
             except (OSError, Malformed) as error:
-                say(f"{error}; it is left out")
+                print_notice(f"{error}; it is left out")
                 self._dataset = self.documents.open()
         self._noted, self._rows = self._next, self.documents.rows(self._dataset)
 
@@ -78,7 +78,7 @@ class StreamedSequences:
         try:
             self._dataset.load_state_dict(note["state"])
         except Exception as error:  # whatever datasets meets in a state that it has not written
-            raise Malformed(f"{path} is no state of the stream: {brief(error)}; delete it") from error
+            raise Malformed(f"{path} is no state of the stream: {shorten_foreign(error)}; delete it") from error
         self._next, self._buffer, self._kept = number, np.asarray(note["tokens"], np.int64), True
         self._note_read = path
 
@@ -96,7 +96,7 @@ class StreamedSequences:
                 f"{error} (it was read on as {self._note_read} says; delete that if it is damaged)"
             ) from error
         self._note_read = None
-        texts = [text for text in self.documents.texts(rows) if digest(text) >= self.threshold]
+        texts = [text for text in self.documents.texts(rows) if digest_text(text) >= self.threshold]
         if texts:
             self._kept = True
             encoded = self.tokenizer.encode_batch(texts)
@@ -116,10 +116,10 @@ class StreamedSequences:
         write_atomic(self.notes / f"{self._next:012d}.json", json.dumps(note))
 
 
-def hold_out(documents: Stream, tokenizer: Tokenizer, threshold: int, tokens: int, writer: TokenWriter) -> None:
+def hold_out(documents: HubStream, tokenizer: Tokenizer, threshold: int, tokens: int, writer: TokenWriter) -> None:
     """Writes the stream's first held-out documents: at least `tokens` tokens, or all there are."""
     for text in documents.texts(documents.rows(documents.open())):
         if writer.count >= tokens:
             return
-        if digest(text) < threshold:
+        if digest_text(text) < threshold:
             writer.append([*tokenizer.encode(text), tokenizer.end_id])

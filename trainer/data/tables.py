@@ -1,7 +1,7 @@
 """Rows of JSON Lines and of Parquet files, one document each, read in place and within limits.
 
 Whoever wrote such a file decides how large it becomes when it is read. What it can take of memory and disk is therefore
-bounded: by the size of the file itself (`allowed`), and by the longest document (`LINE`)."""
+bounded: by the size of the file itself (`allowed_bytes`), and by the longest document (`LINE`)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from trainer.config import ConfigError, CorpusConfig
-from trainer.config.fields import nearest
+from trainer.config.fields import suggest_nearest
 from trainer.data.chat import ChatTemplate
-from trainer.data.text import LINE, Damaged, Document, TextFiles, plain_text
-from trainer.util.files import replacing
-from trainer.util.reading import brief, on_one_line, parse_json, read_bytes
+from trainer.data.text import LINE, DamagedRows, TextDocument, TextFiles, plain_text
+from trainer.util.files import replace_file
+from trainer.util.reading import on_one_line, parse_json, read_bytes, shorten_foreign
 
 EXPANSION = 100
 """How many times its own size a file may become. Text shrinks to a third or a tenth, logs to a fiftieth; what is made
@@ -45,12 +45,12 @@ MAGIC = {"gzip": b"\x1f\x8b", "bzip2": b"BZh", "xz": b"\xfd7zXZ\0", "zstd": b"\x
 """How compressed files begin; their names say nothing."""
 
 
-def allowed(path: str) -> int:
+def allowed_bytes(path: str) -> int:
     """Bytes that a file may become when it is read."""
     return max(ALWAYS, EXPANSION * os.path.getsize(path))
 
 
-class Column(NamedTuple):
+class TableColumn(NamedTuple):
     """The column of a table that holds the documents: of text, or with a template of conversations. setting: that names
     it."""
 
@@ -59,13 +59,13 @@ class Column(NamedTuple):
     template: ChatTemplate | None
 
     @classmethod
-    def of(cls, setting: str, source: CorpusConfig, template: ChatTemplate | None) -> Column:
+    def of(cls, setting: str, source: CorpusConfig, template: ChatTemplate | None) -> TableColumn:
         name, field = (source.field, "field") if template is None else (source.messages, "messages")
         return cls(name, f"{setting}.{field}", template)
 
-    def document(self, value: Any) -> Document:
+    def document(self, value: Any) -> TextDocument:
         """What is made of a value. Raises `ValueError` with what is wrong."""
-        return Document(plain_text(value)) if self.template is None else self.template.document(value)
+        return TextDocument(plain_text(value)) if self.template is None else self.template.document(value)
 
 
 class JsonLines(TextFiles):
@@ -82,7 +82,7 @@ class JsonLines(TextFiles):
         skip: bool = False,
         template: ChatTemplate | None = None,
     ):
-        self.column, self.original = Column.of(setting, source, template), {}
+        self.column, self.original = TableColumn.of(setting, source, template), {}
         for path in paths:
             self.original.setdefault(as_lines(setting, path, expanded), path)
         super().__init__(setting, list(self.original), strict=True, skip=skip)
@@ -93,7 +93,7 @@ class JsonLines(TextFiles):
     def begins_inside(self, number: int) -> bool:
         return False
 
-    def read(self, first: int, last: int) -> Iterator[Document]:
+    def read(self, first: int, last: int) -> Iterator[TextDocument]:
         """The documents of the lines that start in these chunks. Raises `ConfigError` naming file and line, unless such
         lines are skipped."""
         name = self.column.name
@@ -103,7 +103,7 @@ class JsonLines(TextFiles):
                 names = list(dict.fromkeys(name for row, _ in rows for name in row))
                 raise ConfigError(
                     f"{self.column.setting}={name} is no column of {self.original[rows[0][1][0]]}; "
-                    f"{nearest(name, names)}"
+                    f"{suggest_nearest(name, names)}"
                 )
             for row, place in rows:
                 if value := row.get(name):
@@ -124,12 +124,12 @@ class JsonLines(TextFiles):
                 try:
                     row = parse_json(line.decode("utf-8" if place[1] else "utf-8-sig"), exact=True)
                 except ValueError as error:
-                    self.leave_out(self._error(place, f"is not JSON: {brief(error)}"))
+                    self.leave_out(self._error(place, f"is not JSON: {shorten_foreign(error)}"))
                     continue
                 if isinstance(row, dict):
                     yield row, place
                 else:
-                    self.leave_out(self._error(place, f"holds {brief(row)} instead of an object"))
+                    self.leave_out(self._error(place, f"holds {shorten_foreign(row)} instead of an object"))
 
     def _error(self, place: tuple[str, int], problem: str) -> ConfigError:
         path, offset = place
@@ -143,7 +143,7 @@ class JsonLines(TextFiles):
 def as_lines(setting: str, path: str, folder: Path) -> str:
     """The file itself where it holds plain lines; else one in `folder` with the lines that it expands to.
 
-    Raises `ConfigError` for a file that expands beyond `allowed`, or cannot be read."""
+    Raises `ConfigError` for a file that expands beyond `allowed_bytes`, or cannot be read."""
     state, named = os.stat(path), f"{setting}.path: {path}"
     key = hashlib.blake2b(f"{path} {state.st_size} {state.st_mtime_ns}".encode(), digest_size=12).hexdigest()
     try:
@@ -153,25 +153,25 @@ def as_lines(setting: str, path: str, folder: Path) -> str:
         lines = path if kind is None else str(folder / f"{key}.jsonl")
         if lines != path and not os.path.exists(lines):
             folder.mkdir(parents=True, exist_ok=True)
-            with replacing(lines) as part:
+            with replace_file(lines) as part:
                 _decompress(path, kind, part, named)
         if not _is_array(lines):
             return lines
         rows = parse_json(read_bytes(lines, ARRAY), exact=True)
         lines = str(folder / f"{key}.array.jsonl")
         folder.mkdir(parents=True, exist_ok=True)
-        with replacing(lines) as part, open(part, "w") as file:
+        with replace_file(lines) as part, open(part, "w") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
         return lines
     except (OSError, EOFError, zlib.error, lzma.LZMAError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{named} cannot be opened: {brief(error)}; each file must be valid JSON, one object a line"
+            f"{named} cannot be opened: {shorten_foreign(error)}; each file must be valid JSON, one object a line"
         ) from error
 
 
 def _decompress(path: str, kind: str, target: str, named: str) -> None:
-    done, most = 0, allowed(path)
-    with opened(path, kind) as packed, open(target, "wb") as plain:
+    done, most = 0, allowed_bytes(path)
+    with open_compressed(path, kind) as packed, open(target, "wb") as plain:
         while piece := packed.read(PIECE):
             done += len(piece)
             if done > most:
@@ -182,7 +182,7 @@ def _decompress(path: str, kind: str, target: str, named: str) -> None:
             plain.write(piece)
 
 
-def opened(path: str, kind: str) -> BinaryIO:
+def open_compressed(path: str, kind: str) -> BinaryIO:
     """A compressed file for reading."""
     if kind == "zstd":
         import pyarrow
@@ -196,7 +196,7 @@ def _is_array(path: str) -> bool:
         return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
 
 
-class ParquetRows(Damaged):
+class ParquetRows(DamagedRows):
     """Parquet files, a document a row; only the column with the documents is read."""
 
     def __init__(
@@ -208,7 +208,7 @@ class ParquetRows(Damaged):
         template: ChatTemplate | None = None,
     ):
         super().__init__(skip)
-        self.setting, self.column = setting, Column.of(setting, source, template)
+        self.setting, self.column = setting, TableColumn.of(setting, source, template)
         self.groups: list[tuple[str, int]] = []
         rows, self.bytes = [], 0
         for path in paths:
@@ -225,7 +225,7 @@ class ParquetRows(Damaged):
     def __len__(self) -> int:
         return self.length
 
-    def read(self, first: int, last: int) -> Iterator[Document]:
+    def read(self, first: int, last: int) -> Iterator[TextDocument]:
         """The documents of these rows. Raises `ConfigError` for a file that cannot be decoded, or holds less than it
         says, unless the rows that this concerns are skipped."""
         while first < last:
@@ -236,11 +236,11 @@ class ParquetRows(Damaged):
             yield from self._decoded(*self.groups[group], first - start, stop - start)
             first = stop
 
-    def _decoded(self, path: str, group: int, first: int, last: int) -> Iterator[Document]:
+    def _decoded(self, path: str, group: int, first: int, last: int) -> Iterator[TextDocument]:
         import pyarrow
         from pyarrow.parquet import ParquetFile
 
-        row, held, most = 0, 0, allowed(path)
+        row, held, most = 0, 0, allowed_bytes(path)
         try:
             with ParquetFile(path) as file:
                 for batch in file.iter_batches(ROWS, row_groups=[group], columns=[self.column.name], use_threads=False):
@@ -254,17 +254,17 @@ class ParquetRows(Damaged):
                     if row >= last:
                         return
         except (pyarrow.ArrowException, OSError, ValueError, MemoryError) as error:
-            problem = self._error(path, f"cannot be decoded: {brief(error)}")
+            problem = self._error(path, f"cannot be decoded: {shorten_foreign(error)}")
         else:
             problem = self._error(path, f"has {row} rows in row group {group}, fewer than it says")
         self.leave_out(problem, last - max(row, first))
 
-    def _document(self, value: Any, place: str) -> Iterator[Document]:
+    def _document(self, value: Any, place: str) -> Iterator[TextDocument]:
         try:
             if found := value.as_py():
                 yield self.column.document(found)
         except ValueError as error:
-            self.leave_out(self._error(place, f"{brief(error)} in {self.column.setting}={self.column.name}"))
+            self.leave_out(self._error(place, f"{shorten_foreign(error)} in {self.column.setting}={self.column.name}"))
 
     def _checked(self, path: str) -> list[tuple[int, int]]:
         """Rows and bytes of each row group, after what the file says of itself has been checked."""
@@ -282,8 +282,8 @@ class ParquetRows(Damaged):
                     for group in groups
                 ]
         except (pyarrow.ArrowException, OSError, ValueError, MemoryError, IndexError) as error:
-            raise self._error(path, f"cannot be opened: {brief(error)}") from error
-        rows, size, most = sum(rows for rows, _ in found), sum(size for _, size in found), allowed(path)
+            raise self._error(path, f"cannot be opened: {shorten_foreign(error)}") from error
+        rows, size, most = sum(rows for rows, _ in found), sum(size for _, size in found), allowed_bytes(path)
         if size > most or rows > 8 * most or any(number < 0 for group in found for number in group):
             raise self._error(path, f"says that it expands to {size} bytes in {rows} rows, more than any text does")
         return found
@@ -294,7 +294,7 @@ class ParquetRows(Damaged):
         name = self.column.name
         named = f"{self.column.setting}={name}"
         if name not in schema.names:
-            raise ConfigError(f"{named} is no column of {path}; {nearest(name, schema.names)}")
+            raise ConfigError(f"{named} is no column of {path}; {suggest_nearest(name, schema.names)}")
         if schema.names.count(name) > 1:
             raise ConfigError(f"{named} names several columns of {path}; give each a name of its own")
         kind = schema.field(name).type

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from trainer.config import ConfigError
-from trainer.util.reading import brief
+from trainer.util.reading import shorten_foreign
 
 CHUNK_BYTES = 64 << 10
 """Longer files are cut at line ends into chunks, so that a part of a single file can be held out or be a shard."""
@@ -20,7 +20,7 @@ LINE = 32 << 20
 """Bytes of the longest line: several times the longest book, and far below what a process can hold parsed."""
 
 
-class Document(NamedTuple):
+class TextDocument(NamedTuple):
     """A text, and whether a document ends with it (long files come in several chunks; the last is empty where all of
     its lines were left out). spans: of a conversation, the characters that are learned."""
 
@@ -32,7 +32,7 @@ class Document(NamedTuple):
 def plain_text(value: Any) -> str:
     """A value, if it is text. Raises `ValueError`."""
     if not isinstance(value, str):
-        raise ValueError(f"holds {brief(value)} instead of text")
+        raise ValueError(f"holds {shorten_foreign(value)} instead of text")
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -50,7 +50,7 @@ def is_text(data: bytes) -> bool:
 
 
 @dataclass
-class Tally:
+class RowTally:
     """The rows of a source (lines, where it has no rows) that were read, and those of them that were left out as
     damaged. first: what was wrong with the first of these."""
 
@@ -58,20 +58,20 @@ class Tally:
     damaged: int = 0
     first: str = ""
 
-    def __add__(self, other: Tally) -> Tally:
-        return Tally(self.rows + other.rows, self.damaged + other.damaged, self.first or other.first)
+    def __add__(self, other: RowTally) -> RowTally:
+        return RowTally(self.rows + other.rows, self.damaged + other.damaged, self.first or other.first)
 
 
-class Damaged:
+class DamagedRows:
     """What a reader of rows does with one that cannot be read: it ends the reading (data.on_error=stop), or is left out
     and counted in `tally` (skip)."""
 
     def __init__(self, skip: bool):
-        self.skip, self.tally = skip, Tally()
+        self.skip, self.tally = skip, RowTally()
 
-    def take_tally(self) -> Tally:
+    def take_tally(self) -> RowTally:
         """What was counted since the last call."""
-        taken, self.tally = self.tally, Tally()
+        taken, self.tally = self.tally, RowTally()
         return taken
 
     def begins_inside(self, number: int) -> bool:
@@ -82,10 +82,10 @@ class Damaged:
         """Raises `problem`, unless damaged rows are skipped."""
         if not self.skip:
             raise problem
-        self.tally += Tally(0, rows, str(problem))
+        self.tally += RowTally(0, rows, str(problem))
 
 
-class TextFiles(Damaged):
+class TextFiles(DamagedRows):
     """Text files, one document each; `len` and `read` count chunks of at most about `CHUNK_BYTES`.
 
     setting: the source's own, such as data.sources.NAME."""
@@ -110,14 +110,14 @@ class TextFiles(Damaged):
     def begins_inside(self, number: int) -> bool:
         return self.locate(number)[1] > 0
 
-    def read(self, first: int, last: int) -> Iterator[Document]:
+    def read(self, first: int, last: int) -> Iterator[TextDocument]:
         """The texts of some chunks. Raises `ConfigError` naming the file, unless what is not UTF-8 is skipped."""
         for chunk in range(first, last):
             file, number = self.locate(chunk)
             start, data = self.lines(file, number)
             text, final = self._decoded(data, self.paths[file]), start + len(data) >= self.sizes[file]
             if text or final and data:
-                yield Document(text, final)
+                yield TextDocument(text, final)
 
     def _decoded(self, data: bytes, path: str) -> str:
         self.tally.rows += data.count(b"\n")

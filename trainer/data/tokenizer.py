@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Backend
 
 from trainer.config import ConfigError
 from trainer.hf.tokenizer import LIMIT, open_tokenizer
-from trainer.util.reading import brief, read_bytes
+from trainer.util.reading import read_bytes, shorten_foreign
 
 END = "<|endoftext|>"
 """The end-of-text token (end mark) of tokenizers made here."""
@@ -155,7 +155,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     except BaseException as error:  # tokenizers raises plain Exception, and for a panic in Rust not even that
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
-        raise ConfigError(f"{named} is not a tokenizer.json: {brief(error)}; write it anew, or name another") from error
+        raise ConfigError(
+            f"{named} is not a tokenizer.json: {shorten_foreign(error)}; write it anew, or name another"
+        ) from error
     ends = [end for end in map(backend.token_to_id, KNOWN_ENDS) if end is not None]
     if not ends:
         raise ConfigError(
@@ -173,7 +175,9 @@ def _made(named: str, backend: Backend, end_id: int, original: Any = None) -> To
     except BaseException as error:
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
-        raise ConfigError(f"{named} cannot encode text: {brief(error)}; write it anew, or name another") from error
+        raise ConfigError(
+            f"{named} cannot encode text: {shorten_foreign(error)}; write it anew, or name another"
+        ) from error
     return tokenizer
 
 

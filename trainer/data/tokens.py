@@ -12,7 +12,7 @@ import numpy as np
 
 from trainer.config import ConfigError, CorpusConfig
 from trainer.util.files import temporary_name
-from trainer.util.reading import brief
+from trainer.util.reading import shorten_foreign
 
 SCAN = 1 << 20
 """Tokens looked at together in search of an end mark."""
@@ -26,7 +26,7 @@ class DataError(RuntimeError):
     """A corpus cannot be read any more, although it could when the run started."""
 
 
-class Sample(NamedTuple):
+class TokenSample(NamedTuple):
     """A sequence: arrays [sequence_length + 1] of tokens (int64), of each token's document as a number within the
     sequence (int32), and of whether it is learned (bool; None where all are)."""
 
@@ -35,13 +35,13 @@ class Sample(NamedTuple):
     learned: np.ndarray | None = None
 
 
-class Sequences(Protocol):
+class TokenSequences(Protocol):
     """Sequences of one source; `length` is None for a stream, whose end is unknown."""
 
     name: str
     length: int | None
 
-    def get(self, index: int) -> Sample:
+    def get(self, index: int) -> TokenSample:
         """One sequence, from 0."""
 
 
@@ -82,7 +82,7 @@ class TokenRun:
             ) from error
 
 
-class Packed:
+class PackedSequences:
     """The tokens of several runs one after the other, cut into sequences with random access.
 
     Sequence i is tokens [i x length, (i + 1) x length], ends included: the last token, which only serves as a target,
@@ -96,8 +96,8 @@ class Packed:
         self.tokens = sum(run.length for run in runs)
         self.length = max(0, self.tokens - 1) // sequence_length
 
-    def get(self, index: int) -> Sample:
-        """See `Sequences`. Raises `DataError` for a file that vanished or holds ids beyond the vocabulary."""
+    def get(self, index: int) -> TokenSample:
+        """See `TokenSequences`. Raises `DataError` for a file that vanished or holds ids beyond the vocabulary."""
         if not 0 <= index < self.length:
             raise IndexError(f"{self.name} has {self.length} sequences, not {index}")
         tokens, starts, filled = np.empty(self.size + 1, np.int64), np.zeros(self.size + 1, bool), 0
@@ -109,7 +109,7 @@ class Packed:
             tokens[filled : filled + len(part)] = part
             filled, number = filled + len(part), number + 1
         check_vocabulary(tokens, self.vocab_size, f"{self.name}:{index} in {self.runs[number - 1].path}")
-        return Sample(tokens, number_documents(tokens, self.end_id, starts))
+        return TokenSample(tokens, number_documents(tokens, self.end_id, starts))
 
     def _map(self, number: int) -> np.ndarray:
         if number not in self._maps:
@@ -149,7 +149,9 @@ def open_token_file(setting: str, source: CorpusConfig, path: str, vocab_size: i
         try:
             array = np.lib.format.open_memmap(path, "r")  # as np.load, which would open archives and pickles too
         except (OSError, ValueError, TypeError, OverflowError, MemoryError, SyntaxError) as error:
-            raise ConfigError(f"{named} is no .npy array of numbers: {brief(error)}; write it anew") from error
+            raise ConfigError(
+                f"{named} is no .npy array of numbers: {shorten_foreign(error)}; write it anew"
+            ) from error
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise ConfigError(
                 f"{named} holds {array.dtype} of shape {array.shape}; legal: one dimension of whole numbers"

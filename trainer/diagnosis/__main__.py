@@ -12,10 +12,10 @@ import sys
 import time
 from pathlib import Path
 
-from trainer.diagnosis.account import metrics
-from trainer.diagnosis.accounts import accounts
+from trainer.diagnosis.account import breakdown_metrics
+from trainer.diagnosis.accounts import break_down_step
 from trainer.diagnosis.sample import trace_of
-from trainer.diagnosis.traces import read
+from trainer.diagnosis.traces import read_trace
 from trainer.util.lines import LineFile
 from trainer.util.run_folder import ACCOUNTS
 
@@ -28,10 +28,10 @@ def main(run: Path, step: int, ranks: list[int]) -> None:
     paths, end = [trace_of(run, step, rank) for rank in ranks], time.monotonic() + PATIENCE
     while not all(path.exists() for path in paths) and time.monotonic() < end:
         time.sleep(0.05)
-    found = accounts([read(path) for path in paths if path.exists()])
+    found = break_down_step([read_trace(path) for path in paths if path.exists()])
     with LineFile(run / ACCOUNTS) as file:
         file.append("".join(f"{account.dumps()}\n" for account in found))
-    print(json.dumps(metrics(found)))
+    print(json.dumps(breakdown_metrics(found)))
 
 
 if __name__ == "__main__":

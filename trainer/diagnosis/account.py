@@ -14,7 +14,7 @@ from typing import Any
 
 from trainer.config import ConfigError
 from trainer.util.lines import read_lines
-from trainer.util.reading import Malformed, brief, mismatch, parse_json
+from trainer.util.reading import Malformed, find_mismatch, parse_json, shorten_foreign
 from trainer.util.run_folder import ACCOUNTS
 
 TERMS = {
@@ -60,7 +60,7 @@ LARGEST = 1e30
 
 
 @dataclass(frozen=True)
-class Kernel:
+class KernelTotal:
     """A kernel, or on CPUs an operator, over all its calls in a step.
 
     kind: one of `KINDS`. seconds: of all calls together, recomputed and hidden ones too. flops, bytes: of all calls
@@ -75,7 +75,7 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class Account:
+class TimeBreakdown:
     """Where the time of a step went on a rank. Times in seconds.
 
     place: the rank's coordinates in the mesh, by dimension (`Plan.mesh`). device: its name, `cpu` for CPUs. seconds: of
@@ -97,15 +97,15 @@ class Account:
     launch_delay: float | None = None
     kernel_seconds: float | None = None
     synchronisations: int = 0
-    kernels: tuple[Kernel, ...] = ()
+    kernels: tuple[KernelTotal, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises `ValueError` for terms that nobody knows, or that are not the whole step."""
-        if unknown := [name for name in (*self.terms, *self.hidden, *self.last) if not known(name)]:
-            raise ValueError(f"an account has no term {brief(unknown[0])}")
+        if unknown := [name for name in (*self.terms, *self.hidden, *self.last) if not is_term(name)]:
+            raise ValueError(f"an account has no term {shorten_foreign(unknown[0])}")
         numbers = {**self.hidden, **self.terms, "step": self.seconds}
         if odd := [name for name, seconds in numbers.items() if not 0 <= seconds < LONGEST_STEP]:
-            raise ValueError(f"{odd[0]} takes {brief(numbers[odd[0]])} seconds in an account")
+            raise ValueError(f"{odd[0]} takes {shorten_foreign(numbers[odd[0]])} seconds in an account")
         total = math.fsum(self.terms.values())
         if not math.isclose(total, self.seconds, rel_tol=1e-6, abs_tol=1e-9):
             raise ValueError(f"terms of {total} seconds in an account of {self.seconds}")
@@ -132,20 +132,20 @@ class Account:
         return json.dumps(dataclasses.asdict(self), allow_nan=False)
 
     @staticmethod
-    def loads(text: str | bytes) -> Account:
+    def loads(text: str | bytes) -> TimeBreakdown:
         """Reads what `dumps` wrote. Raises `ValueError` for anything else."""
         value = parse_json(text)
-        if wrong := mismatch(value, _SHAPE):
+        if wrong := find_mismatch(value, _SHAPE):
             raise ValueError(f"it is no account: {wrong}")
         if not _bounded(value):
             raise ValueError("it is no account: one of its numbers is none that a step has")
-        given: dict[str, Any] = {entry.name: value.get(entry.name) for entry in dataclasses.fields(Account)}
+        given: dict[str, Any] = {entry.name: value.get(entry.name) for entry in dataclasses.fields(TimeBreakdown)}
         given["last"] = {axis: (last, compared) for axis, (last, compared) in value["last"].items()}
         given["kernels"] = tuple(
-            Kernel(**{entry.name: kernel.get(entry.name) for entry in dataclasses.fields(Kernel)})
+            KernelTotal(**{entry.name: kernel.get(entry.name) for entry in dataclasses.fields(KernelTotal)})
             for kernel in value["kernels"]
         )
-        return Account(**given)
+        return TimeBreakdown(**given)
 
 
 _NUMBER = (int, float)
@@ -182,7 +182,7 @@ def _bounded(value: Any) -> bool:
     return not isinstance(value, (int, float)) or abs(value) < LARGEST
 
 
-def known(name: str) -> bool:
+def is_term(name: str) -> bool:
     """Whether `name` is a term of accounts, or an axis."""
     first, _, rest = name.partition("/")
     if first == "communication":
@@ -191,17 +191,19 @@ def known(name: str) -> bool:
     return name in TERMS or name in AXES
 
 
-def read(run: str | Path) -> list[Account]:
+def read_breakdowns(run: str | Path) -> list[TimeBreakdown]:
     """All accounts of a run, oldest first; none where no step has been profiled yet. Raises `Malformed` for a damaged
     file, and `ConfigError` where it cannot be read. A last line without a line end is skipped: a run in progress leaves
     one."""
-    path, accounts = Path(run) / ACCOUNTS, list[Account]()
+    path, accounts = Path(run) / ACCOUNTS, list[TimeBreakdown]()
     try:
         for number, text in enumerate(read_lines(path), 1):
             try:
-                accounts.append(Account.loads(text))
+                accounts.append(TimeBreakdown.loads(text))
             except ValueError as error:
-                raise Malformed(f"{path}, line {number}: {brief(error)}; the file is damaged, take it away") from None
+                raise Malformed(
+                    f"{path}, line {number}: {shorten_foreign(error)}; the file is damaged, take it away"
+                ) from None
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -209,24 +211,24 @@ def read(run: str | Path) -> list[Account]:
     return accounts
 
 
-def newest(accounts: Sequence[Account]) -> list[Account]:
+def newest_breakdowns(accounts: Sequence[TimeBreakdown]) -> list[TimeBreakdown]:
     """Those of the step that was profiled last, in order of rank."""
     last = {account.rank: account for account in accounts if account.step == accounts[-1].step}
     return [last[rank] for rank in sorted(last)]
 
 
-def share(accounts: Sequence[Account], cost: Callable[[Account], float]) -> float:
+def cost_share(accounts: Sequence[TimeBreakdown], cost: Callable[[TimeBreakdown], float]) -> float:
     """What a cost is of the step, 0 to 1: its seconds on all ranks over those that the step took on all of them. The
     one definition for findings, tables and metrics."""
     whole = math.fsum(account.seconds for account in accounts)
     return math.fsum(map(cost, accounts)) / whole if whole else 0.0
 
 
-def metrics(accounts: Sequence[Account]) -> dict[str, float]:
+def breakdown_metrics(accounts: Sequence[TimeBreakdown]) -> dict[str, float]:
     """What a line of metrics says of a step's accounts (`observe/metrics.py`)."""
     delays = [account.launch_delay for account in accounts if account.launch_delay is not None]
     axes = [axis for axis in AXES if any(account.spent(f"communication/{axis}") for account in accounts)]
     shares = {f"exposed/{axis}": f"communication/{axis}" for axis in axes}
     shares |= {"host": "host", "bubble_imbalance": "bubble/imbalance"}
-    found = {name: share(accounts, methodcaller("spent", term)) for name, term in shares.items()}
+    found = {name: cost_share(accounts, methodcaller("spent", term)) for name, term in shares.items()}
     return {"profiled_step": accounts[0].step, **found, **({"launch_delay": median(delays)} if delays else {})}

@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from trainer.diagnosis import on_device, on_host
-from trainer.diagnosis.account import AXES, Account
-from trainer.diagnosis.intervals import Interval, coverage, first_of
-from trainer.diagnosis.ranks import Idle, Joined, join, pipelines
-from trainer.diagnosis.recording import COMPUTE, Recording
-from trainer.diagnosis.traces import Trace
+from trainer.diagnosis.account import AXES, TimeBreakdown
+from trainer.diagnosis.intervals import TimeInterval, class_coverage, first_of
+from trainer.diagnosis.ranks import CollectivePart, PipelineIdle, join_collectives, pipeline_idle
+from trainer.diagnosis.recording import COMPUTE, StepRecording
+from trainer.diagnosis.traces import StepTrace
 
 TRANSFERS = tuple(f"communication/{axis}/transfer" for axis in AXES)
 WAITING = tuple(f"communication/{axis}/waiting" for axis in AXES)
@@ -31,31 +31,33 @@ ORDER = (
 PIPELINE, ALL = "communication/pipeline/waiting", "communication/all/waiting"
 
 
-def accounts(traces: Sequence[Trace]) -> list[Account]:
+def break_down_step(traces: Sequence[StepTrace]) -> list[TimeBreakdown]:
     """The accounts of a step on the ranks that were profiled, in order of rank. Raises `ValueError` for a trace without
     a step."""
     traces = sorted(traces, key=lambda trace: trace.rank)
     recordings = [(on_host if trace.device == "cpu" else on_device).record(trace) for trace in traces]
-    bubbles = pipelines(traces)
+    bubbles = pipeline_idle(traces)
     return [
-        account(trace, recording, joined, bubbles.get(trace.rank))
-        for trace, recording, joined in zip(traces, recordings, join(traces, recordings))
+        break_down_rank(trace, recording, joined, bubbles.get(trace.rank))
+        for trace, recording, joined in zip(traces, recordings, join_collectives(traces, recordings))
     ]
 
 
-def account(trace: Trace, recording: Recording, joined: Sequence[Joined], bubble: Idle | None) -> Account:
+def break_down_rank(
+    trace: StepTrace, recording: StepRecording, joined: Sequence[CollectivePart], bubble: PipelineIdle | None
+) -> TimeBreakdown:
     """The account of one rank, which knows what the other ranks tell."""
-    intervals: dict[str, list[Interval]] = defaultdict(list, {**recording.work, **recording.idle})
+    intervals: dict[str, list[TimeInterval]] = defaultdict(list, {**recording.work, **recording.idle})
     last: dict[str, list[int]] = {}
     for one, (transfer, was_last) in zip(recording.collectives, joined):
         arrived = one.interval.end - transfer  # a collective waits first, and transfers when all are there
-        intervals[f"communication/{one.axis}/waiting"].append(Interval(one.interval.start, arrived))
-        intervals[f"communication/{one.axis}/transfer"].append(Interval(arrived, one.interval.end))
+        intervals[f"communication/{one.axis}/waiting"].append(TimeInterval(one.interval.start, arrived))
+        intervals[f"communication/{one.axis}/transfer"].append(TimeInterval(arrived, one.interval.end))
         if was_last is not None:
             counts = last.setdefault(one.axis, [0, 0])
             counts[0] += was_last
             counts[1] += 1
-    covered = coverage([intervals[term] for term in ORDER[:-1]], recording.window)
+    covered = class_coverage([intervals[term] for term in ORDER[:-1]], recording.window)
     terms = dict.fromkeys(ORDER, 0)
     for classes, nanoseconds in covered.items():
         terms[ORDER[first_of(classes)]] += nanoseconds
@@ -67,7 +69,7 @@ def account(trace: Trace, recording: Recording, joined: Sequence[Joined], bubble
     }
     seconds = {term: ns / 1e9 for term, ns in terms.items() if ns} | trace.spent
     window = recording.window
-    return Account(
+    return TimeBreakdown(
         trace.rank,
         trace.step,
         trace.place,
@@ -84,7 +86,7 @@ def account(trace: Trace, recording: Recording, joined: Sequence[Joined], bubble
     )
 
 
-def split_bubble(terms: dict[str, int], idle: Idle | None) -> None:
+def split_bubble(terms: dict[str, int], idle: PipelineIdle | None) -> None:
     """Makes of waiting in a pipeline what replays of its schedule explain: first by the schedule, then by stages that
     differ. What is left is the transfers'. A rank that is done with its actions waits for the others in sums over all
     ranks. Without a replay, all is the schedule's."""

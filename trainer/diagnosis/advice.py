@@ -13,13 +13,13 @@ from math import ceil
 
 from trainer.config import Config
 from trainer.config.model import ModelSpec
-from trainer.planning.cost.devices import multiprocessors
+from trainer.planning.cost.devices import multiprocessor_count
 from trainer.planning.cost.layers import model_work
 from trainer.planning.cost.memory import ELEMENT_BYTES
-from trainer.planning.cost.parameters import head, layer_specs
+from trainer.planning.cost.parameters import head_matrix, layer_specs
 from trainer.planning.plan import Plan
 from trainer.planning.resolve import Layout
-from trainer.util.tables import number
+from trainer.util.tables import format_number
 
 TILE = 128
 """Rows and columns of a tile of the fastest kernels."""
@@ -38,7 +38,7 @@ MATTERS = 0.02
 
 
 @dataclass(frozen=True)
-class Advice:
+class ShapeAdvice:
     """setting: what the shape follows from; text: what is wrong with it, and what would be right; waste: share of the
     model's arithmetic that is lost by it, at most."""
 
@@ -48,7 +48,7 @@ class Advice:
 
 
 @dataclass(frozen=True)
-class Product:
+class GEMMShape:
     """A product of a layer or of the head on one rank. setting: what its columns follow from; columns: of the matrix's
     part that the rank has; share: of the model's arithmetic."""
 
@@ -58,31 +58,31 @@ class Product:
     share: float
 
 
-def advise(config: Config, layout: Layout, device: str) -> list[Advice]:
+def advise_shapes(config: Config, layout: Layout, device: str) -> list[ShapeAdvice]:
     """What is to be said of the shapes of a plan's products, the most wasteful first. device: its name."""
     spec, plan, batch = layout.spec, layout.plan, layout.batch
     element = ELEMENT_BYTES[config.precision.compute]
     tokens = batch.micro_size * batch.sequence_length // plan.cp
-    parts, attention = products(spec, plan, batch.sequence_length, element)
+    parts, attention = list_gemms(spec, plan, batch.sequence_length, element)
     found = [*_heads(spec, plan, attention)]
     for product in parts:
         if product.share >= MATTERS:
-            found += _filling(product, plan.tp, element, tokens, multiprocessors(device))
+            found += _filling(product, plan.tp, element, tokens, multiprocessor_count(device))
     return sorted({one.text: one for one in found}.values(), key=lambda one: -one.waste)
 
 
-def products(spec: ModelSpec, plan: Plan, length: int, element: int) -> tuple[list[Product], float]:
+def list_gemms(spec: ModelSpec, plan: Plan, length: int, element: int) -> tuple[list[GEMMShape], float]:
     """The products of the model on a rank, equal ones together and the head's last; and attention's share of the
     model's arithmetic."""
-    works, (rows, width) = model_work(spec, length, plan.tp, element), head(spec).multiplied(plan.tp)
+    works, (rows, width) = model_work(spec, length, plan.tp, element), head_matrix(spec).multiplied(plan.tp)
     logits = 2.0 * rows * width
     total = sum(work.forward for work in works) + logits
     sums: dict[tuple[str, int], float] = {}
     for work in works:
         for name, (columns, _) in work.shapes.items():
             sums[name, round(columns)] = sums.get((name, round(columns)), 0.0) + work.flops[name]
-    found = [Product(_setting(name), name, columns, flops / total) for (name, columns), flops in sums.items()]
-    found.append(Product("model.vocab_size", "the head", round(rows), logits / total))
+    found = [GEMMShape(_setting(name), name, columns, flops / total) for (name, columns), flops in sums.items()]
+    found.append(GEMMShape("model.vocab_size", "the head", round(rows), logits / total))
     return found, sum(work.attention for work in works) / total
 
 
@@ -93,12 +93,12 @@ def _setting(name: str) -> str:
     return {"q": "model.attention.heads"}.get(matrix, "model.attention.kv_heads" if matrix in "kv" else "model.width")
 
 
-def _filling(product: Product, tp: int, element: int, tokens: int, units: int | None) -> Iterator[Advice]:
+def _filling(product: GEMMShape, tp: int, element: int, tokens: int, units: int | None) -> Iterator[ShapeAdvice]:
     """Of one product: its columns, and its waves."""
     columns, of = product.columns, f" on each of {tp} tensor ranks" * (tp > 1)
     if columns * element % ALIGNED and product.setting != "model.vocab_size":
         step = ALIGNED // element * tp
-        yield Advice(
+        yield ShapeAdvice(
             product.setting,
             f"{product.name} has {columns} columns{of}, whose rows do not begin at multiples of {ALIGNED} bytes: "
             f"{product.setting} such that it is a multiple of {step}",
@@ -106,7 +106,7 @@ def _filling(product: Product, tp: int, element: int, tokens: int, units: int | 
         )
     filled = columns / (TILE * ceil(columns / TILE))
     if filled < FILLED:
-        yield Advice(
+        yield ShapeAdvice(
             product.setting,
             f"{product.name} has {columns} columns{of}: {filled:.0%} of its tiles of {TILE} is filled, multiples of "
             f"{TILE}{f' x {tp}' * (tp > 1)} would fill them",
@@ -118,24 +118,25 @@ def _filling(product: Product, tp: int, element: int, tokens: int, units: int | 
     waves = tiles / units / ceil(tiles / units)
     if waves < WAVES:
         rounds = ceil(tiles / units)
-        yield Advice(
+        yield ShapeAdvice(
             "batch.micro_size",
-            f"{product.name}: {number(tiles, 'tile')} of {tokens} tokens on {units} multiprocessors are {rounds} "
+            f"{product.name}: {format_number(tiles, 'tile')} of {tokens} tokens on {units} multiprocessors are "
+            f"{rounds} "
             f"wave{'s' * (rounds > 1)}, {waves:.0%} full; more tokens a micro-batch fill them",
             product.share * (1 - waves),
         )
 
 
-def _heads(spec: ModelSpec, plan: Plan, share: float) -> Iterator[Advice]:
+def _heads(spec: ModelSpec, plan: Plan, share: float) -> Iterator[ShapeAdvice]:
     """Of each kind of attention. share: of attention in the model's arithmetic."""
     for size, keys in {(layer.attention.head_dim, layer.attention.kv_heads) for layer in layer_specs(spec)}:
         if size not in HEADS:
             above = min((one for one in HEADS if one > size), default=0)
             cost = f"is padded to {above}" if above else "is more than flash attention takes"
             waste = share * (1 - size / above if above else 1.0)
-            yield Advice("model.attention.head_dim", f"a head of {size} {cost}; {_or(HEADS)} are not", waste)
+            yield ShapeAdvice("model.attention.head_dim", f"a head of {size} {cost}; {_or(HEADS)} are not", waste)
         if plan.tp > keys:
-            yield Advice(
+            yield ShapeAdvice(
                 "parallel.tp",
                 f"parallel.tp={plan.tp} exceeds model.attention.kv_heads={keys}: {plan.tp // keys} ranks each compute "
                 "the same keys and values",

@@ -12,20 +12,20 @@ from trainer.config import Config, ConfigError, typed
 from trainer.config.hardware import HardwareConfig
 from trainer.config.model import DEEPEST
 from trainer.config.synonyms import REMOVED
-from trainer.diagnosis.account import Account
-from trainer.diagnosis.ranks import Idle, idle_of
-from trainer.diagnosis.shortage import Shortage
-from trainer.diagnosis.typical import Typical, at_pace, pace, typical
+from trainer.diagnosis.account import TimeBreakdown
+from trainer.diagnosis.ranks import PipelineIdle, idle_of
+from trainer.diagnosis.shortage import OOMReport
+from trainer.diagnosis.typical import StepProfile, build_profile, ordinary_seconds, scale_profile
 from trainer.planning.estimate.hardware import hardware_names, load_hardware
 from trainer.planning.plan import MOST_PROCESSES
-from trainer.planning.resolve import Layout, check, resolve
+from trainer.planning.resolve import Layout, check_config, resolve_layout
 from trainer.planning.schedules import ir
 from trainer.planning.schedules.timeline import read_timeline
-from trainer.planning.schedules.validate import validate
+from trainer.planning.schedules.validate import validate_schedule
 from trainer.util.lines import read_lines
-from trainer.util.memory_errors import lacks_memory, said
-from trainer.util.reading import brief, mismatch, on_one_line, parse_json, read_yaml
-from trainer.util.tables import duration
+from trainer.util.memory_errors import error_reason, lacks_memory
+from trainer.util.reading import find_mismatch, on_one_line, parse_json, read_yaml, shorten_foreign
+from trainer.util.tables import format_duration
 
 SETTINGS, STARTS = "config.yaml", "starts.jsonl"
 SCHEDULE, TIMELINE = "schedule/schedule.csv", "schedule/measured.json"
@@ -41,7 +41,7 @@ MOST_SEQUENCES = 1 << 16
 
 
 @dataclass(frozen=True)
-class Machine:
+class RunMachine:
     """On what a run trains. processes: in all; node: on the machine with most of them; device: its name, `CPU` for
     CPUs; hosts: processes by machine."""
 
@@ -59,7 +59,7 @@ class Machine:
         return f"rank {rank}"
 
 
-class HeldDown(NamedTuple):
+class ThrottledRank(NamedTuple):
     """A rank whose clocks are held down of late, why, in words, and of how many ranks they are."""
 
     rank: int
@@ -68,7 +68,7 @@ class HeldDown(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Evidence:
+class RunEvidence:
     """folder: the run's. records: lines of metrics.jsonl of steps, oldest first. profile: the typical profiled step,
     None where none is profiled. config, layout: of the last start, None where they cannot be read. hardware: the kind
     of machine, None where it is not known. status: status.json. stalled: lines of the watchdog's last report, where the
@@ -79,17 +79,17 @@ class Evidence:
 
     folder: Path
     records: Sequence[Mapping[str, Any]] = ()
-    profile: Typical | None = None
+    profile: StepProfile | None = None
     config: Config | None = None
     layout: Layout | None = None
-    machine: Machine = Machine(1, 1, "CPU")
+    machine: RunMachine = RunMachine(1, 1, "CPU")
     hardware: HardwareConfig | None = None
     status: Mapping[str, Any] = field(default_factory=dict)
     stalled: Sequence[str] = ()
     throttle: str = ""
-    held: HeldDown | None = None
-    shortage: Shortage | None = None
-    idle: Sequence[Idle] = ()
+    held: ThrottledRank | None = None
+    shortage: OOMReport | None = None
+    idle: Sequence[PipelineIdle] = ()
     silent: float | None = None
     notes: Sequence[str] = ()
 
@@ -97,31 +97,31 @@ class Evidence:
     def lacked(self) -> str:
         """What a run that has ended for lack of memory said of it; empty for any other."""
         reason = str(self.status.get("reason", ""))
-        return said(reason) if self.status.get("status") == "failed" and lacks_memory(reason) else ""
+        return error_reason(reason) if self.status.get("status") == "failed" and lacks_memory(reason) else ""
 
     @property
     def pace(self) -> float | None:
         """Seconds of an ordinary step."""
-        return _pace(self.records, self.profile)
+        return _ordinary_step(self.records, self.profile)
 
     def values(self, key: str) -> list[float]:
         """What is known of a metric, oldest first."""
         return [record[key] for record in self.records if record.get(key) is not None]
 
 
-def gather(
+def collect_evidence(
     folder: Path,
     records: Sequence[Mapping[str, Any]],
-    accounts: Sequence[Account],
+    accounts: Sequence[TimeBreakdown],
     status: Mapping[str, Any],
     stalled: Sequence[str] = (),
     throttle: str = "",
     hardware: str = "",
     config_dir: str | None = None,
-    shortage: Shortage | None = None,
+    shortage: OOMReport | None = None,
     silent: float | None = None,
-    held: HeldDown | None = None,
-) -> Evidence:
+    held: ThrottledRank | None = None,
+) -> RunEvidence:
     """What the folder of a run tells beside what is given.
 
     hardware: a file of `configs/hardware` or of the same folder in `config_dir`, or its path; '' looks for the one of
@@ -137,18 +137,19 @@ def gather(
             "name one with --hardware (hardware=NAME of report and watch)"
         )
     steps = [record for record in records if record.get("step_seconds") is not None]
-    profile = typical(accounts)
+    profile = build_profile(accounts)
     if profile and profile.unusual:
         left = ", ".join(map(str, profile.unusual))
         notes.append(f"step {left} took far longer than the other profiled ones, and is left out")
-    ordinary = _pace(steps, profile)
-    if profile and (as_trained := at_pace(profile, ordinary)) is not profile:
+    ordinary = _ordinary_step(steps, profile)
+    if profile and (as_trained := scale_profile(profile, ordinary)) is not profile:
         notes.append(
-            f"profiled steps take {duration(profile.seconds)}, others {duration(ordinary)}: what the profiler costs "
+            f"profiled steps take {format_duration(profile.seconds)}, others {format_duration(ordinary)}: what "
+            "the profiler costs "
             "the host is left out of its time"
         )
         profile = as_trained
-    return Evidence(
+    return RunEvidence(
         folder,
         steps,
         profile,
@@ -167,26 +168,26 @@ def gather(
     )
 
 
-def _pace(records: Sequence[Mapping[str, Any]], profile: Typical | None) -> float | None:
+def _ordinary_step(records: Sequence[Mapping[str, Any]], profile: StepProfile | None) -> float | None:
     logged = [record for record in records if record.get("step_seconds") is not None]
-    return pace([(record.get("step", 0), float(record["step_seconds"])) for record in logged], profile)
+    return ordinary_seconds([(record.get("step", 0), float(record["step_seconds"])) for record in logged], profile)
 
 
-def machine_of(folder: Path, accounts: Sequence[Account]) -> Machine:
+def machine_of(folder: Path, accounts: Sequence[TimeBreakdown]) -> RunMachine:
     """Of the last start, as far as starts.jsonl tells; else of the ranks that have accounts."""
     start: dict[str, Any] = {}
     with contextlib.suppress(OSError, ConfigError):
         for text in read_lines(folder / STARTS):
             with contextlib.suppress(ValueError):
                 line = parse_json(text)
-                start = start if mismatch(line, START) else line
+                start = start if find_mismatch(line, START) else line
     if start and 1 <= start["processes"] <= MOST_PROCESSES and start["devices"]:
         hosts = {name: count for name, count in start["hosts"].items() if 1 <= count <= start["processes"]}
         node = max(hosts.values(), default=start["processes"])
-        return Machine(start["processes"], node, next(iter(start["devices"])), hosts)
+        return RunMachine(start["processes"], node, next(iter(start["devices"])), hosts)
     processes = min(MOST_PROCESSES, max((account.rank for account in accounts), default=0) + 1)
     device = accounts[-1].device if accounts else "CPU"
-    return Machine(processes, processes, "CPU" if device == "cpu" else device)
+    return RunMachine(processes, processes, "CPU" if device == "cpu" else device)
 
 
 def _settings(folder: Path, notes: list[str]) -> Config | None:
@@ -195,10 +196,10 @@ def _settings(folder: Path, notes: list[str]) -> Config | None:
     try:
         values = read_yaml(path)
         if not isinstance(values, dict):
-            raise ConfigError(f"it holds {brief(values)} instead of settings")
-        config = typed.build(typed.complete(Config(), values), problems)
-    except (OSError, ConfigError, ValueError, TypeError, ArithmeticError, typed.Invalid) as error:
-        notes.append(f"settings are not known: {path}: {brief(error)}")
+            raise ConfigError(f"it holds {shorten_foreign(values)} instead of settings")
+        config = typed.build_typed(typed.complete_values(Config(), values), problems)
+    except (OSError, ConfigError, ValueError, TypeError, ArithmeticError, typed.InvalidValue) as error:
+        notes.append(f"settings are not known: {path}: {shorten_foreign(error)}")
         return None
     # A run of an earlier version has settings that are gone, most with their defaults.
     wrong = [text for name, text in problems.items() if name.partition(".")[0] in PLANNED and name not in REMOVED]
@@ -208,7 +209,7 @@ def _settings(folder: Path, notes: list[str]) -> Config | None:
     return config
 
 
-def _layout(config: Config, machine: Machine, notes: list[str]) -> Layout | None:
+def _layout(config: Config, machine: RunMachine, notes: list[str]) -> Layout | None:
     batch, model = config.batch, config.model
     sequences = (
         batch.global_size or 0,
@@ -221,21 +222,21 @@ def _layout(config: Config, machine: Machine, notes: list[str]) -> Layout | None
         notes.append("the settings are of a model or batch that nobody trains: no plan is compared")
     else:
         try:
-            if wrong := check(config, machine.processes, machine.node):
+            if wrong := check_config(config, machine.processes, machine.node):
                 raise ConfigError(wrong[0])
-            return resolve(config, machine.processes, config.model, machine.node)
+            return resolve_layout(config, machine.processes, config.model, machine.node)
         except (ConfigError, ValueError, ArithmeticError) as error:
-            notes.append(f"the plan is not known: {brief(error)}")
+            notes.append(f"the plan is not known: {shorten_foreign(error)}")
     return None
 
 
-def _idle(folder: Path) -> list[Idle]:
+def _idle(folder: Path) -> list[PipelineIdle]:
     """By pipeline rank, where the run has left its schedule and when its actions ran; empty where it has not."""
     try:
-        schedule, (ranks, _) = ir.load(folder / SCHEDULE, "schedule"), read_timeline(folder / TIMELINE)
+        schedule, (ranks, _) = ir.load_schedule(folder / SCHEDULE, "schedule"), read_timeline(folder / TIMELINE)
         spans = (span for spans in ranks for span in spans if span.action.kind in ir.COMPUTE)
         timed = [(span.action, span.end - span.start) for span in spans]
-        return [] if validate(schedule) else idle_of(schedule, timed)
+        return [] if validate_schedule(schedule) else idle_of(schedule, timed)
     except (OSError, ConfigError, ValueError, LookupError, ArithmeticError):
         return []
 

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 
-class Interval(NamedTuple):
+class TimeInterval(NamedTuple):
     """From `start` up to `end`, in whole nanoseconds, so that sums are exact."""
 
     start: int
     end: int
 
 
-def coverage(classes: Iterable[Iterable[Interval]], window: Interval) -> dict[int, int]:
+def class_coverage(classes: Iterable[Iterable[TimeInterval]], window: TimeInterval) -> dict[int, int]:
     """Nanoseconds of the window by the set of classes that have an interval there, as a number whose bit i stands for
     the i-th class. They add up to the window exactly; 0 is the time that none covers."""
     edges = sorted(
@@ -39,17 +39,17 @@ def coverage(classes: Iterable[Iterable[Interval]], window: Interval) -> dict[in
 
 
 def first_of(covered: int) -> int:
-    """The first class of a set as in `coverage`; -1 for none."""
+    """The first class of a set as in `class_coverage`; -1 for none."""
     return (covered & -covered).bit_length() - 1
 
 
-def gaps(intervals: Iterable[Interval], window: Interval) -> Iterator[Interval]:
+def uncovered_gaps(intervals: Iterable[TimeInterval], window: TimeInterval) -> Iterator[TimeInterval]:
     """The parts of the window that no interval covers, in order."""
     now = window.start
     for start, end in sorted(intervals):
         if start > now:
-            yield Interval(now, min(start, window.end))
+            yield TimeInterval(now, min(start, window.end))
         now = max(now, end)
         if now >= window.end:
             return
-    yield Interval(now, window.end)
+    yield TimeInterval(now, window.end)

@@ -8,7 +8,7 @@ from trainer.config.fields import option
 
 
 @dataclass(frozen=True)
-class Limits:
+class Thresholds:
     """From which share of the step on a cost is said to bound the run, and other numbers of the rules."""
 
     data: float = option(0.05, "waiting for the batch, of the step")
@@ -29,4 +29,4 @@ class Limits:
     spoken_of: float = option(0.01, "any cost, of the step: what is below is not spoken of")
 
 
-LIMITS = Limits()
+THRESHOLDS = Thresholds()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.diagnosis.evidence import Evidence
+from trainer.diagnosis.evidence import RunEvidence
 
 POINTS = 200
 """Of a timeline, at most."""
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryUse:
     """GiB of the fullest rank. timeline: (step, peak so far as the run notes it); peak: the highest; grown: by what
     share of it the peak rose in the second half of the run; capacity: of a device, None where it is not known;
     planned: predicted for the plan, None where it is not."""
@@ -28,7 +28,7 @@ class Memory:
         return self.peak / self.capacity if self.capacity else None
 
 
-def memory(evidence: Evidence, planned: float | None) -> Memory | None:
+def summarise_memory(evidence: RunEvidence, planned: float | None) -> MemoryUse | None:
     """None where nothing is known of it. planned: predicted peak in GiB."""
     points = [
         (int(record["step"]), float(record["memory_gib"]))
@@ -42,4 +42,4 @@ def memory(evidence: Evidence, planned: float | None) -> Memory | None:
     grown = (peak - max(half)) / peak if peak > 0 and len(points) > 1 else 0.0
     stride = -(-len(points) // POINTS)
     capacity = evidence.hardware.memory if evidence.hardware else None
-    return Memory(tuple(points[::stride]), peak, grown, capacity, planned)
+    return MemoryUse(tuple(points[::stride]), peak, grown, capacity, planned)

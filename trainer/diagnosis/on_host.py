@@ -6,9 +6,29 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 
 from trainer.diagnosis.account import AXES
-from trainer.diagnosis.intervals import Interval
-from trainer.diagnosis.recording import Collective, Recording, Tally, context, flags, forward_products, kind_of, term_of
-from trainer.diagnosis.traces import AWAITS, COLLECTOR, DATA, GROUP, SENDS, STEP, WAIT, Event, Trace, nested
+from trainer.diagnosis.intervals import TimeInterval
+from trainer.diagnosis.recording import (
+    KernelTally,
+    RecordedCollective,
+    StepRecording,
+    find_context,
+    find_flag_waits,
+    forward_products,
+    kind_of,
+    term_of,
+)
+from trainer.diagnosis.traces import (
+    AWAITS,
+    COLLECTOR,
+    DATA,
+    GROUP,
+    SENDS,
+    STEP,
+    WAIT,
+    StepTrace,
+    TraceEvent,
+    nest_events,
+)
 
 COMPILED = "## Call CompiledFxGraph"
 """Label around the code that the compiler made, whose own kernels are not in traces of CPUs."""
@@ -19,20 +39,22 @@ UNKNOWN = "data"
 LABELS = {COLLECTOR: "host/collector", DATA: "data", WAIT: "bubble"}
 
 
-def record(trace: Trace) -> Recording:
+def record_host(trace: StepTrace) -> StepRecording:
     """What a trace of a CPU says of its last step. Raises `ValueError` where it has none."""
     steps = trace.labelled(STEP)
     if not steps:
         raise ValueError(f"the trace of rank {trace.rank} has no step")
     step = steps[-1]
-    found, tally = Recording(step.interval), Tally()
-    done = list(nested(event for event in trace.events if event.thread == step.thread and step.start <= event.start))
+    found, tally = StepRecording(step.interval), KernelTally()
+    done = list(
+        nest_events(event for event in trace.events if event.thread == step.thread and step.start <= event.start)
+    )
     forward = forward_products(done)
     for one in done:
         name = one.event.name
         if not _computes(one.event):
             continue
-        about = context((*one.around, one.event), forward)
+        about = find_context((*one.around, one.event), forward)
         if about.loading or about.awaits or about.sends is not None:
             continue
         term = term_of(name, about)
@@ -45,20 +67,20 @@ def record(trace: Trace) -> Recording:
     for group, event in trace.marked(SENDS):
         found.idle[f"communication/{trace.axis(group)}/transfer"].append(event.interval)
     waits = ((group, event.interval) for group, event in trace.marked(AWAITS) if step.start <= event.start < step.end)
-    found.collectives = collectives(trace, step) + flags(trace, waits)
+    found.collectives = gloo_collectives(trace, step) + find_flag_waits(trace, waits)
     found.kernels = tally.kernels()
     return found
 
 
-def _computes(event: Event) -> bool:
+def _computes(event: TraceEvent) -> bool:
     if event.kind == "user_annotation":
         return event.name.startswith(COMPILED)
     return event.kind == "cpu_op" and event.name.startswith(("aten::", "triton", "mkldnn::"))
 
 
-def collectives(trace: Trace, step: Event) -> list[Collective]:
+def gloo_collectives(trace: StepTrace, step: TraceEvent) -> list[RecordedCollective]:
     """What gloo's threads did in the step. A thread belongs to a group, which labels name (`GROUP`)."""
-    by_thread: dict[int, list[Event]] = defaultdict(list)
+    by_thread: dict[int, list[TraceEvent]] = defaultdict(list)
     for event in trace.events:
         if event.name.startswith("gloo:") and event.thread != step.thread:
             by_thread[event.thread].append(event)
@@ -74,7 +96,7 @@ def collectives(trace: Trace, step: Event) -> list[Collective]:
         axis = trace.axis(group, UNKNOWN)
         for event in events:
             if step.start <= event.start < step.end:
-                found.append(Collective(group, axis, counts[group], Interval(event.start, event.end)))
+                found.append(RecordedCollective(group, axis, counts[group], TimeInterval(event.start, event.end)))
                 counts[group] += 1
     assert all(one.axis in AXES for one in found)
     return found

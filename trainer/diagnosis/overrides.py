@@ -13,15 +13,15 @@ from math import inf
 from typing import Any
 
 from trainer.config import ActivationConfig, Config, ConfigError, typed
-from trainer.diagnosis.evidence import Evidence
-from trainer.diagnosis.shortage import Override
-from trainer.planning.estimate.memory import replays
+from trainer.diagnosis.evidence import RunEvidence
+from trainer.diagnosis.shortage import MemoryOverride
+from trainer.planning.estimate.memory import can_replay
 from trainer.planning.estimate.report import left_out
-from trainer.planning.estimate.sequence import GIB, SHARE, TILE, Room, settle
-from trainer.planning.estimate.step import Estimate, estimate_within
-from trainer.planning.fit import Memory, kept, lacking
+from trainer.planning.estimate.sequence import GIB, SHARE, TILE, MemoryLimit, decide_memory
+from trainer.planning.estimate.step import StepEstimate, estimate_within
+from trainer.planning.fit import MachineMemory, find_missing_memory, persistent_bytes
 from trainer.planning.plan import resolve_plan
-from trainer.planning.resolve import Layout, check, resolve
+from trainer.planning.resolve import Layout, check_config, resolve_layout
 from trainer.planning.variants import fit_batch
 
 FREED = "memory capacity", "full"
@@ -30,7 +30,7 @@ FREED = "memory capacity", "full"
 Changes = dict[str, Any]
 """Values by setting."""
 
-SHOWN = 2
+MAX_SUGGESTIONS = 2
 """Overrides that are offered against a bound."""
 
 TRIED = 200
@@ -59,65 +59,65 @@ UNFORESEEN = ("data.", "checkpoint.", "eval.", "logging.", "run.cuda_graphs")
 """Settings of which the estimator knows nothing."""
 
 
-class Workshop:
+class Suggestions:
     """Tries overrides on the settings of a run. seconds: of its step, as measured; None where none was, and only ratios
     are predicted. host: bytes of the machine's memory, where they are known.
 
     A run that lacked memory is taken to need more than there is, whatever was predicted of it, and every override to be
     as far from its prediction."""
 
-    def __init__(self, evidence: Evidence, seconds: float | None, host: float | None = None):
+    def __init__(self, evidence: RunEvidence, seconds: float | None, host: float | None = None):
         assert evidence.config is not None and evidence.layout is not None
         self.config, self.layout, self.machine = evidence.config, evidence.layout, evidence.machine
         self.hardware, self.seconds, self.lacked = evidence.hardware, seconds, bool(evidence.lacked)
         self.host, self.wrong = host, set(self._check(self.config))
         self.coarse = self.hardware is None or self.hardware.band > COARSE
 
-    def against(self, kind: str, detail: str) -> list[Override]:
-        """At most `SHOWN` overrides against a bound of this kind, the fastest first where they are predicted. Where
-        memory ran out, those of the fewest settings that are predicted to fit.
+    def against(self, kind: str, detail: str) -> list[MemoryOverride]:
+        """At most `MAX_SUGGESTIONS` overrides against a bound of this kind, the fastest first where they are predicted.
+        Where memory ran out, those of the fewest settings that are predicted to fit.
 
         kind: of `rules.KINDS`; detail: which axis, or which part of it."""
-        ways = list(WAYS[kind](self.config, self.layout, detail))
+        ways = list(ALTERNATIVES[kind](self.config, self.layout, detail))
         if self.lacked and (kind, detail) == FREED:
             return self._freeing(ways)
         found = [one for changes in ways if (one := self.offer(changes, kind, detail))]
         found.sort(key=lambda one: 1.0 if one.relative is None else one.relative)
-        return found[:SHOWN]
+        return found[:MAX_SUGGESTIONS]
 
-    def _freeing(self, ways: list[Changes]) -> list[Override]:
+    def _freeing(self, ways: list[Changes]) -> list[MemoryOverride]:
         if self.limit == 0:
             return []
         if self.limit is not None:
             may = {"activation.memory": float(f"{0.995 * self.limit / GIB:.3g}")}  # below the limit, however rounded
             ways = [way | may if way.get("activation.mode") == "auto" else way for way in ways]
         for many in (1, 2, 3):
-            several = (some for some in itertools.combinations(ways, many) if _apart(some))
+            several = (some for some in itertools.combinations(ways, many) if _separately(some))
             offers = (self.offer(_joined(some), *FREED) for some in itertools.islice(several, TRIED))
             found = [one for one in offers if one]
             if found or self.limit is None:
                 found.sort(key=lambda one: 1.0 if one.relative is None else one.relative)
-                first: dict[tuple[str, ...], Override] = {}
+                first: dict[tuple[str, ...], MemoryOverride] = {}
                 for one in found:  # of a setting's values one is enough
                     first.setdefault(tuple(part.partition("=")[0] for part in one.text.split()), one)
-                return list(first.values())[: SHOWN + 1]
+                return list(first.values())[: MAX_SUGGESTIONS + 1]
         return []
 
-    def offer(self, changes: Changes, kind: str, detail: str) -> Override | None:
+    def offer(self, changes: Changes, kind: str, detail: str) -> MemoryOverride | None:
         """The override of these changes, with what keeps the batch as it is; None where it is illegal, changes nothing,
         does not fit, or is predicted to make the step slower (where memory is full: to need no less)."""
         changed = self._changed(changes)
         if changed is None or self.machine.device == "CPU" and not ON_GPUS.isdisjoint(changes):
             return None
         config, layout = changed
-        before, after = (typed.flat(typed.plain(some)) for some in (self.config, config))
+        before, after = (typed.flatten_values(typed.to_plain(some)) for some in (self.config, config))
         named = {name: value for name, value in after.items() if value != before.get(name)}
         if not named or not self._held(config, layout):
             return None
         notes = ["changes the numbers of training"] if any(name.startswith(NUMBERS) for name in changes) else []
-        text = " ".join(map(words, named.items()))
-        if self.predicted is None or not any(map(foreseen, named.items())):
-            return Override(text, note=", ".join(notes))
+        text = " ".join(map(format_override, named.items()))
+        if self.predicted is None or not any(map(is_modelled, named.items())):
+            return MemoryOverride(text, note=", ".join(notes))
         found = self._estimate(config, layout)
         if found is None or found.fits == "no" and self.predicted.fits != "no":
             return None
@@ -128,9 +128,9 @@ class Workshop:
         notes += [
             f"not in the time: {missing}" for missing in left_out(found) if missing not in left_out(self.predicted)
         ]
-        return Override(text, seconds, ", ".join(notes), found.memory / GIB, relative)
+        return MemoryOverride(text, seconds, ", ".join(notes), found.memory / GIB, relative)
 
-    def _frees(self, found: Estimate) -> bool:
+    def _frees(self, found: StepEstimate) -> bool:
         """Whether a plan needs less memory, or where memory ran out: so much less that it fits."""
         assert self.predicted is not None
         if self.limit is None:
@@ -141,8 +141,10 @@ class Workshop:
         """Whether the host holds what a plan keeps there, as far as that is known."""
         if self.host is None:
             return True
-        memory = Memory(None if self.machine.device == "CPU" else round(1024 * self.host), round(self.host))
-        return lacking(kept(config, layout, self.machine.node), self.machine.node, memory) is None
+        memory = MachineMemory(None if self.machine.device == "CPU" else round(1024 * self.host), round(self.host))
+        return (
+            find_missing_memory(persistent_bytes(config, layout, self.machine.node), self.machine.node, memory) is None
+        )
 
     @cached_property
     def limit(self) -> float | None:
@@ -155,19 +157,19 @@ class Workshop:
         return usable * min(1.0, reserved / room) if room else 0.0
 
     @cached_property
-    def predicted(self) -> Estimate | None:
+    def predicted(self) -> StepEstimate | None:
         """The run's own plan, where its machine is known well enough to compare others with it. Where memory ran out,
         memory alone is compared, of which every kind of machine is known well enough, but not every engine."""
-        if self.hardware is None or self.coarse and not self.lacked or self.lacked and not replays(self.layout.plan):
+        if self.hardware is None or self.coarse and not self.lacked or self.lacked and not can_replay(self.layout.plan):
             return None
         return self._estimate(self.config, self.layout)
 
-    def _estimate(self, config: Config, layout: Layout) -> Estimate | None:
+    def _estimate(self, config: Config, layout: Layout) -> StepEstimate | None:
         assert self.hardware is not None
         try:
             if config.activation.mode == "auto":
-                room = Room(self.hardware.memory * GIB, inf)
-                config, layout = settle(config, layout, room, self.machine.node, self.hardware)
+                room = MemoryLimit(self.hardware.memory * GIB, inf)
+                config, layout = decide_memory(config, layout, room, self.machine.node, self.hardware)
             return estimate_within(inf, config, layout, self.hardware, lowered=False)
         except (ConfigError, ValueError, ArithmeticError):
             return None
@@ -177,13 +179,13 @@ class Workshop:
         for fitted in (False, True):
             config = copy.deepcopy(self.config)
             for name, value in changes.items():
-                put(config, name, value)
+                set_setting(config, name, value)
             try:
                 if fitted:
                     plan = resolve_plan(config.parallel, self.machine.processes, self.layout.spec, self.machine.node)
                     config.batch.micro_size = config.batch.micro_size or self.layout.batch.micro_size
                     fit_batch(config, plan, self.layout.batch.global_size, set(changes))
-                layout = resolve(config, self.machine.processes, self.layout.spec, self.machine.node)
+                layout = resolve_layout(config, self.machine.processes, self.layout.spec, self.machine.node)
             except ConfigError:
                 continue
             if layout.batch.global_size == self.layout.batch.global_size and self.wrong >= set(self._check(config)):
@@ -191,10 +193,10 @@ class Workshop:
         return None
 
     def _check(self, config: Config) -> list[str]:
-        return check(config, self.machine.processes, self.machine.node)
+        return check_config(config, self.machine.processes, self.machine.node)
 
 
-def _apart(changes: Iterable[Changes]) -> bool:
+def _separately(changes: Iterable[Changes]) -> bool:
     """Whether no setting is changed twice."""
     names = [name for some in changes for name in some]
     return len(names) == len(set(names))
@@ -204,7 +206,7 @@ def _joined(changes: Iterable[Changes]) -> Changes:
     return {name: value for some in changes for name, value in some.items()}
 
 
-def put(config: Config, name: str, value: Any) -> None:
+def set_setting(config: Config, name: str, value: Any) -> None:
     """Sets a setting by its path."""
     target: Any = config
     *sections, leaf = name.split(".")
@@ -213,19 +215,19 @@ def put(config: Config, name: str, value: Any) -> None:
     setattr(target, leaf, value)
 
 
-def foreseen(setting: tuple[str, Any]) -> bool:
+def is_modelled(setting: tuple[str, Any]) -> bool:
     """Whether the estimator knows what a setting does; what `auto` will choose it does not."""
     name, value = setting
     return not name.startswith(UNFORESEEN) and (value != "auto" or name == "activation.mode")
 
 
-def words(setting: tuple[str, Any]) -> str:
+def format_override(setting: tuple[str, Any]) -> str:
     """`NAME=VALUE` as a shell and the command line take it."""
     name, value = setting
     return shlex.quote(f"{name}={value if isinstance(value, str) else json.dumps(value, separators=(',', ':'))}")
 
 
-Ways = Callable[[Config, Layout, str], Iterator[Changes]]
+Alternatives = Callable[[Config, Layout, str], Iterator[Changes]]
 
 
 def _communication(config: Config, layout: Layout, axis: str) -> Iterator[Changes]:
@@ -354,7 +356,7 @@ def _nothing(config: Config, layout: Layout, part: str) -> Iterator[Changes]:
     yield from ()
 
 
-WAYS: dict[str, Ways] = {
+ALTERNATIVES: dict[str, Alternatives] = {
     "data": _data,
     "straggler": _nothing,
     "host": _host,

@@ -7,17 +7,17 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from trainer.diagnosis.recording import Collective, Recording
-from trainer.diagnosis.traces import Trace
+from trainer.diagnosis.recording import RecordedCollective, StepRecording
+from trainer.diagnosis.traces import StepTrace
 from trainer.planning.cost.stages import StageCosts
 from trainer.planning.schedules import ir
-from trainer.planning.schedules.simulate import simulate
+from trainer.planning.schedules.simulate import simulate_schedule
 
 NOISE = 50_000
 """Nanoseconds by which ranks that join a collective together may differ."""
 
 
-class Joined(NamedTuple):
+class CollectivePart(NamedTuple):
     """How a rank took part in a collective. transfer: what the rank took that came last; last: whether this one did;
     None where no other rank was seen, or nobody waited."""
 
@@ -25,14 +25,14 @@ class Joined(NamedTuple):
     last: bool | None
 
 
-def join(traces: Sequence[Trace], recordings: Sequence[Recording]) -> list[list[Joined]]:
+def join_collectives(traces: Sequence[StepTrace], recordings: Sequence[StepRecording]) -> list[list[CollectivePart]]:
     """By rank, for each of its collectives, what the others in it tell.
 
     Compared by group and number, not by clocks, which differ among machines: the rank that came last waited for nobody,
     so its time is the transfer's."""
     seconds: dict[tuple, list[int]] = defaultdict(list)
 
-    def key(trace: Trace, one: Collective) -> tuple:
+    def key(trace: StepTrace, one: RecordedCollective) -> tuple:
         ranks = trace.groups[one.group].ranks if one.group in trace.groups else (trace.rank,)
         return one.group, ranks, one.flag, one.number
 
@@ -45,12 +45,12 @@ def join(traces: Sequence[Trace], recordings: Sequence[Recording]) -> list[list[
         for one in recording.collectives:
             all_of_it, own = seconds[key(trace, one)], one.interval.end - one.interval.start
             differ = max(all_of_it) - min(all_of_it) > NOISE
-            mine.append(Joined(min(all_of_it), own == min(all_of_it) if differ else None))
+            mine.append(CollectivePart(min(all_of_it), own == min(all_of_it) if differ else None))
         joined.append(mine)
     return joined
 
 
-class Idle(NamedTuple):
+class PipelineIdle(NamedTuple):
     """Seconds that a pipeline rank has nothing to do, from replays of its step. own: with stages of equal costs, the
     schedule's own; measured: with those that were measured; tail: of these, after its last action."""
 
@@ -59,26 +59,26 @@ class Idle(NamedTuple):
     tail: float
 
 
-def pipelines(traces: Sequence[Trace]) -> dict[int, Idle]:
+def pipeline_idle(traces: Sequence[StepTrace]) -> dict[int, PipelineIdle]:
     """By rank, the idle time that its pipeline's schedule explains; only ranks of whose pipeline all stages were
     seen."""
-    members: dict[tuple, list[Trace]] = defaultdict(list)
+    members: dict[tuple, list[StepTrace]] = defaultdict(list)
     for trace in traces:
         if trace.schedule:
             members[tuple(place for name, place in sorted(trace.place.items()) if name != "pp")].append(trace)
-    return {rank: idle for pipeline in members.values() for rank, idle in replay(pipeline).items()}
+    return {rank: idle for pipeline in members.values() for rank, idle in replay_pipeline(pipeline).items()}
 
 
-def replay(pipeline: Sequence[Trace]) -> dict[int, Idle]:
+def replay_pipeline(pipeline: Sequence[StepTrace]) -> dict[int, PipelineIdle]:
     """The same of one pipeline's ranks; empty where a stage was not seen."""
     first = pipeline[0]
-    schedule = ir.loads("\n".join(first.schedule), first.placement)
+    schedule = ir.parse_schedule("\n".join(first.schedule), first.placement)
     actions = ((ir.parse_action(name), end - start) for trace in pipeline for name, start, end in trace.actions)
     idle = idle_of(schedule, actions)
     return {trace.rank: idle[trace.place["pp"]] for trace in pipeline} if idle else {}
 
 
-def idle_of(schedule: ir.Schedule, actions: Iterable[tuple[ir.Action, float]]) -> list[Idle]:
+def idle_of(schedule: ir.Schedule, actions: Iterable[tuple[ir.Action, float]]) -> list[PipelineIdle]:
     """By pipeline rank, from the seconds that actions took on all of them; empty where a stage was not seen."""
     times: dict[str, list[list[float]]] = {kind: [[] for _ in schedule.placement] for kind in ir.COMPUTE}
     for action, seconds in actions:
@@ -86,11 +86,13 @@ def idle_of(schedule: ir.Schedule, actions: Iterable[tuple[ir.Action, float]]) -
     wanted = {action.kind for order in schedule.orders for action in ir.split_overlaps(order)}
     if not all(times[kind][stage] for kind in wanted for stage in range(schedule.stages)):
         return []
-    by_stage = {kind: [mean(some) for some in stages] for kind, stages in times.items()}
-    measured = simulate(schedule, costs(by_stage))
-    equal = simulate(schedule, costs({kind: [mean(stages)] * len(stages) for kind, stages in by_stage.items()}))
+    by_stage = {kind: [mean_value(some) for some in stages] for kind, stages in times.items()}
+    measured = simulate_schedule(schedule, stage_costs(by_stage))
+    equal = simulate_schedule(
+        schedule, stage_costs({kind: [mean_value(stages)] * len(stages) for kind, stages in by_stage.items()})
+    )
     return [
-        Idle(
+        PipelineIdle(
             equal.makespan - equal.busy[place],
             measured.makespan - measured.busy[place],
             measured.makespan - measured.ends[place][-1],
@@ -99,11 +101,11 @@ def idle_of(schedule: ir.Schedule, actions: Iterable[tuple[ir.Action, float]]) -
     ]
 
 
-def costs(seconds: dict[str, list[float]]) -> StageCosts:
+def stage_costs(seconds: dict[str, list[float]]) -> StageCosts:
     """Of stages, from seconds by kind of action and stage."""
     f, i, w, b = (tuple(seconds[kind]) for kind in ("F", "I", "W", "B"))
     return StageCosts(f, i, w, b, activation=(0.0,) * len(f))
 
 
-def mean(values: Sequence[float]) -> float:
+def mean_value(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0

@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-from trainer.diagnosis.account import Kernel
-from trainer.diagnosis.intervals import Interval
-from trainer.diagnosis.shapes import Factors, factors, work_of
-from trainer.diagnosis.traces import AWAITS, DATA, OPTIMIZER, SENDS, Event, Nested, Trace
+from trainer.diagnosis.account import KernelTotal
+from trainer.diagnosis.intervals import TimeInterval
+from trainer.diagnosis.shapes import Factors, gemm_factors, work_of
+from trainer.diagnosis.traces import AWAITS, DATA, OPTIMIZER, SENDS, NestedEvent, StepTrace, TraceEvent
 
 COMPUTE = ("optimizer", "recompute", "attention", "products", "memory_bound")
 """Terms of computation; where several run at once, the first has the time."""
 
-SHOWN = 40
+MAX_NAMED = 40
 """Kernels that an account names."""
 
 _ATTENTION = re.compile(r"attention|flash_|fmha|sdpa|_attn_", re.IGNORECASE)
@@ -28,18 +28,18 @@ _FORWARD_OF_ATTENTION = re.compile(r"flash_fwd|fprop|fmha\w*fwd", re.IGNORECASE)
 _BACKWARD = "autograd::engine::evaluate_function"
 
 
-class Collective(NamedTuple):
+class RecordedCollective(NamedTuple):
     """A collective, a transfer, or a wait for a flag on this rank. number: its place in the step among those of its
     group that are, or are not, waits for flags."""
 
     group: str
     axis: str
     number: int
-    interval: Interval
+    interval: TimeInterval
     flag: bool = False
 
 
-class Context(NamedTuple):
+class HostContext(NamedTuple):
     """What the host was about when it computed or launched a kernel."""
 
     term: str | None
@@ -53,24 +53,24 @@ class Context(NamedTuple):
 
 
 @dataclass
-class Recording:
+class StepRecording:
     """A step on a rank, in nanoseconds from the trace's start.
 
     work: by term of `COMPUTE`. idle: by the other terms that are known by when they happen, and `bubble`, of which a
     part is known so (all of what a host waits for)."""
 
-    window: Interval
-    work: dict[str, list[Interval]] = field(default_factory=lambda: defaultdict(list))
-    idle: dict[str, list[Interval]] = field(default_factory=lambda: defaultdict(list))
-    collectives: list[Collective] = field(default_factory=list)
-    kernels: tuple[Kernel, ...] = ()
+    window: TimeInterval
+    work: dict[str, list[TimeInterval]] = field(default_factory=lambda: defaultdict(list))
+    idle: dict[str, list[TimeInterval]] = field(default_factory=lambda: defaultdict(list))
+    collectives: list[RecordedCollective] = field(default_factory=list)
+    kernels: tuple[KernelTotal, ...] = ()
     launches: int = 0
     launch_delay: float | None = None
     kernel_seconds: float | None = None
     synchronisations: int = 0
 
 
-def context(around: Sequence[Event], forward: Container[Factors | None]) -> Context:
+def find_context(around: Sequence[TraceEvent], forward: Container[Factors | None]) -> HostContext:
     """What a moment of the host belongs to, by the events around it, the outermost first. forward: the products of
     forward passes.
 
@@ -89,26 +89,26 @@ def context(around: Sequence[Event], forward: Container[Factors | None]) -> Cont
         elif name.startswith(_BACKWARD):
             backward = True
         elif name.startswith("aten::"):
-            repeated |= backward and (event.details.get("Sequence number", -1) >= 0 or factors(event) in forward)
+            repeated |= backward and (event.details.get("Sequence number", -1) >= 0 or gemm_factors(event) in forward)
             attention |= kind_of(name) == "attention"
             product |= kind_of(name) == "products"
     found = ("optimizer", optimizer), ("recompute", repeated), ("attention", attention), ("products", product)
-    return Context(next((term for term, holds in found if holds), None), backward, loading, sends, awaits)
+    return HostContext(next((term for term, holds in found if holds), None), backward, loading, sends, awaits)
 
 
-def flags(trace: Trace, waits: Iterable[tuple[str, Interval]]) -> list[Collective]:
+def find_flag_waits(trace: StepTrace, waits: Iterable[tuple[str, TimeInterval]]) -> list[RecordedCollective]:
     """What a rank waits for in memory that it shares, by the group that shares it, in the program's order: it is the
     same on all ranks."""
     counts, found = Counter[str](), []
     for group, interval in waits:
-        found.append(Collective(group, trace.axis(group), counts[group], interval, True))
+        found.append(RecordedCollective(group, trace.axis(group), counts[group], interval, True))
         counts[group] += 1
     return found
 
 
-def forward_products(events: Iterable[Nested]) -> set[Factors]:
+def forward_products(events: Iterable[NestedEvent]) -> set[Factors]:
     """The products outside of backward."""
-    found = ((factors(one.event), one.around) for one in events)
+    found = ((gemm_factors(one.event), one.around) for one in events)
     return {
         product
         for product, around in found
@@ -116,7 +116,7 @@ def forward_products(events: Iterable[Nested]) -> set[Factors]:
     }
 
 
-def term_of(name: str, about: Context) -> str:
+def term_of(name: str, about: HostContext) -> str:
     """The term of `COMPUTE` that an operator or a kernel belongs to."""
     if about.term in ("optimizer", "recompute"):
         return about.term
@@ -131,17 +131,17 @@ def kind_of(name: str) -> str:
     return "attention" if _ATTENTION.search(name) else "products" if _PRODUCT.search(name) else "memory_bound"
 
 
-class Tally:
+class KernelTally:
     """Sums up kernels by name."""
 
     def __init__(self) -> None:
-        self.sums: dict[tuple[str, str], Kernel] = {}
+        self.sums: dict[tuple[str, str], KernelTotal] = {}
 
-    def add(self, name: str, kind: str, nanoseconds: int, operator: Event | None = None) -> None:
+    def add(self, name: str, kind: str, nanoseconds: int, operator: TraceEvent | None = None) -> None:
         """Counts a call; operator: the one whose work it does, where that has not been counted yet."""
-        before = self.sums.get((name, kind), Kernel(name[:200], kind, 0, 0.0))
+        before = self.sums.get((name, kind), KernelTotal(name[:200], kind, 0, 0.0))
         flops, size = work_of(operator) if operator is not None else (None, None)
-        self.sums[name, kind] = Kernel(
+        self.sums[name, kind] = KernelTotal(
             before.name,
             kind,
             before.calls + 1,
@@ -150,9 +150,9 @@ class Tally:
             _sum(before.bytes, size),
         )
 
-    def kernels(self) -> tuple[Kernel, ...]:
+    def kernels(self) -> tuple[KernelTotal, ...]:
         """Those that took most time."""
-        return tuple(sorted(self.sums.values(), key=lambda kernel: kernel.seconds, reverse=True)[:SHOWN])
+        return tuple(sorted(self.sums.values(), key=lambda kernel: kernel.seconds, reverse=True)[:MAX_NAMED])
 
 
 def _sum(before: float | None, more: float | None) -> float | None:

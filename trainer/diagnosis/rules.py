@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from trainer.config.hardware import HardwareConfig
-from trainer.diagnosis.account import AXES, Account
-from trainer.diagnosis.evidence import Evidence
-from trainer.diagnosis.limits import LIMITS
-from trainer.diagnosis.slow_ranks import peers_median, slowest, throttled
-from trainer.diagnosis.typical import Typical, computed, transfers, work
-from trainer.util.tables import duration, number, percent
+from trainer.diagnosis.account import AXES, TimeBreakdown
+from trainer.diagnosis.evidence import RunEvidence
+from trainer.diagnosis.limits import THRESHOLDS
+from trainer.diagnosis.slow_ranks import find_slowest, peers_median, throttle_reason
+from trainer.diagnosis.typical import StepProfile, busy_seconds, compute_seconds, transfer_seconds
+from trainer.util.tables import format_duration, format_number, format_percent
 
 MODEL, PLAN, RUNTIME, COMPILER, HARDWARE = LAYERS = (
     "model definition",
@@ -25,7 +25,7 @@ MODEL, PLAN, RUNTIME, COMPILER, HARDWARE = LAYERS = (
 
 
 @dataclass(frozen=True)
-class Cost:
+class RunCost:
     """What a run pays. kind: of `RULES`; detail: which axis, part or rank; layer: of `LAYERS`; title: for people.
     share: of the step; without: seconds of the step if it were not there; avoidable: share of the step that another
     setting or machine could win; bounds: whether it is above its limit."""
@@ -41,45 +41,45 @@ class Cost:
     evidence: tuple[str, ...] = ()
 
 
-def costs(profile: Typical, evidence: Evidence) -> list[Cost]:
+def find_costs(profile: StepProfile, evidence: RunEvidence) -> list[RunCost]:
     """Everything that the rules find in a profile: first what bounds the run, then what costs most."""
-    return ordered([cost for rule in RULES if (cost := rule(profile, evidence)) is not None])
+    return order_costs([cost for rule in RULES if (cost := rule(profile, evidence)) is not None])
 
 
-def ordered(found: list[Cost]) -> list[Cost]:
+def order_costs(found: list[RunCost]) -> list[RunCost]:
     """What bounds the run comes first: of what is above its limit, that of which most can be won; where nothing can,
     memory that is full, then what the computation is bound by. Costs that are not worth a word are left out."""
 
-    def rank(cost: Cost) -> tuple[float, int]:
+    def rank(cost: RunCost) -> tuple[float, int]:
         return -cost.avoidable, LAST.index(cost.kind) if cost.kind in LAST else -1
 
     bounding = [cost for cost in found if cost.bounds]
     computing = [cost for cost in found if cost.kind in LAST[1:]]
     first = min(bounding, key=rank) if bounding else max(computing, key=lambda cost: cost.share, default=None)
-    rest = [cost for cost in found if cost is not first and (cost.bounds or cost.share >= LIMITS.spoken_of)]
+    rest = [cost for cost in found if cost is not first and (cost.bounds or cost.share >= THRESHOLDS.spoken_of)]
     return [*([first] if first else []), *sorted(rest, key=lambda cost: cost.without)]
 
 
 LAST = ("memory capacity", "memory bandwidth", "compute")
 """Kinds of which little can be won, in the order in which they bound a run where no overhead does."""
 
-Rule = Callable[[Typical, Evidence], Cost | None]
+Rule = Callable[[StepProfile, RunEvidence], RunCost | None]
 
 
-def data(profile: Typical, evidence: Evidence) -> Cost | None:
+def data_costs(profile: StepProfile, evidence: RunEvidence) -> RunCost | None:
     share, most = profile.share("data"), max(profile.ranks, key=lambda account: account.spent("data"))
-    said = [f"a step waits {duration(most.spent('data'))} for its batch on rank {most.rank}"]
+    said = [f"a step waits {format_duration(most.spent('data'))} for its batch on rank {most.rank}"]
     if share and most.spent("data") > 2 * statistics.median(account.spent("data") for account in profile.ranks):
         said.append(f"mostly rank {most.rank}: look at its machine's file system")
     without = profile.without(lambda account: account.spent("data"))
-    return _cost("data", "", RUNTIME, "waiting for data", profile, without, LIMITS.data, said, share)
+    return _cost("data", "", RUNTIME, "waiting for data", profile, without, THRESHOLDS.data, said, share)
 
 
-def straggler(profile: Typical, evidence: Evidence) -> Cost | None:
+def straggler_costs(profile: StepProfile, evidence: RunEvidence) -> RunCost | None:
     """A rank whose own work takes longer than that of its peers, in most steps; or ranks that are late in turns."""
-    slow = slowest(profile)
-    if slow is not None and slow.certain and slow.ratio >= LIMITS.slower and slow.steadily >= LIMITS.steadily:
-        without = profile.without(lambda account: max(0.0, computed(account) - peers_median(profile, account)))
+    slow = find_slowest(profile)
+    if slow is not None and slow.certain and slow.ratio >= THRESHOLDS.slower and slow.steadily >= THRESHOLDS.steadily:
+        without = profile.without(lambda account: max(0.0, compute_seconds(account) - peers_median(profile, account)))
         said = [
             f"rank {slow.account.rank} computes {slow.ratio:.2f} times as long as its peers' median, and is the "
             f"slowest in {slow.steadily:.0%} of the profiled steps"
@@ -87,22 +87,24 @@ def straggler(profile: Typical, evidence: Evidence) -> Cost | None:
         said += [
             f"it is the last to join {last} of {compared} collectives ({axis})"
             for axis, (last, compared) in slow.account.last.items()
-            if compared and last / compared >= LIMITS.steadily
+            if compared and last / compared >= THRESHOLDS.steadily
         ]
-        clocks = throttled(evidence, slow.account.rank)
+        clocks = throttle_reason(evidence, slow.account.rank)
         said, layer = said + clocks, HARDWARE if clocks else RUNTIME
         title = f"{evidence.machine.named(slow.account.rank)} is slow, and the others wait for it"
-        return _cost("straggler", f"rank {slow.account.rank}", layer, title, profile, without, LIMITS.straggler, said)
+        return _cost(
+            "straggler", f"rank {slow.account.rank}", layer, title, profile, without, THRESHOLDS.straggler, said
+        )
     least = min(account.waiting for account in profile.ranks)
-    said = [f"every rank waits at least {duration(least)} for others in a step, and none is always the last"]
+    said = [f"every rank waits at least {format_duration(least)} for others in a step, and none is always the last"]
     title = "ranks are late in turns"
-    return _cost("straggler", "in turns", RUNTIME, title, profile, profile.seconds - least, LIMITS.turns, said)
+    return _cost("straggler", "in turns", RUNTIME, title, profile, profile.seconds - least, THRESHOLDS.turns, said)
 
 
-def host(profile: Typical, evidence: Evidence) -> Cost | None:
+def host_costs(profile: StepProfile, evidence: RunEvidence) -> RunCost | None:
     """What the host costs all ranks; what it costs one alone is a straggler's."""
 
-    def common(account: Account) -> float:
+    def common(account: TimeBreakdown) -> float:
         peers = [peer.spent("host") for peer in profile.peers(account)]
         return min(account.spent("host"), statistics.median_low(peers))
 
@@ -111,15 +113,15 @@ def host(profile: Typical, evidence: Evidence) -> Cost | None:
     first = profile.ranks[0]
     said = [
         "the device has nothing to do: "
-        + ", ".join(f"{percent(share)} {WORDS[name]}" for name, share in parts.items() if share >= 0.001)
+        + ", ".join(f"{format_percent(share)} {WORDS[name]}" for name, share in parts.items() if share >= 0.001)
     ]
     if first.launches:
         shortest = f" of {1e6 * first.kernel_seconds:.0f} us (median)" if first.kernel_seconds else ""
-        said.append(f"{number(first.launches, 'kernel')}{shortest} a step")
+        said.append(f"{format_number(first.launches, 'kernel')}{shortest} a step")
     if first.synchronisations:
-        said.append(f"{number(first.synchronisations, 'synchronisation')} of host and device a step")
+        said.append(f"{format_number(first.synchronisations, 'synchronisation')} of host and device a step")
     layer = COMPILER if part == "launch" else RUNTIME
-    limit = LIMITS.host_on_cpus if evidence.machine.device == "CPU" else LIMITS.host
+    limit = THRESHOLDS.host_on_cpus if evidence.machine.device == "CPU" else THRESHOLDS.host
     title = {"launch": "the host is too slow for the device", "synchronisation": "the host waits for the device"}
     text = title.get(part, "Python's garbage collector")
     return _cost("host", part, layer, text, profile, profile.without(common), limit, said, profile.share(common))
@@ -132,143 +134,150 @@ WORDS = {
 }
 
 
-def communication(profile: Typical, evidence: Evidence) -> Cost | None:
+def communication_costs(profile: StepProfile, evidence: RunEvidence) -> RunCost | None:
     shares = {axis: profile.share(f"communication/{axis}/transfer") for axis in AXES}
     axis, hidden = (
         max(shares, key=lambda name: shares[name]),
         profile.mean(lambda account: sum(account.hidden.values())),
     )
-    parts = [f"{name} {percent(share)}" for name, share in shares.items() if share >= 0.001]
-    said = [f"transfers that nothing hides: {', '.join(parts)} of the step; {duration(hidden)} are hidden"]
+    parts = [f"{name} {format_percent(share)}" for name, share in shares.items() if share >= 0.001]
+    said = [f"transfers that nothing hides: {', '.join(parts)} of the step; {format_duration(hidden)} are hidden"]
     waiting = profile.share(lambda account: account.waiting)
-    said.append(f"waiting for peers is apart from it: {percent(waiting)}")
+    said.append(f"waiting for peers is apart from it: {format_percent(waiting)}")
 
     title = f"communication of the {axis} axis ({AXES[axis]})"
-    without = profile.without(transfers)
-    share = profile.share(transfers)
-    return _cost("communication", axis, PLAN, title, profile, without, LIMITS.communication, said, share)
+    without = profile.without(transfer_seconds)
+    share = profile.share(transfer_seconds)
+    return _cost("communication", axis, PLAN, title, profile, without, THRESHOLDS.communication, said, share)
 
 
-def bubble(profile: Typical, evidence: Evidence) -> Cost | None:
+def bubble_costs(profile: StepProfile, evidence: RunEvidence) -> RunCost | None:
     """A pipeline's waiting, by whether other stages would mend it, or another schedule."""
     schedule, imbalance = profile.share("bubble/schedule"), profile.share("bubble/imbalance")
     share, part = schedule + imbalance, "imbalance" if imbalance > schedule else "schedule"
-    said = [f"{percent(schedule)} is the schedule's own, {percent(imbalance)} follows from stages of unequal cost"]
+    said = [
+        f"{format_percent(schedule)} is the schedule's own, {format_percent(imbalance)} follows from stages of "
+        "unequal cost"
+    ]
     if part == "imbalance":
         by_stage: dict[int, list[float]] = {}
         for account in profile.ranks:
-            by_stage.setdefault(account.place.get("pp", 0), []).append(work(account))
+            by_stage.setdefault(account.place.get("pp", 0), []).append(busy_seconds(account))
         times = ", ".join(
-            f"{duration(statistics.fmean(values))} in pipeline rank {stage}" for stage, values in by_stage.items()
+            f"{format_duration(statistics.fmean(values))} in pipeline rank {stage}"
+            for stage, values in by_stage.items()
         )
         said.append(f"a step's work takes {times}")
     elif evidence.layout is not None:
         pipeline, batch = evidence.layout.pipeline, evidence.layout.batch
         said.append(
-            f"{pipeline.schedule.name} with {number(batch.accumulation, 'micro-batch', 'es')} over "
+            f"{pipeline.schedule.name} with {format_number(batch.accumulation, 'micro-batch', 'es')} over "
             f"{evidence.layout.plan.pp} ranks"
         )
     without = profile.seconds * (1 - (imbalance if part == "imbalance" else schedule))
-    return Cost("bubble", part, PLAN, BUBBLES[part], share, without, share, share >= LIMITS.bubble, tuple(said))
+    return RunCost("bubble", part, PLAN, BUBBLES[part], share, without, share, share >= THRESHOLDS.bubble, tuple(said))
 
 
 BUBBLES = {"imbalance": "the pipeline's stages are unequal", "schedule": "the pipeline's schedule leaves a bubble"}
 """Titles, by part."""
 
 
-def checkpoint(profile: Typical, evidence: Evidence) -> Cost | None:
+def checkpoint_costs(profile: StepProfile, evidence: RunEvidence) -> RunCost | None:
     without = profile.without(lambda account: account.spent("checkpoint"))
-    said = [f"saves stop training for {duration(profile.mean(lambda a: a.spent('checkpoint')))} a step on average"]
+    said = [
+        f"saves stop training for {format_duration(profile.mean(lambda a: a.spent('checkpoint')))} a step on average"
+    ]
     share = profile.share("checkpoint")
-    return _cost("checkpoint", "", RUNTIME, "saving checkpoints", profile, without, LIMITS.checkpoint, said, share)
+    return _cost("checkpoint", "", RUNTIME, "saving checkpoints", profile, without, THRESHOLDS.checkpoint, said, share)
 
 
-def evaluation(profile: Typical, evidence: Evidence) -> Cost | None:
+def evaluation_costs(profile: StepProfile, evidence: RunEvidence) -> RunCost | None:
     without = profile.without(lambda account: account.spent("evaluation"))
-    said = [f"evaluations take {duration(profile.mean(lambda a: a.spent('evaluation')))} a step on average"]
+    said = [f"evaluations take {format_duration(profile.mean(lambda a: a.spent('evaluation')))} a step on average"]
     share = profile.share("evaluation")
-    return _cost("evaluation", "", RUNTIME, "evaluating", profile, without, LIMITS.evaluation, said, share)
+    return _cost("evaluation", "", RUNTIME, "evaluating", profile, without, THRESHOLDS.evaluation, said, share)
 
 
-def memory_capacity(profile: Typical, evidence: Evidence) -> Cost | None:
+def memory_capacity(profile: StepProfile, evidence: RunEvidence) -> RunCost | None:
     """Memory that is all but full, or recompute and copies to host memory that lack of it costs."""
-    said, full = fullness(evidence)
+    said, full = memory_remark(evidence)
     again, kernels = profile.share("recompute") + profile.share("copies"), profile.share(_kernels)
     if again and kernels:
-        said.append(f"recompute and copies to host memory take {percent(again)} of the step")
-    bounds = full or bool(kernels) and again / kernels >= LIMITS.recompute
+        said.append(f"recompute and copies to host memory take {format_percent(again)} of the step")
+    bounds = full or bool(kernels) and again / kernels >= THRESHOLDS.recompute
     if not said:
         return None
     without = profile.without(lambda account: account.spent("recompute") + account.spent("copies"))
     detail = "recompute" if not full else "full"
     title = "the device's memory is full" if full else "recompute, and copies to host memory"
-    return Cost("memory capacity", detail, HARDWARE, title, again, without, 0.0, bounds, tuple(said))
+    return RunCost("memory capacity", detail, HARDWARE, title, again, without, 0.0, bounds, tuple(said))
 
 
-def memory_bandwidth(profile: Typical, evidence: Evidence) -> Cost | None:
+def memory_bandwidth(profile: StepProfile, evidence: RunEvidence) -> RunCost | None:
     """Kernels that wait for memory: norms, activations, losses, and the update. Compiled, they would move a fraction of
     the bytes; of compiled ones, what is more than usual is the model's own choice."""
     kernels, update = profile.share(_kernels), profile.share("optimizer")
     moved = update + profile.share("memory_bound")
     part = "optimizer" if update > moved / 2 else "kernels"
     said = [
-        f"kernels that the memory bounds take {percent(moved)} of the step ({percent(update)} of it the update), all "
-        f"kernels {percent(kernels)}"
+        f"kernels that the memory bounds take {format_percent(moved)} of the step ({format_percent(update)} of "
+        "it the update), all "
+        f"kernels {format_percent(kernels)}"
     ]
     if (dram := evidence.values("hardware/dram")) and (tensor := evidence.values("hardware/tensor")):
-        said.append(f"device memory is {percent(dram[-1])} busy, tensor cores {percent(tensor[-1])}")
+        said.append(f"device memory is {format_percent(dram[-1])} busy, tensor cores {format_percent(tensor[-1])}")
     without = profile.without(lambda account: account.spent("memory_bound") + account.spent("optimizer"))
     compiled = evidence.config is not None and evidence.config.compile
     title = {"optimizer": "the update of the weights", "kernels": "element-wise kernels, which move bytes"}[part]
     layer = MODEL if compiled else COMPILER
-    bounds = bool(kernels) and moved / kernels >= LIMITS.memory_bound
+    bounds = bool(kernels) and moved / kernels >= THRESHOLDS.memory_bound
     eager = (evidence.hardware or HardwareConfig).eager
-    saved = moved - LIMITS.memory_bound * kernels if compiled else (1 - 1 / eager) * (moved - update)
-    return Cost("memory bandwidth", part, layer, title, moved, without, max(0.0, saved), bounds, tuple(said))
+    saved = moved - THRESHOLDS.memory_bound * kernels if compiled else (1 - 1 / eager) * (moved - update)
+    return RunCost("memory bandwidth", part, layer, title, moved, without, max(0.0, saved), bounds, tuple(said))
 
 
-def compute(profile: Typical, evidence: Evidence) -> Cost | None:
+def compute_costs(profile: StepProfile, evidence: RunEvidence) -> RunCost | None:
     """Products and attention: what a run is for. It bounds where nothing else does."""
     share = profile.share("products") + profile.share("attention")
     said = [
-        f"matrix products take {percent(profile.share('products'))} of the step, attention "
-        f"{percent(profile.share('attention'))}"
+        f"matrix products take {format_percent(profile.share('products'))} of the step, attention "
+        f"{format_percent(profile.share('attention'))}"
     ]
     if mfu := evidence.values("mfu"):
-        said.append(f"MFU is {percent(statistics.median(mfu[-20:]))}")
+        said.append(f"MFU is {format_percent(statistics.median(mfu[-20:]))}")
     without = profile.without(lambda account: account.spent("products") + account.spent("attention"))
-    title, bounds = "matrix products and attention", share >= LIMITS.compute
-    return Cost("compute", "", MODEL, title, share, without, 0.0, bounds, tuple(said))
+    title, bounds = "matrix products and attention", share >= THRESHOLDS.compute
+    return RunCost("compute", "", MODEL, title, share, without, 0.0, bounds, tuple(said))
 
 
 RULES: tuple[Rule, ...] = (
-    data,
-    straggler,
-    host,
-    communication,
-    bubble,
-    checkpoint,
-    evaluation,
+    data_costs,
+    straggler_costs,
+    host_costs,
+    communication_costs,
+    bubble_costs,
+    checkpoint_costs,
+    evaluation_costs,
     memory_capacity,
     memory_bandwidth,
-    compute,
+    compute_costs,
 )
 """Each is one kind of cost. Of two that cost the same the first counts."""
 
 
-def _kernels(account: Account) -> float:
+def _kernels(account: TimeBreakdown) -> float:
     """Seconds in which a rank computes, whatever it is."""
     return sum(account.spent(term) for term in ("products", "attention", "memory_bound", "recompute", "optimizer"))
 
 
-def fullness(evidence: Evidence) -> tuple[list[str], bool]:
+def memory_remark(evidence: RunEvidence) -> tuple[list[str], bool]:
     """What is to be said of the memory that is used at the peak, and whether it is nearly all."""
     said, full, hardware = [], False, evidence.hardware
     if (used := evidence.values("memory_gib")) and hardware is not None:
         peak = max(used)
         said.append(f"the fullest rank has used {peak:.3g} of {hardware.memory:.3g} GiB ({peak / hardware.memory:.0%})")
-        full |= peak >= LIMITS.full * hardware.memory
-    if (shares := evidence.values("hardware/host_memory")) and max(shares) >= LIMITS.full:
+        full |= peak >= THRESHOLDS.full * hardware.memory
+    if (shares := evidence.values("hardware/host_memory")) and max(shares) >= THRESHOLDS.full:
         said.append(f"{max(shares):.0%} of a machine's memory was in use")
         full = True
     if (retries := evidence.values("hardware/alloc_retries")) and retries[-1] > retries[0]:
@@ -277,10 +286,10 @@ def fullness(evidence: Evidence) -> tuple[list[str], bool]:
     return said, full
 
 
-def ran_out(evidence: Evidence) -> Cost:
+def ran_out(evidence: RunEvidence) -> RunCost:
     """Memory that ended the run."""
-    said = [evidence.lacked, *(evidence.shortage.facts if evidence.shortage else []), *fullness(evidence)[0]]
-    return Cost("memory capacity", "full", HARDWARE, "memory ran out", 0.0, 0.0, 0.0, True, tuple(said))
+    said = [evidence.lacked, *(evidence.shortage.facts if evidence.shortage else []), *memory_remark(evidence)[0]]
+    return RunCost("memory capacity", "full", HARDWARE, "memory ran out", 0.0, 0.0, 0.0, True, tuple(said))
 
 
 def _cost(
@@ -288,14 +297,14 @@ def _cost(
     detail: str,
     layer: str,
     title: str,
-    profile: Typical,
+    profile: StepProfile,
     without: float,
     limit: float,
     said: list[str],
     share: float | None = None,
-) -> Cost:
+) -> RunCost:
     """A cost that bounds the run from a share of the step on. share: what it is of the step; None takes what would be
     won."""
     won = 1 - without / profile.seconds
     share = won if share is None else share
-    return Cost(kind, detail, layer, title, share, without, won, won >= limit, tuple(said))
+    return RunCost(kind, detail, layer, title, share, without, won, won >= limit, tuple(said))

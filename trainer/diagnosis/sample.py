@@ -24,18 +24,18 @@ def trace_of(run: Path, step: int, rank: int) -> Path:
     return run / TRACES / f"step-{step:08d}-rank-{rank:05d}.json"
 
 
-def places(mesh: Mapping[str, int]) -> list[dict[str, int]]:
+def rank_coordinates(mesh: Mapping[str, int]) -> list[dict[str, int]]:
     """The coordinates of every rank. mesh: sizes of its dimensions, the fastest last (`Plan.mesh`)."""
     return [dict(zip(mesh, place)) for place in itertools.product(*map(range, mesh.values()))]
 
 
-def sampled(mesh: Mapping[str, int], slow: int | None = None) -> list[int]:
+def choose_ranks(mesh: Mapping[str, int], slow: int | None = None) -> list[int]:
     """The ranks of which a step is profiled: all of a small world; else the pipelines of two data-parallel ranks, the
     first and that of the rank that has been `slow`, or the last; of the ranks that share matrices, the first and that
     of the slow one."""
     if prod(mesh.values()) <= EVERYONE:
         return list(range(prod(mesh.values())))
-    everyone = places(mesh)
+    everyone = rank_coordinates(mesh)
     second = everyone[-1 if slow is None else slow]
     data = [tuple(place[name] for name in DATA) for place in (everyone[0], second)]
     others = [name for name in mesh if name not in (*DATA, "pp")]
@@ -53,7 +53,7 @@ def axis_of(ranks: Sequence[int], mesh: Mapping[str, int], description: str) -> 
     Pipelines have communicators of their own, so a group along one only serves sums over all ranks."""
     if description == CONTEXT:
         return "context"
-    everyone = places(mesh)
+    everyone = rank_coordinates(mesh)
     differ = {name for name in mesh if len({everyone[rank][name] for rank in ranks}) > 1}
     if differ == {"tp"}:
         return "tensor"

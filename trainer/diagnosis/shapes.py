@@ -6,7 +6,7 @@ import re
 from math import prod
 from typing import Any
 
-from trainer.diagnosis.traces import Event
+from trainer.diagnosis.traces import TraceEvent
 
 SIZES = {
     "double": 8,
@@ -38,7 +38,7 @@ Factors = tuple[tuple[int, ...], ...]
 """Of a product: the shapes of both factors, then their strides."""
 
 
-def work_of(operator: Event) -> tuple[float | None, float | None]:
+def work_of(operator: TraceEvent) -> tuple[float | None, float | None]:
     """Floating-point operations and bytes of one call; None where the trace has no shapes, or of an operator whose
     operations do not count.
 
@@ -62,7 +62,7 @@ def work_of(operator: Event) -> tuple[float | None, float | None]:
     return _attention(name, shapes, operator.details), float(sum(sizes) + result)
 
 
-def factors(operator: Event) -> Factors | None:
+def gemm_factors(operator: TraceEvent) -> Factors | None:
     """The shapes and strides of the two factors of a product by a matrix of weights; None for anything else, and where
     the trace has none.
 

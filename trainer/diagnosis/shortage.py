@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer.util.files import write_atomic
-from trainer.util.reading import Malformed, printable, read_json
+from trainer.util.reading import Malformed, make_printable, read_json
 from trainer.util.run_folder import SHORTAGE
-from trainer.util.tables import size
+from trainer.util.tables import format_bytes
 
 FORMAT = 2
 """Of out_of_memory.json."""
@@ -34,7 +34,7 @@ NOTHING = "start more processes, or take a smaller model"
 
 
 @dataclass(frozen=True)
-class Override:
+class MemoryOverride:
     """text: what to put behind the run's command line, for this model and plan. seconds: of the step, predicted; None
     where nothing predicts it. note: what else it changes. memory: GiB of the fullest rank, predicted; relative: the
     step as a multiple of what it takes now, predicted."""
@@ -49,7 +49,7 @@ class Override:
     def told(self) -> str:
         """What it is predicted to need and to take, and its note."""
         parts = [
-            f"{size(self.memory * 2**30)} a rank" if self.memory is not None else "",
+            f"{format_bytes(self.memory * 2**30)} a rank" if self.memory is not None else "",
             f"step x {self.relative:.2f}" if self.relative is not None else "",
             self.note,
         ]
@@ -57,7 +57,7 @@ class Override:
 
 
 @dataclass(frozen=True)
-class Shortage:
+class OOMReport:
     """Memory that ran out. Sizes in bytes.
 
     rank: on which; step: optimizer steps that were done; error: what it said. capacity: of the device, or of the
@@ -78,7 +78,7 @@ class Shortage:
     planned: Mapping[str, float] = field(default_factory=dict)
     where: str = ""
     explained: bool = True
-    overrides: tuple[Override, ...] = ()
+    overrides: tuple[MemoryOverride, ...] = ()
     problem: str = ""
 
     @property
@@ -90,16 +90,21 @@ class Shortage:
         else:
             said = [f"nothing is predicted of it: {self.problem}; {taken}:"]
         for name, (plan, actual) in self.compared.items():
-            known = size(actual) if name not in self.unknown else "unknown"
-            parts = [f"planned {size(plan)}"] * (plan is not None)
+            known = format_bytes(actual) if name not in self.unknown else "unknown"
+            parts = [f"planned {format_bytes(plan)}"] * (plan is not None)
             parts += [f"taken {known}"] * (actual is not None or name in self.unknown)
             said.append(f"  {name}: {', '.join(parts)}")
-        sums = [f"planned {size(sum(self.planned.values()))}"] * bool(self.planned)
-        said.append(f"  sum: {', '.join([*sums, f'taken {size(sum(self.actual.values()))}'])} of {size(self.capacity)}")
+        sums = [f"planned {format_bytes(sum(self.planned.values()))}"] * bool(self.planned)
+        said.append(
+            f"  sum: {', '.join([*sums, f'taken {format_bytes(sum(self.actual.values()))}'])} of "
+            f"{format_bytes(self.capacity)}"
+        )
         if self.unknown:
             said.append(f"what of {REST} are {' and '.join(self.unknown)} is not known")
         if self.counted:
-            said.append("besides: " + ", ".join(f"{name} {size(value)}" for name, value in self.counted.items()))
+            said.append(
+                "besides: " + ", ".join(f"{name} {format_bytes(value)}" for name, value in self.counted.items())
+            )
         if not self.explained:
             said.append(
                 "the plan alone is predicted to fit: look at what else takes memory (other programs, a loss term or a "
@@ -150,21 +155,21 @@ _SHAPE = {
 }
 
 
-def read(folder: Path) -> Shortage | None:
+def read_oom_report(folder: Path) -> OOMReport | None:
     """What the last start of a run that lacked memory has left; None where there is none, or something else."""
     with contextlib.suppress(OSError, Malformed):
         content = read_json(folder / SHORTAGE, _SHAPE, "")
-        given: dict[str, Any] = {entry.name: content[entry.name] for entry in dataclasses.fields(Shortage)}
-        given["unknown"] = tuple(map(printable, content["unknown"][:10]))
+        given: dict[str, Any] = {entry.name: content[entry.name] for entry in dataclasses.fields(OOMReport)}
+        given["unknown"] = tuple(map(make_printable, content["unknown"][:10]))
         given["overrides"] = tuple(
-            Override(
-                printable(one["text"]),
+            MemoryOverride(
+                make_printable(one["text"]),
                 one.get("seconds"),
-                printable(one["note"]),
+                make_printable(one["note"]),
                 one.get("memory"),
                 one.get("relative"),
             )
             for one in content["overrides"][:10]
         )
-        return Shortage(**given)
+        return OOMReport(**given)
     return None

@@ -7,10 +7,10 @@ from collections import Counter
 from dataclasses import dataclass
 from math import inf, log, sqrt
 
-from trainer.diagnosis.account import Account
-from trainer.diagnosis.evidence import Evidence
-from trainer.diagnosis.typical import Typical, computed
-from trainer.util.tables import number
+from trainer.diagnosis.account import TimeBreakdown
+from trainer.diagnosis.evidence import RunEvidence
+from trainer.diagnosis.typical import StepProfile, compute_seconds
+from trainer.util.tables import format_number
 
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 """The 97.5% quantile of Student's t for 1, 2, ... degrees of freedom; `MANY` for more."""
@@ -21,33 +21,33 @@ CLOCK, CLOCK_RANK = "hardware/clock_mhz", "hardware/clock_rank"
 
 
 @dataclass(frozen=True)
-class Slow:
+class SlowRank:
     """The rank that is slowest among its peers. ratio: of its own work to their lower median; certain: whether the
     difference is more than that among steps; steadily: share of the profiled steps in which it is the slowest."""
 
-    account: Account
+    account: TimeBreakdown
     ratio: float
     certain: bool
     steadily: float
 
 
-def slowest(profile: Typical) -> Slow | None:
+def find_slowest(profile: StepProfile) -> SlowRank | None:
     """None where no rank has peers."""
-    ratios = [(ratio(profile, account), account) for account in profile.ranks if len(profile.peers(account)) > 1]
+    ratios = [(peer_ratio(profile, account), account) for account in profile.ranks if len(profile.peers(account)) > 1]
     if not ratios:
         return None
     most, account = max(ratios, key=lambda pair: pair[0])
     stage = account.place.get("pp")
     logs, steps = [], 0
     for accounts in profile.single.values():
-        own = {one.rank: computed(one) for one in accounts if one.place.get("pp") == stage}
+        own = {one.rank: compute_seconds(one) for one in accounts if one.place.get("pp") == stage}
         mine, typical = own[account.rank], statistics.median_low(own.values())
         logs.append(log(mine / typical) if mine > 0 < typical else 0.0)  # what slows a step down slows all of it
         steps += own[account.rank] == max(own.values())
-    return Slow(account, most, significance(logs) > 1, steps / len(profile.single))
+    return SlowRank(account, most, significance_ratio(logs) > 1, steps / len(profile.single))
 
 
-def significance(differences: list[float]) -> float:
+def significance_ratio(differences: list[float]) -> float:
     """The mean of differences over what it has to be to differ from zero with 97.5% certainty; one alone tells
     nothing."""
     if len(differences) < 2:
@@ -58,18 +58,18 @@ def significance(differences: list[float]) -> float:
     return mean / error if error > 0 else inf if mean > 0 else 0.0
 
 
-def ratio(profile: Typical, account: Account) -> float:
+def peer_ratio(profile: StepProfile, account: TimeBreakdown) -> float:
     """A rank's own work over the lower median of its peers'."""
     typical = peers_median(profile, account)
-    return computed(account) / typical if typical > 0 else 1.0
+    return compute_seconds(account) / typical if typical > 0 else 1.0
 
 
-def peers_median(profile: Typical, account: Account) -> float:
+def peers_median(profile: StepProfile, account: TimeBreakdown) -> float:
     """The lower median, so that of two ranks the slower one is compared with the other."""
-    return statistics.median_low(computed(peer) for peer in profile.peers(account))
+    return statistics.median_low(compute_seconds(peer) for peer in profile.peers(account))
 
 
-def throttled(evidence: Evidence, rank: int) -> list[str]:
+def throttle_reason(evidence: RunEvidence, rank: int) -> list[str]:
     """What the run's hardware metrics say of a rank's clock, where it is the lowest of all, or is held down."""
     held = evidence.held
     why = f"held down by {held.why}" if held and held.rank == rank else ""
@@ -83,10 +83,10 @@ def throttled(evidence: Evidence, rank: int) -> list[str]:
     return [f"its clock is the lowest of all ranks, {statistics.median(clocks):.0f} MHz{because}"]
 
 
-def held_down(evidence: Evidence, told: str) -> list[str]:
+def throttle_costs(evidence: RunEvidence, told: str) -> list[str]:
     """That a rank's clocks are held down, where no cost has said so of it. told: what the costs say."""
     held = evidence.held
     if held is None or f"held down by {held.why}" in told:
         return []
-    more = f", and those of {number(held.ranks - 1, 'other rank')} too" if held.ranks > 1 else ""
+    more = f", and those of {format_number(held.ranks - 1, 'other rank')} too" if held.ranks > 1 else ""
     return [f"clocks of {evidence.machine.named(held.rank)} are held down by {held.why}{more}"]

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.diagnosis.intervals import Interval
-from trainer.util.reading import Malformed, brief, read_json
+from trainer.diagnosis.intervals import TimeInterval
+from trainer.util.reading import Malformed, read_json, shorten_foreign
 
 LONGEST = 1 << 31
 """Bytes of a trace: some millions of events."""
@@ -40,14 +40,14 @@ _NOTE = {
 _SHAPE = {"traceEvents": [dict], NOTE: _NOTE}
 
 
-class Group(NamedTuple):
+class TraceGroup(NamedTuple):
     """A process group: the axis of its communication (`account.AXES`), and its ranks."""
 
     axis: str
     ranks: tuple[int, ...]
 
 
-class Event(NamedTuple):
+class TraceEvent(NamedTuple):
     """Something that was done on a thread of the host, or in a stream of a device (-1 minus its number)."""
 
     start: int
@@ -58,12 +58,12 @@ class Event(NamedTuple):
     details: dict[str, Any]
 
     @property
-    def interval(self) -> Interval:
-        return Interval(self.start, self.end)
+    def interval(self) -> TimeInterval:
+        return TimeInterval(self.start, self.end)
 
 
 @dataclass(frozen=True)
-class Trace:
+class StepTrace:
     """The trace of a step on a rank, with what the run says of it.
 
     groups: by name. schedule: of the pipeline, lines of CSV, and its placement; empty without one. actions: notation,
@@ -74,45 +74,45 @@ class Trace:
     step: int
     place: dict[str, int]
     device: str
-    groups: dict[str, Group]
+    groups: dict[str, TraceGroup]
     schedule: tuple[str, ...]
     placement: tuple[int, ...]
     actions: tuple[tuple[str, float, float], ...]
     spent: dict[str, float]
-    events: tuple[Event, ...]
+    events: tuple[TraceEvent, ...]
 
     def axis(self, group: str, unknown: str = "all") -> str:
         """What a group of this name communicates for."""
         return self.groups[group].axis if group in self.groups else unknown
 
-    def labelled(self, label: str) -> list[Event]:
+    def labelled(self, label: str) -> list[TraceEvent]:
         """The events of a label that this project gave."""
         return [event for event in self.events if event.name == label and event.kind == "user_annotation"]
 
-    def marked(self, label: str) -> list[tuple[str, Event]]:
+    def marked(self, label: str) -> list[tuple[str, TraceEvent]]:
         """The events of a label that has a group's name behind it, with the name."""
         found = (event for event in self.events if event.kind == "user_annotation" and event.name.startswith(label))
         return [(event.name.removeprefix(label), event) for event in found]
 
 
-def read(path: Path) -> Trace:
+def read_trace(path: Path) -> StepTrace:
     """The trace in a file. Raises `OSError`, and `Malformed` for what is no trace of a run."""
     content = read_json(path, _SHAPE, "profile the step again", LONGEST)
     note = content[NOTE]
     try:
-        return Trace(
+        return StepTrace(
             **{name: note[name] for name in ("rank", "step", "place", "device", "spent")},
-            groups={name: Group(group["axis"], tuple(group["ranks"])) for name, group in note["groups"].items()},
+            groups={name: TraceGroup(group["axis"], tuple(group["ranks"])) for name, group in note["groups"].items()},
             schedule=tuple(note["schedule"]),
             placement=tuple(note["placement"]),
             actions=tuple((str(name), float(start), float(end)) for name, start, end in note["actions"]),
             events=tuple(in_order(content["traceEvents"])),
         )
     except (TypeError, ValueError, KeyError, ArithmeticError) as error:
-        raise Malformed(f"{path} is no trace of a run: {brief(error)}; profile the step again") from None
+        raise Malformed(f"{path} is no trace of a run: {shorten_foreign(error)}; profile the step again") from None
 
 
-def in_order(raw: Iterable[dict[str, Any]]) -> list[Event]:
+def in_order(raw: Iterable[dict[str, Any]]) -> list[TraceEvent]:
     """The complete events of a trace; times begin with its first."""
     complete = [event for event in raw if event.get("ph") == "X" and isinstance(event.get("tid"), int)]
     first = min((event["ts"] for event in complete), default=0.0)
@@ -120,37 +120,37 @@ def in_order(raw: Iterable[dict[str, Any]]) -> list[Event]:
     return sorted(events, key=lambda event: (event.start, -event.end))
 
 
-def _event(raw: dict[str, Any], first: float) -> Event:
+def _event(raw: dict[str, Any], first: float) -> TraceEvent:
     details, kind = dict(raw.get("args", {})), str(raw.get("cat", ""))
     start = round((raw["ts"] - first) * 1000)
     thread = -1 - int(details["stream"]) if "stream" in details and kind not in HOST_KINDS else raw["tid"]
-    return Event(start, start + round(raw.get("dur", 0) * 1000), str(raw["name"]), kind, thread, details)
+    return TraceEvent(start, start + round(raw.get("dur", 0) * 1000), str(raw["name"]), kind, thread, details)
 
 
 HOST_KINDS = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver", "python_function")
 """Categories of what a thread of the host does."""
 
 
-class Nested(NamedTuple):
+class NestedEvent(NamedTuple):
     """An event of the host among those of its thread: the events around it, the outermost first, and the parts of it
     during which no event within it went on."""
 
-    event: Event
-    around: tuple[Event, ...]
-    own: tuple[Interval, ...]
+    event: TraceEvent
+    around: tuple[TraceEvent, ...]
+    own: tuple[TimeInterval, ...]
 
 
-def nested(events: Iterable[Event]) -> Iterator[Nested]:
+def nest_events(events: Iterable[TraceEvent]) -> Iterator[NestedEvent]:
     """The events of one thread with what surrounds each. They are taken as properly nested: what ends after the event
     around it, by rounding, is cut."""
     stack: list[_Open] = []
 
-    def close() -> Nested:
+    def close() -> NestedEvent:
         done = stack.pop()
         done.rest(done.end)
         if stack:
             stack[-1].now = done.end
-        return Nested(done.event, tuple(around.event for around in stack), tuple(done.own))
+        return NestedEvent(done.event, tuple(around.event for around in stack), tuple(done.own))
 
     for event in events:
         while stack and stack[-1].end <= event.start:
@@ -166,12 +166,12 @@ def nested(events: Iterable[Event]) -> Iterator[Nested]:
 class _Open:
     """An event that has begun. now: up to where its own time is known."""
 
-    event: Event
+    event: TraceEvent
     end: int
     now: int
-    own: list[Interval] = field(default_factory=list)
+    own: list[TimeInterval] = field(default_factory=list)
 
     def rest(self, until: int) -> None:
         """Nothing within it went on up to then."""
         if until > self.now:
-            self.own.append(Interval(self.now, until))
+            self.own.append(TimeInterval(self.now, until))

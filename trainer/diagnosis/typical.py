@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import fsum
 from operator import methodcaller
 
-from trainer.diagnosis.account import Account, share
+from trainer.diagnosis.account import TimeBreakdown, cost_share
 
 RECENT = 20
 """Profiled steps that are looked at, the newest."""
@@ -22,19 +22,19 @@ SLOWED = 1.02
 LAUNCH = "host/launch"
 """The term of a device that has nothing to do because nothing was launched."""
 
-Cost = Callable[[Account], float]
+Cost = Callable[[TimeBreakdown], float]
 """Seconds of a rank's step."""
 
 
 @dataclass(frozen=True)
-class Typical:
+class StepProfile:
     """ranks: the mean account of each, in order of rank, over `steps`; unusual: steps that were left out; single: all
     accounts of `steps`, by step; profiled: all steps that have accounts."""
 
-    ranks: tuple[Account, ...]
+    ranks: tuple[TimeBreakdown, ...]
     steps: tuple[int, ...]
     unusual: tuple[int, ...]
-    single: Mapping[int, tuple[Account, ...]]
+    single: Mapping[int, tuple[TimeBreakdown, ...]]
     profiled: frozenset[int]
 
     @property
@@ -48,9 +48,9 @@ class Typical:
 
     def share(self, cost: str | Cost) -> float:
         """Of a cost, or of a term or all below it, as a share of the step."""
-        return share(self.ranks, methodcaller("spent", cost) if isinstance(cost, str) else cost)
+        return cost_share(self.ranks, methodcaller("spent", cost) if isinstance(cost, str) else cost)
 
-    def peers(self, account: Account) -> list[Account]:
+    def peers(self, account: TimeBreakdown) -> list[TimeBreakdown]:
         """The ranks with the same layers, itself included: they have equal work."""
         return [other for other in self.ranks if other.place.get("pp") == account.place.get("pp")]
 
@@ -59,36 +59,36 @@ class Typical:
 
         The rank that then has most work sets the pace. A pipeline's own bubble shrinks with the work; what the slowest
         rank waits today, it goes on waiting."""
-        slowest = max(self.ranks, key=work)
-        left = max(work(account) - cost(account) for account in self.ranks)
-        scale = left / work(slowest) if work(slowest) else 0.0
-        return max(0.0, left + slowest.spent("bubble/schedule") * scale + waits(slowest))
+        slowest = max(self.ranks, key=busy_seconds)
+        left = max(busy_seconds(account) - cost(account) for account in self.ranks)
+        scale = left / busy_seconds(slowest) if busy_seconds(slowest) else 0.0
+        return max(0.0, left + slowest.spent("bubble/schedule") * scale + wait_seconds(slowest))
 
 
-def work(account: Account) -> float:
+def busy_seconds(account: TimeBreakdown) -> float:
     """Seconds in which a rank does not wait for others."""
     return account.seconds - account.waiting - account.spent("bubble")
 
 
-def waits(account: Account) -> float:
+def wait_seconds(account: TimeBreakdown) -> float:
     """Seconds in which a rank waits for peers that have more work."""
     return account.waiting + account.spent("bubble/imbalance")
 
 
-def computed(account: Account) -> float:
+def compute_seconds(account: TimeBreakdown) -> float:
     """Seconds of a rank's own work beside communication and data: equal among peers, unless one is slow."""
     others = fsum(account.spent(term) for term in ("data", "checkpoint", "evaluation"))
-    return work(account) - transfers(account) - others
+    return busy_seconds(account) - transfer_seconds(account) - others
 
 
-def transfers(account: Account) -> float:
+def transfer_seconds(account: TimeBreakdown) -> float:
     """Seconds of communication that nothing hides, without waiting for peers."""
     return account.spent("communication") - account.waiting
 
 
-def typical(accounts: Iterable[Account]) -> Typical | None:
+def build_profile(accounts: Iterable[TimeBreakdown]) -> StepProfile | None:
     """The typical step of the newest profiled ones; None without any."""
-    by_step: dict[int, dict[int, Account]] = {}
+    by_step: dict[int, dict[int, TimeBreakdown]] = {}
     for account in accounts:  # a step that was trained again counts by its last account
         if account.seconds > 0:
             by_step.setdefault(account.step, {})[account.rank] = account
@@ -102,12 +102,15 @@ def typical(accounts: Iterable[Account]) -> Typical | None:
     steps = [step for step in newest if seconds[step] <= limit]
     single = {step: tuple(by_step[step][rank] for rank in sorted(by_step[step])) for step in steps}
     ranks = sorted({account.rank for accounts in single.values() for account in accounts})
-    means = (mean([account for some in single.values() for account in some if account.rank == rank]) for rank in ranks)
+    means = (
+        mean_breakdown([account for some in single.values() for account in some if account.rank == rank])
+        for rank in ranks
+    )
     unusual = tuple(step for step in newest if step not in steps)
-    return Typical(tuple(means), tuple(steps), unusual, single, frozenset(by_step))
+    return StepProfile(tuple(means), tuple(steps), unusual, single, frozenset(by_step))
 
 
-def pace(steps: Iterable[tuple[int, float]], profile: Typical | None) -> float | None:
+def ordinary_seconds(steps: Iterable[tuple[int, float]], profile: StepProfile | None) -> float | None:
     """Seconds of an ordinary step: the median of what was logged, given as steps with their seconds. The first of a
     start, which compiles and allocates, is left out where there are others, and so are those that a profiler takes
     longer: it records the step before too, and then writes."""
@@ -118,7 +121,7 @@ def pace(steps: Iterable[tuple[int, float]], profile: Typical | None) -> float |
     return statistics.median(calm) if calm else None
 
 
-def at_pace(profile: Typical, seconds: float | None) -> Typical:
+def scale_profile(profile: StepProfile, seconds: float | None) -> StepProfile:
     """The typical step in a run whose other steps take `seconds`; itself where they take as long, or are not known. A
     profiler slows down the host, and not what a device computes, so that what profiled steps take longer is taken from
     the host's time before launches. On CPUs, where the host computes, all is left as it is."""
@@ -133,13 +136,13 @@ def at_pace(profile: Typical, seconds: float | None) -> Typical:
     return replace(profile, ranks=tuple(ranks)) if ranks != list(profile.ranks) else profile
 
 
-def mean(accounts: list[Account]) -> Account:
+def mean_breakdown(accounts: list[TimeBreakdown]) -> TimeBreakdown:
     """The mean account of a rank. Kernels are those of its last account; counts of collectives are added up."""
     last, count = accounts[-1], len(accounts)
     terms = {name: fsum(account.terms.get(name, 0.0) for account in accounts) / count for name in _names(accounts)}
     hidden = {axis for account in accounts for axis in account.hidden}
     joined = {axis for account in accounts for axis in account.last}
-    return Account(
+    return TimeBreakdown(
         rank=last.rank,
         step=last.step,
         place=last.place,
@@ -162,7 +165,7 @@ def mean(accounts: list[Account]) -> Account:
     )
 
 
-def _names(accounts: list[Account]) -> list[str]:
+def _names(accounts: list[TimeBreakdown]) -> list[str]:
     return list(dict.fromkeys(name for account in accounts for name in account.terms))
 
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.diagnosis import metrics_rules, rules
-from trainer.diagnosis.advice import Advice, advise
-from trainer.diagnosis.evidence import Evidence
-from trainer.diagnosis.memory import Memory, memory
-from trainer.diagnosis.overrides import FREED, Workshop
-from trainer.diagnosis.roofline import Ceilings, Point, ceilings, roofline
-from trainer.diagnosis.shortage import NOTHING, Override
-from trainer.diagnosis.slow_ranks import held_down
+from trainer.diagnosis.advice import ShapeAdvice, advise_shapes
+from trainer.diagnosis.evidence import RunEvidence
+from trainer.diagnosis.memory import MemoryUse, summarise_memory
+from trainer.diagnosis.overrides import FREED, Suggestions
+from trainer.diagnosis.roofline import RooflineCeilings, RooflinePoint, build_roofline, find_ceilings
+from trainer.diagnosis.shortage import NOTHING, MemoryOverride
+from trainer.diagnosis.slow_ranks import throttle_costs
 from trainer.planning.estimate.step import GIB
-from trainer.util.tables import duration, percent
+from trainer.util.tables import format_duration, format_percent
 
 FORMAT = 1
 """Of diagnosis.json."""
@@ -46,9 +46,9 @@ def say_more(seconds: float | None) -> str:
 class Finding:
     """A cost with what to do about it. seconds: of the step without it, in time of steps that are not profiled."""
 
-    cost: rules.Cost
+    cost: rules.RunCost
     seconds: float | None
-    overrides: tuple[Override, ...] = ()
+    overrides: tuple[MemoryOverride, ...] = ()
     advice: str = ""
 
 
@@ -58,27 +58,27 @@ class Diagnosis:
     ordinary step, None where none has been logged. findings: the costliest first. predicted: seconds of the step that
     the estimator expects, None where it does not know the machine."""
 
-    evidence: Evidence
+    evidence: RunEvidence
     kind: str
     text: str
     seconds: float | None
     findings: tuple[Finding, ...]
-    points: tuple[Point, ...]
-    roof: Ceilings | None
-    memory: Memory | None
-    shapes: tuple[Advice, ...]
+    points: tuple[RooflinePoint, ...]
+    roof: RooflineCeilings | None
+    memory: MemoryUse | None
+    shapes: tuple[ShapeAdvice, ...]
     predicted: float | None
     notes: tuple[str, ...]
 
 
-def diagnose(evidence: Evidence) -> Diagnosis:
+def diagnose_evidence(evidence: RunEvidence) -> Diagnosis:
     """What the evidence says."""
     profile, seconds, notes = evidence.profile, evidence.pace, list(evidence.notes)
     if seconds is None and profile:
         seconds = profile.seconds
-    found = rules.costs(profile, evidence) if profile else []
+    found = rules.find_costs(profile, evidence) if profile else []
     if not profile:
-        found = metrics_rules.costs(evidence, seconds) if seconds else []
+        found = metrics_rules.costs_of_metrics(evidence, seconds) if seconds else []
         notes.append(
             f"no step was profiled, and metrics alone say little: with {say_more(seconds)} a run accounts for its steps"
         )
@@ -87,43 +87,44 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         found = [rules.ran_out(evidence), *(cost for cost in found if cost.kind != "memory capacity")]
     workshop = None
     if evidence.config is not None and evidence.layout is not None and (seconds or evidence.lacked):
-        workshop = Workshop(evidence, seconds)
+        workshop = Suggestions(evidence, seconds)
     scale = seconds / profile.seconds if profile and seconds and profile.seconds else 1.0
     findings = tuple(_finding(cost, scale, workshop, evidence) for cost in found[:TOP])
-    notes += held_down(evidence, " ".join(text for one in findings for text in one.cost.evidence))
+    notes += throttle_costs(evidence, " ".join(text for one in findings for text in one.cost.evidence))
     kind, text = _verdict(evidence, findings, bool(profile))
     estimate = workshop.predicted if workshop else None
-    roof, shapes = ceilings(evidence), tuple[Advice, ...]()
+    roof, shapes = find_ceilings(evidence), tuple[ShapeAdvice, ...]()
     device = evidence.hardware.device if evidence.hardware else evidence.machine.device
     if evidence.config is not None and evidence.layout is not None and device != "CPU":
-        shapes = tuple(advise(evidence.config, evidence.layout, device))
+        shapes = tuple(advise_shapes(evidence.config, evidence.layout, device))
     return Diagnosis(
         evidence,
         kind,
         text,
         seconds,
         findings,
-        tuple(roofline(profile.ranks, roof)) if profile else (),
+        tuple(build_roofline(profile.ranks, roof)) if profile else (),
         roof,
-        memory(evidence, estimate.memory / GIB if estimate else None),
+        summarise_memory(evidence, estimate.memory / GIB if estimate else None),
         shapes,
         estimate.seconds if estimate else None,
         tuple(notes),
     )
 
 
-def _silence(evidence: Evidence, seconds: float) -> list[str]:
+def _silence(evidence: RunEvidence, seconds: float) -> list[str]:
     """What is to be said of a run that says that it goes on and writes nothing. seconds: of its step."""
     every = evidence.config.logging.every if evidence.config else 1
     if evidence.silent is None or evidence.silent < max(SILENT, 10 * every * seconds):
         return []
     return [
-        f"status.json says running, and nothing has been written for {duration(evidence.silent)}: the run was killed, "
+        f"status.json says running, and nothing has been written for {format_duration(evidence.silent)}: the "
+        "run was killed, "
         "or it hangs, compiles or evaluates"
     ]
 
 
-def _verdict(evidence: Evidence, findings: tuple[Finding, ...], profiled: bool) -> tuple[str, str]:
+def _verdict(evidence: RunEvidence, findings: tuple[Finding, ...], profiled: bool) -> tuple[str, str]:
     if evidence.stalled:
         return HANG, f"the run stalled: {evidence.stalled[0]}"
     if evidence.lacked:
@@ -132,10 +133,13 @@ def _verdict(evidence: Evidence, findings: tuple[Finding, ...], profiled: bool) 
     first = findings[0].cost if findings and (profiled or findings[0].cost.bounds) else None
     if first is None:
         return UNKNOWN, f"metrics alone do not show what bounds the run; go on with {say_more(evidence.pace)}"
-    return first.kind, f"{first.kind} bounds the run ({first.layer}): {first.title}, {percent(first.share)} of the step"
+    return (
+        first.kind,
+        f"{first.kind} bounds the run ({first.layer}): {first.title}, {format_percent(first.share)} of the step",
+    )
 
 
-def _finding(cost: rules.Cost, scale: float, workshop: Workshop | None, evidence: Evidence) -> Finding:
+def _finding(cost: rules.RunCost, scale: float, workshop: Suggestions | None, evidence: RunEvidence) -> Finding:
     ended = bool(evidence.lacked) and (cost.kind, cost.detail) == FREED
     if ended and evidence.shortage:
         overrides = list(evidence.shortage.overrides)
@@ -145,7 +149,7 @@ def _finding(cost: rules.Cost, scale: float, workshop: Workshop | None, evidence
     return Finding(cost, None if ended else scale * cost.without, tuple(overrides), advice)
 
 
-def _advice(cost: rules.Cost, evidence: Evidence) -> str:
+def _advice(cost: rules.RunCost, evidence: RunEvidence) -> str:
     """What to do that is no override."""
     if cost.kind == "straggler" and cost.detail != "in turns":
         return (
@@ -162,7 +166,7 @@ def _advice(cost: rules.Cost, evidence: Evidence) -> str:
 def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
     """The content of diagnosis.json: plain values, times in seconds, shares of one, null for what is not known."""
     evidence, profile = diagnosis.evidence, diagnosis.evidence.profile
-    return plain(
+    return as_json(
         {
             "format": FORMAT,
             "run": str(evidence.folder),
@@ -203,10 +207,10 @@ def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
     )
 
 
-def plain(value: Any) -> Any:
+def as_json(value: Any) -> Any:
     """Values as JSON takes them: what is no finite number is null."""
     if isinstance(value, dict):
-        return {name: plain(item) for name, item in value.items()}
+        return {name: as_json(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
+        return [as_json(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -16,14 +16,14 @@ from torch.autograd import _profiler_enabled
 from torch.profiler import record_function
 
 from trainer.diagnosis.traces import AWAITS, SENDS
-from trainer.distributed.flags import await_flag, raise_flag, read
-from trainer.distributed.symmetric_memory import Shared, agree, share
+from trainer.distributed.flags import await_flag, raise_flag, read_flags
+from trainer.distributed.symmetric_memory import SymmetricMemory, agree_on_failure, allocate_symmetric
 
 
-class Boxes:
+class SymmetricBuffers:
     """The calls of one kind and type that a group makes: their memory, which grows with them, and their number."""
 
-    shared: Shared | None = None
+    shared: SymmetricMemory | None = None
 
     def __init__(self, kind: str, group: dist.ProcessGroup, dtype: torch.dtype):
         self.kind, self.group, self.dtype = kind, group, dtype
@@ -41,7 +41,7 @@ class Boxes:
         """Memory for more, on all ranks together. Epochs begin anew with its flags."""
         self.free()
         self.bytes = -(-2 * half * self.dtype.itemsize // 256) * 256
-        self.shared = share(self.bytes + 4 * flags, device, self.group)
+        self.shared = allocate_symmetric(self.bytes + 4 * flags, device, self.group)
         self.half, self.flags, self.epoch = half, flags, 0
 
     def free(self) -> None:
@@ -50,7 +50,7 @@ class Boxes:
             return
         if self.shared.parts[self.rank].is_cuda:
             torch.cuda.synchronize(self.shared.parts[self.rank].device)
-        agree(self.group)
+        agree_on_failure(self.group)
         self.shared = None
         self.half = self.flags = self.epoch = 0
 
@@ -72,7 +72,7 @@ class Boxes:
 
     def wait(self, source: int) -> None:
         """Has the current stream go on when what a rank sends in this epoch is there. Raises `RuntimeError` where
-        that does not come within `flags.LOOKS`."""
+        that does not come within `flags.MAX_POLLS`."""
         try:
             with self.labelled(AWAITS):
                 await_flag(self.flag(self.rank, source), self.epoch)
@@ -91,36 +91,36 @@ class Boxes:
         ranks = [dist.get_global_rank(self.group, rank) for rank in (self.rank, source)]
         return (
             f"rank {ranks[0]} waits for {self.kind} ({str(self.dtype)[6:]}) of rank {ranks[1]} in epoch {self.epoch}; "
-            f"its flag says {read(self.flag(self.rank, source)).item()}"
+            f"its flag says {read_flags(self.flag(self.rank, source)).item()}"
         )
 
     def late(self) -> list[str]:
         """What has not come, in words, by source."""
         if self.shared is None or not self.epoch:
             return []
-        said = read(self.flags_of(self.rank)).tolist()
-        return [self.missing(source) for source in others(self.rank, self.size) if said[source] < self.epoch]
+        said = read_flags(self.flags_of(self.rank)).tolist()
+        return [self.missing(source) for source in other_ranks(self.rank, self.size) if said[source] < self.epoch]
 
 
-BOXES: dict[tuple[Any, ...], Boxes] = {}
+ALL_BUFFERS: dict[tuple[Any, ...], SymmetricBuffers] = {}
 """All that this process has made."""
 
-Kind = TypeVar("Kind", bound=Boxes)
+Kind = TypeVar("Kind", bound=SymmetricBuffers)
 
 
-def boxes_of(kind: str, group: dist.ProcessGroup, dtype: torch.dtype, make: type[Kind] = Boxes) -> Kind:
+def buffers_of(kind: str, group: dist.ProcessGroup, dtype: torch.dtype, make: type[Kind] = SymmetricBuffers) -> Kind:
     key = make, kind, group, dtype
-    if key not in BOXES:
-        BOXES[key] = make(kind, group, dtype)
-    return BOXES[key]
+    if key not in ALL_BUFFERS:
+        ALL_BUFFERS[key] = make(kind, group, dtype)
+    return ALL_BUFFERS[key]
 
 
-def late() -> list[str]:
+def pending_waits() -> list[str]:
     """What this process waits for, in words."""
-    return [text for boxes in list(BOXES.values()) for text in boxes.late()]
+    return [text for boxes in list(ALL_BUFFERS.values()) for text in boxes.late()]
 
 
-def others(rank: int, size: int) -> list[int]:
+def other_ranks(rank: int, size: int) -> list[int]:
     """The other ranks, beginning with the next one: no two send to one rank at a time, and what comes to a rank first
     is from the one before it."""
     return [(rank + step) % size for step in range(1, size)]

@@ -78,12 +78,12 @@ def gloo_devices() -> list[Any]:
     return [dist.ProcessGroupGloo.create_device(interface=name) for name in names.split(",")]
 
 
-def gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Backend:
+def make_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Backend:
     """A communicator on gloo, made on the store alone."""
     return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
 
 
-def nccl(store: dist.Store, rank: int, ranks: list[int], name: str, timeout: timedelta) -> Backend:
+def make_nccl(store: dist.Store, rank: int, ranks: list[int], name: str, timeout: timedelta) -> Backend:
     """A communicator on NCCL, made on the store alone. ranks: of the whole run; rank: this one's place among them."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
@@ -92,7 +92,7 @@ def nccl(store: dist.Store, rank: int, ranks: list[int], name: str, timeout: tim
     return dist.ProcessGroupNCCL(store, rank, len(ranks), options)
 
 
-def groups() -> dict[str, dist.ProcessGroup]:
+def list_groups() -> dict[str, dist.ProcessGroup]:
     """The process groups of this process by name, in the order in which they were made, which is the same on all
     ranks."""
     return {name: group for group, name in c10d._world.pg_names.items()}
@@ -101,10 +101,10 @@ def groups() -> dict[str, dist.ProcessGroup]:
 def group_members() -> dict[str, list[int]]:
     """The ranks of every process group of this process, by the group's name."""
     ranks = c10d._world.pg_group_ranks
-    return {name: sorted(ranks.get(group, {})) for name, group in groups().items()}
+    return {name: sorted(ranks.get(group, {})) for name, group in list_groups().items()}
 
 
-def recorders() -> dict[str, Callable[..., Any]]:
+def list_recorders() -> dict[str, Callable[..., Any]]:
     """What dumps the collectives that torch has recorded, by name of the recorder: NCCL's, or that of other backends,
     where this build of torch has them."""
     names = {"nccl_trace": "_dump_nccl_trace", "fr_trace": "_dump_fr_trace"}

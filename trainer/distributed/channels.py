@@ -49,13 +49,13 @@ class TransferError(RuntimeError):
         self.peer = peer
 
 
-def edges(placement: tuple[int, ...]) -> set[Edge]:
+def stage_edges(placement: tuple[int, ...]) -> set[Edge]:
     """The directed pairs of ranks between which hidden states (one way) and their gradients (the other) travel."""
     neighbours = {pair for pair in itertools.pairwise(placement) if pair[0] != pair[1]}
     return neighbours | {(b, a) for a, b in neighbours}
 
 
-class Channels:
+class PipelineChannels:
     """Point-to-point transfers of one pipeline; messages of an edge arrive in the order in which they were sent.
 
     ranks: by pipeline rank, the rank of the whole run. store: where the ranks find each other; the default process
@@ -73,17 +73,17 @@ class Channels:
         self.rank = self.ranks.index(dist.get_rank())
         # Wide as the run: a failure in another pipeline breaks this one through data parallelism.
         self._store = dist.PrefixStore(f"pipeline/{next(_numbers)}", store or c10d_internals.default_store())
-        self.failures = Failures(self._store)
+        self.failures = FailureStore(self._store)
         self._known: set[Edge] = set()
         self._links: dict[Edge, _EdgeEnd] = {}
         self._backends: list[Backend] = []
         self.members: dict[str, tuple[int, ...]] = {}
         """The ranks that each communicator connects, of the whole run, by its name."""
-        self._receiving: set[Pending] = set()
+        self._receiving: set[PendingTensor] = set()
         self.extend(edges)
 
     def extend(self, edges: Iterable[Edge]) -> None:
-        """Opens those of `edges` that are not open yet: all ranks together, with the same edges.
+        """Opens those of `stage_edges` that are not open yet: all ranks together, with the same edges.
 
         Each is opened and used once before the next, in one order that all ranks share: opening a communicator blocks
         until both its ranks do so.
@@ -112,7 +112,7 @@ class Channels:
             link.sending.popleft()
         link.sending.append((work, tensor))
 
-    def recv(self, shape: torch.Size, dtype: torch.dtype, source: int) -> Pending:
+    def recv(self, shape: torch.Size, dtype: torch.dtype, source: int) -> PendingTensor:
         """Starts to receive the next tensor of pipeline rank `source` into a buffer allocated now."""
         link = self._links[source, self.rank]
         buffer = torch.empty(shape, dtype=dtype, device=self.device)
@@ -120,7 +120,7 @@ class Channels:
             work = link.backend.recv([buffer], 0, link.next_tag())
         except RuntimeError as error:
             raise TransferError("receiving from", self.ranks[source], error) from error
-        pending = Pending(self, work, buffer, source)
+        pending = PendingTensor(self, work, buffer, source)
         self._receiving.add(pending)
         return pending
 
@@ -154,9 +154,9 @@ class Channels:
         name = f"{what} {' to '.join(map(str, ranks))}"
         self.members[name] = tuple(ranks)
         if self.device.type != "cuda":
-            backend = c10d_internals.gloo(store, rank, len(ranks), self.timeout)
+            backend = c10d_internals.make_gloo(store, rank, len(ranks), self.timeout)
         else:
-            backend = c10d_internals.nccl(store, rank, ranks, name, self.timeout)
+            backend = c10d_internals.make_nccl(store, rank, ranks, name, self.timeout)
         self._backends.append(backend)
         return backend
 
@@ -175,12 +175,12 @@ class _EdgeEnd:
         return self.messages % 2**30
 
 
-class Pending:
+class PendingTensor:
     """A tensor on its way here."""
 
     __slots__ = ("_channels", "_work", "_buffer", "_source")
 
-    def __init__(self, channels: Channels, work: dist.Work, buffer: Tensor, source: int):
+    def __init__(self, channels: PipelineChannels, work: dist.Work, buffer: Tensor, source: int):
         self._channels, self._work, self._buffer, self._source = channels, work, buffer, source
 
     def wait(self) -> Tensor:
@@ -197,7 +197,7 @@ class Pending:
         self._work = None
 
 
-class Failures:
+class FailureStore:
     """What the first rank that failed said about it. The others only see that their transfers break, so they look
     here."""
 

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from trainer.precision.products import Multiply, Role, matmul, matmul_all, matmul_sum, weight_gradients
+from trainer.precision.products import GEMMRole, Multiply, matmul, matmul_all, matmul_sum, weight_gradients
 
 c10d = torch.ops._c10d_functional
 
@@ -53,7 +53,7 @@ class TensorGroup:
         self,
         x: Tensor,
         weights: Sequence[Tensor],
-        role: Role,
+        role: GEMMRole,
         biases: Sequence[Tensor | None] | None = None,
         keep: bool = False,
         multiply: Multiply = matmul,
@@ -64,7 +64,7 @@ class TensorGroup:
         return matmul_all(whole, weights, role, biases or repeat(None), multiply), whole if keep else None
 
     def matmul_scatter_sum(
-        self, operands: Sequence[Tensor], weights: Sequence[Tensor], role: Role, multiply: Multiply = matmul
+        self, operands: Sequence[Tensor], weights: Sequence[Tensor], role: GEMMRole, multiply: Multiply = matmul
     ) -> Started:
         """Starts: the sum of the products of each operand [tokens, n] with its weight, added up over ranks -> this
         rank's tokens of it, [tokens / t, ...]."""
@@ -78,7 +78,7 @@ class TensorGroup:
 
         x is gathered again behind the product of its gradient, and that is reduce-scattered behind the weights'."""
         started = self.gather(x)
-        to_x = self.matmul_scatter_sum(gradients, weights, Role.INPUT_GRADIENT, multiply)
+        to_x = self.matmul_scatter_sum(gradients, weights, GEMMRole.INPUT_GRADIENT, multiply)
         whole = self.wait(started)
         to_weights = weight_gradients(gradients, whole, multiply)
         return [self.wait(to_x), *to_weights]
@@ -86,8 +86,8 @@ class TensorGroup:
     def rows_gradients(self, gradient: Tensor, weight: Tensor, x: Tensor, multiply: Multiply = matmul) -> list[Tensor]:
         """The gradients of the input x [tokens, inputs / t] and of the weight [outputs, inputs / t] of a row parallel
         product. gradient: of this rank's tokens of it, [tokens / t, outputs]."""
-        (to_x,), whole = self.gather_matmul(gradient, [weight], Role.INPUT_GRADIENT, keep=True, multiply=multiply)
-        return [to_x, multiply(whole, x, Role.WEIGHT_GRADIENT)]
+        (to_x,), whole = self.gather_matmul(gradient, [weight], GEMMRole.INPUT_GRADIENT, keep=True, multiply=multiply)
+        return [to_x, multiply(whole, x, GEMMRole.WEIGHT_GRADIENT)]
 
     def gather(self, x: Tensor) -> Tensor:
         """Starts: [tokens / t, ...] of each rank -> [tokens, ...] on every rank."""
@@ -120,7 +120,7 @@ GROUPS: dict[str, TensorGroup] = {}
 """The groups that there are, for operators, which take no objects."""
 
 
-class ScatterSum(torch.autograd.Function):
+class ReduceScatterSum(torch.autograd.Function):
     """Partial sums [tokens, width] -> this rank's tokens of the whole sums [tokens / t, width]."""
 
     @staticmethod
@@ -133,7 +133,7 @@ class ScatterSum(torch.autograd.Function):
         return None, ctx.group.wait(ctx.group.gather(gradient))
 
 
-class Sum(torch.autograd.Function):
+class AllReduceSum(torch.autograd.Function):
     """The sum over ranks, which all ranks use: their gradients are summed too."""
 
     @staticmethod

@@ -15,22 +15,30 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from trainer.distributed.boxes import Boxes, boxes_of, others
-from trainer.distributed.c10d_internals import groups
+from trainer.distributed.boxes import SymmetricBuffers, buffers_of, other_ranks
+from trainer.distributed.c10d_internals import list_groups
 from trainer.distributed.collectives import GROUPS, Started, TensorGroup
-from trainer.precision.products import MULTIPLIERS, Multiply, Operand, Role, matmul, outputs, weight_gradients
+from trainer.precision.products import (
+    MULTIPLIERS,
+    GEMMOperand,
+    GEMMRole,
+    Multiply,
+    matmul,
+    output_width,
+    weight_gradients,
+)
 
 ALIGNED = 16
 """Bytes at a multiple of which a tensor begins in a box."""
 
 
-class Copies:
+class CopyStream:
     """The stream on which a device's copies to other ranks run, behind what its current stream has done so far."""
 
     def __init__(self, device: torch.device):
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def send(self, pairs: Sequence[tuple[Tensor, Tensor]], boxes: Boxes, to: int) -> None:
+    def send(self, pairs: Sequence[tuple[Tensor, Tensor]], boxes: SymmetricBuffers, to: int) -> None:
         """Copies tensors to their places in the box of `to`, (place, tensor) each, and raises the flag there."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
@@ -47,21 +55,21 @@ class Copies:
 
 
 @cache
-def copies(device: torch.device) -> Copies:
-    return Copies(device)
+def copy_stream(device: torch.device) -> CopyStream:
+    return CopyStream(device)
 
 
-class Sent:
+class PendingGather:
     """What every rank sends to all others, tensors of the same shapes: on its way from here on, to the boxes of a
     kind."""
 
-    def __init__(self, kind: str, tensors: Sequence[Tensor], group: Copied):
-        self.mine, self.group, self.boxes = tensors, group, boxes_of(kind, groups()[group.name], torch.uint8)
+    def __init__(self, kind: str, tensors: Sequence[Tensor], group: CopyEngineGroup):
+        self.mine, self.group, self.boxes = tensors, group, buffers_of(kind, list_groups()[group.name], torch.uint8)
         self.lengths = [-(-group.size * one.nbytes // ALIGNED) * ALIGNED for one in tensors]
         self.boxes.begin(sum(self.lengths), group.size, tensors[0].device)
-        for to in others(group.rank, group.size):
+        for to in other_ranks(group.rank, group.size):
             places = [everyone[group.rank] for everyone in self.of(to)]
-            copies(tensors[0].device).send(list(zip(places, tensors)), self.boxes, to)
+            copy_stream(tensors[0].device).send(list(zip(places, tensors)), self.boxes, to)
 
     def of(self, rank: int) -> list[Tensor]:
         """Where all ranks' tensors stand in a rank's box, [ranks, ...] each. The rank's own place is empty."""
@@ -82,35 +90,40 @@ class Sent:
                 yield source, [one[source] for one in everyone]
 
 
-def largest_of_all(largest: Tensor | None, group: Copied) -> Tensor | None:
+def largest_of_all(largest: Tensor | None, group: CopyEngineGroup) -> Tensor | None:
     """Of the ranks' operands. Without a collective: a rank that fails must not leave others in one."""
     if largest is None:
         return None
-    parts = [part for _, (part,) in Sent("largest", [largest.view(1)], group).arriving()]
-    copies(largest.device).end()
+    parts = [part for _, (part,) in PendingGather("largest", [largest.view(1)], group).arriving()]
+    copy_stream(largest.device).end()
     return torch.cat(parts).amax()
 
 
-class Sums:
+class PendingReduce:
     """Sums over operands of their products with the weights, of which each rank is sent its tokens: on their way from
     here on."""
 
     def __init__(
-        self, operands: Sequence[Tensor], weights: Sequence[Tensor], role: Role, multiply: Multiply, group: Copied
+        self,
+        operands: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        role: GEMMRole,
+        multiply: Multiply,
+        group: CopyEngineGroup,
     ):
         first, self.group = operands[0], group
-        tokens, width = len(first) // group.size, outputs(weights[0], role)
-        self.boxes = boxes_of("scatter", groups()[group.name], first.dtype)
+        tokens, width = len(first) // group.size, output_width(weights[0], role)
+        self.boxes = buffers_of("scatter", list_groups()[group.name], first.dtype)
         self.boxes.begin(group.size * tokens * width, group.size, first.device)
         self.sums = first.new_empty(group.size, tokens, width)
         lefts = [multiply.left(operand, role) for operand in operands]
         rights = [multiply.right(weight, role) for weight in weights]
-        for to in [*others(group.rank, group.size), group.rank]:
+        for to in [*other_ranks(group.rank, group.size), group.rank]:
             for number, (left, right) in enumerate(zip(lefts, rights)):
                 run = left.per_row(lambda part, to=to: part.unflatten(0, (group.size, -1))[to])
                 multiply.into(self.sums[to], run, right, role, self.sums[to] if number else None)
             if to != group.rank:
-                copies(first.device).send([(self.of(to)[group.rank], self.sums[to])], self.boxes, to)
+                copy_stream(first.device).send([(self.of(to)[group.rank], self.sums[to])], self.boxes, to)
 
     def of(self, rank: int) -> Tensor:
         """Where all ranks' sums stand in a rank's box: [ranks, tokens, ...]."""
@@ -139,11 +152,11 @@ def copied_gather_matmul(
     keep: bool,
 ) -> list[Tensor]:
     """The products of all ranks' x with each weight; and with `keep` all ranks' x."""
-    x, kind, how, ranks = x.contiguous(), Role[role], MULTIPLIERS[multiply], GROUPS[group]
+    x, kind, how, ranks = x.contiguous(), GEMMRole[role], MULTIPLIERS[multiply], GROUPS[group]
     largest = largest_of_all(how.largest(x, kind), ranks)
-    mine = Operand(x) if keep else how.left(x, kind, largest)  # what is kept travels as it is
-    sent, rights = Sent("gather", mine.of_rows(), ranks), [how.right(weight, kind) for weight in weights]
-    results = [x.new_empty(ranks.size, len(x), outputs(weight, kind)) for weight in weights]
+    mine = GEMMOperand(x) if keep else how.left(x, kind, largest)  # what is kept travels as it is
+    sent, rights = PendingGather("gather", mine.of_rows(), ranks), [how.right(weight, kind) for weight in weights]
+    results = [x.new_empty(ranks.size, len(x), output_width(weight, kind)) for weight in weights]
     kept = [x.new_empty(ranks.size, *x.shape)] * keep
     for source, part in sent.arriving():
         left = how.left(part[0], kind, largest) if keep else mine.like(part)
@@ -151,7 +164,7 @@ def copied_gather_matmul(
             how.into(result[source], left, right, kind, bias)
         for whole in kept:
             whole[source].copy_(part[0])
-    copies(x.device).end()
+    copy_stream(x.device).end()
     return [result.flatten(0, 1) for result in results + kept]
 
 
@@ -165,7 +178,7 @@ def _(
     group: str,
     keep: bool,
 ) -> list[Tensor]:
-    widths = [outputs(weight, Role[role]) for weight in weights] + [x.shape[1]] * keep
+    widths = [output_width(weight, GEMMRole[role]) for weight in weights] + [x.shape[1]] * keep
     return [x.new_empty(GROUPS[group].size * len(x), width) for width in widths]
 
 
@@ -174,18 +187,18 @@ def copied_matmul_scatter(
     operands: Sequence[Tensor], weights: Sequence[Tensor], role: str, multiply: str, group: str
 ) -> Tensor:
     """This rank's tokens of the sum over ranks and operands of their products with the weights."""
-    sums = Sums(operands, weights, Role[role], MULTIPLIERS[multiply], GROUPS[group])
+    sums = PendingReduce(operands, weights, GEMMRole[role], MULTIPLIERS[multiply], GROUPS[group])
     total = sums.total()
-    copies(total.device).end()
+    copy_stream(total.device).end()
     return total
 
 
 @copied_matmul_scatter.register_fake
 def _(operands: Sequence[Tensor], weights: Sequence[Tensor], role: str, multiply: str, group: str) -> Tensor:
-    return operands[0].new_empty(len(operands[0]) // GROUPS[group].size, outputs(weights[0], Role[role]))
+    return operands[0].new_empty(len(operands[0]) // GROUPS[group].size, output_width(weights[0], GEMMRole[role]))
 
 
-class Copied(TensorGroup):
+class CopyEngineGroup(TensorGroup):
     """`TensorGroup` by copies over memory that the ranks of a node share."""
 
     reductions: ClassVar[tuple[Any, ...]] = (*TensorGroup.reductions, torch.ops.trainer.copied_matmul_scatter.default)
@@ -193,13 +206,13 @@ class Copied(TensorGroup):
 
     def sources(self) -> list[int]:
         """The ranks in the order in which what they send arrives, this one first."""
-        return [self.rank, *reversed(others(self.rank, self.size))]
+        return [self.rank, *reversed(other_ranks(self.rank, self.size))]
 
     def gather_matmul(
         self,
         x: Tensor,
         weights: Sequence[Tensor],
-        role: Role,
+        role: GEMMRole,
         biases: Sequence[Tensor | None] | None = None,
         keep: bool = False,
         multiply: Multiply = matmul,
@@ -209,7 +222,7 @@ class Copied(TensorGroup):
         return results[: len(weights)], results[-1] if keep else None
 
     def matmul_scatter_sum(
-        self, operands: Sequence[Tensor], weights: Sequence[Tensor], role: Role, multiply: Multiply = matmul
+        self, operands: Sequence[Tensor], weights: Sequence[Tensor], role: GEMMRole, multiply: Multiply = matmul
     ) -> Started:
         return [copied_matmul_scatter(list(operands), list(weights), role.name, multiply.key, self.key)]
 
@@ -217,28 +230,28 @@ class Copied(TensorGroup):
         self, gradients: Sequence[Tensor], weights: Sequence[Tensor], x: Tensor, multiply: Multiply = matmul
     ) -> list[Tensor]:
         x = x.contiguous()
-        sent = Sent("gather", [x], self)
-        sums = Sums(gradients, weights, Role.INPUT_GRADIENT, multiply, self)
+        sent = PendingGather("gather", [x], self)
+        sums = PendingReduce(gradients, weights, GEMMRole.INPUT_GRADIENT, multiply, self)
         (whole,) = sent.of(self.rank)
         whole[self.rank].copy_(x)
         for _ in sent.arriving():
             pass
         to_weights = weight_gradients(gradients, whole.flatten(0, 1), multiply)
         to_x = sums.total()
-        copies(x.device).end()
+        copy_stream(x.device).end()
         return [to_x, *to_weights]
 
     def rows_gradients(self, gradient: Tensor, weight: Tensor, x: Tensor, multiply: Multiply = matmul) -> list[Tensor]:
-        gradient, role = gradient.contiguous(), Role.INPUT_GRADIENT
+        gradient, role = gradient.contiguous(), GEMMRole.INPUT_GRADIENT
         largest = largest_of_all(multiply.largest(gradient, role), self)
-        sent, right = Sent("gather", [gradient], self), multiply.right(weight, role)
+        sent, right = PendingGather("gather", [gradient], self), multiply.right(weight, role)
         (whole,) = sent.of(self.rank)
         whole[self.rank].copy_(gradient)
         to_x = x.new_empty(self.size, len(gradient), x.shape[1])
         for source, (part,) in sent.arriving():
             multiply.into(to_x[source], multiply.left(part, role, largest), right, role)
         (to_weight,) = weight_gradients([whole.flatten(0, 1)], x, multiply)
-        copies(x.device).end()
+        copy_stream(x.device).end()
         return [to_x.flatten(0, 1), to_weight]
 
     def wait(self, x: Started) -> Tensor:

@@ -25,7 +25,7 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes of an element, the integers with the same bits."""
 
 
-def bits(tensor: Tensor) -> tuple[Tensor, Tensor]:
+def tensor_words(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """The elements of a tensor as integers, flat: those that fill words of 64 bits, and the few at the end."""
     flat = tensor.detach().contiguous().view(-1)
     flat = flat.view(INTEGERS[flat.element_size()])
@@ -37,7 +37,7 @@ def bits(tensor: Tensor) -> tuple[Tensor, Tensor]:
 def row_sums(tensor: Tensor) -> Tensor:
     """The sum of each row of words, the last of which may be shorter, and the elements that fill no word:
     int64 [rows]."""
-    elements, rest = bits(tensor)
+    elements, rest = tensor_words(tensor)
     if elements.storage_offset() * elements.element_size() % 8:
         elements = elements.clone()
     words = elements.view(torch.int64)
@@ -50,7 +50,7 @@ def row_sums(tensor: Tensor) -> Tensor:
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-def digest(sums: Iterable[Tensor], device: torch.device) -> Tensor:
+def digest_rows(sums: Iterable[Tensor], device: torch.device) -> Tensor:
     """The digest of the row sums of one tensor, or of several in this order: int64 scalar on `device`."""
     rows = torch.cat([part.to(device, non_blocking=True) for part in sums])
     factors = torch.arange(1, len(rows) + 1, device=device).mul_(FACTOR).bitwise_or_(1)
@@ -60,7 +60,7 @@ def digest(sums: Iterable[Tensor], device: torch.device) -> Tensor:
 def elements_of_rows(tensor: Tensor, rows: Iterable[int]) -> dict[int, Tensor]:
     """The elements behind the sums with these numbers, on the CPU, by the place of the first in the flat tensor."""
     flat = tensor.detach().contiguous().view(-1)
-    words, _ = bits(tensor)
+    words, _ = tensor_words(tensor)
     length = ROW * 8 // flat.element_size()
     sums = -(-len(words) // length)
     places = {row: row * length if row < sums else len(words) + row - sums for row in rows}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 LOOK = 20e-6
 """Seconds between a CPU's looks at a flag."""
-LOOKS = 0
+MAX_POLLS = 0
 """Looks at a flag after which a wait ends with an error, in kernels too; 0: never. Tests of the protocol set it: the
 host then looks on GPUs too, and waits for every kernel."""
 AT_LEAST = WITH_BARRIER = 0
@@ -26,25 +26,26 @@ AT_LEAST = WITH_BARRIER = 0
 def raise_flag(flag: Tensor, epoch: int) -> None:
     """Sets any rank's flag, int32 [1], to an epoch, behind all that the current stream has done before."""
     if flag.is_cuda:
-        command("cuStreamWriteValue32_v2", flag, epoch, WITH_BARRIER)
+        stream_command("cuStreamWriteValue32_v2", flag, epoch, WITH_BARRIER)
     else:
         flag.fill_(epoch)
 
 
 def await_flag(flag: Tensor, epoch: int) -> None:
-    """Has the current stream go on when this rank's flag has come to the epoch. Raises `TimeoutError` after `LOOKS`."""
-    if flag.is_cuda and not LOOKS:
-        command("cuStreamWaitValue32_v2", flag, epoch, AT_LEAST)
+    """Has the current stream go on when this rank's flag has come to the epoch. Raises `TimeoutError` after
+    `MAX_POLLS`."""
+    if flag.is_cuda and not MAX_POLLS:
+        stream_command("cuStreamWaitValue32_v2", flag, epoch, AT_LEAST)
         return
     for number in itertools.count(1):
-        if read(flag).item() >= epoch:
+        if read_flags(flag).item() >= epoch:
             return
-        if number == LOOKS:
-            raise TimeoutError(f"after {LOOKS} looks")
+        if number == MAX_POLLS:
+            raise TimeoutError(f"after {MAX_POLLS} looks")
         time.sleep(LOOK)
 
 
-def read(flags: Tensor) -> Tensor:
+def read_flags(flags: Tensor) -> Tensor:
     """What flags say now, on the host, whatever the current stream waits for."""
     with torch.cuda.stream(side_stream(flags.device)) if flags.is_cuda else contextlib.nullcontext():
         return flags.to("cpu", copy=True)
@@ -55,7 +56,7 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def command(name: str, flag: Tensor, value: int, how: int) -> None:
+def stream_command(name: str, flag: Tensor, value: int, how: int) -> None:
     stream = torch.cuda.current_stream(flag.device).cuda_stream
     error = driver_function(name)(stream, flag.data_ptr(), value, how)
     if error:

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.distributed import flags
-from trainer.distributed.boxes import Boxes, boxes_of
-from trainer.distributed.c10d_internals import groups
+from trainer.distributed.boxes import SymmetricBuffers, buffers_of
+from trainer.distributed.c10d_internals import list_groups
 from trainer.distributed.collectives import GROUPS, Started, TensorGroup
-from trainer.precision.products import Multiply, Role, matmul, outputs
+from trainer.precision.products import GEMMRole, Multiply, matmul, output_width
 
 RESERVED = 16
 """Streaming multiprocessors that a waiting kernel leaves to others, such as NCCL's; copiers borrow them, and never
@@ -31,27 +31,27 @@ def shape_of(
 ) -> Any:
     """How products `widths` wide are cut, of `tokens` of each of `size` ranks. waits: whether what multiplies waits for
     others. Tiles of 16-bit and of 32-bit numbers take the same memory."""
-    from trainer.kernels.tiles import Shape, cut
+    from trainer.kernels.tiles import TileShape, choose_tiles
 
     programs, step = torch.cuda.get_device_properties(device).multi_processor_count - RESERVED, 128 // dtype.itemsize
-    base = Shape(step=step, programs=programs, copiers=RESERVED, limit=flags.LOOKS)
-    return cut(base, tokens, widths, size, waits)
+    base = TileShape(step=step, programs=programs, copiers=RESERVED, limit=flags.MAX_POLLS)
+    return choose_tiles(base, tokens, widths, size, waits)
 
 
-class Calls(Boxes):
+class KernelBuffers(SymmetricBuffers):
     """Boxes as the kernels take them, which find flags by tile."""
 
     region: Any = None
 
     def grow(self, half: int, flags: int, device: torch.device) -> None:
-        from trainer.kernels.exchange import Region
+        from trainer.kernels.exchange import SymmetricRegion
 
         super().grow(half, flags, device)
         self.tables = [
             torch.tensor([address + offset for address in self.shared.addresses], device=device)
             for offset in (0, self.bytes)
         ]
-        self.region = Region(
+        self.region = SymmetricRegion(
             self.rank,
             self.size,
             *(table.data_ptr() for table in self.tables),
@@ -66,8 +66,8 @@ class Calls(Boxes):
         return [f"rank {dist.get_rank()} is in epoch {self.epoch} of the kernels' {self.kind}"]
 
 
-def calls(kind: str, group: str, dtype: torch.dtype) -> Calls:
-    return boxes_of(kind, groups()[GROUPS[group].name], dtype, Calls)
+def kernel_buffers(kind: str, group: str, dtype: torch.dtype) -> KernelBuffers:
+    return buffers_of(kind, list_groups()[GROUPS[group].name], dtype, KernelBuffers)
 
 
 @torch.library.custom_op("trainer::fused_gather_matmul", mutates_args=())
@@ -80,12 +80,12 @@ def fused_gather_matmul(
 
     x, weights, (tokens, inputs) = x.contiguous(), [weight.contiguous() for weight in weights], x.shape
     size = GROUPS[group].size
-    widths = [outputs(weight, Role[role]) for weight in weights]
+    widths = [output_width(weight, GEMMRole[role]) for weight in weights]
     shape = shape_of(x.device, x.dtype, tokens, widths, size, True)
-    made = calls("gather", group, x.dtype)
+    made = kernel_buffers("gather", group, x.dtype)
     epoch = made.begin(size * tokens * inputs, size * -(-tokens // shape.rows), x.device)
     region, pull = made.region, tokens <= PULLED and not keep
-    results = gather_matmul(region, shape, epoch, x, weights, Role[role] is Role.OUTPUT, pull)
+    results = gather_matmul(region, shape, epoch, x, weights, GEMMRole[role] is GEMMRole.OUTPUT, pull)
     for product, bias in zip(results, biases):
         if bias is not None:
             product += bias
@@ -93,7 +93,7 @@ def fused_gather_matmul(
         whole = made.box(region.rank, (size * tokens, inputs)).clone()
         whole.view(size, tokens, inputs)[region.rank] = x
         results.append(whole)
-    if flags.LOOKS:
+    if flags.MAX_POLLS:
         check_error(region)
     return results
 
@@ -102,7 +102,7 @@ def fused_gather_matmul(
 def _(
     x: Tensor, weights: list[Tensor], biases: Sequence[Tensor | None], role: str, group: str, keep: bool
 ) -> list[Tensor]:
-    widths = [outputs(weight, Role[role]) for weight in weights] + [x.shape[1]] * keep
+    widths = [output_width(weight, GEMMRole[role]) for weight in weights] + [x.shape[1]] * keep
     return [x.new_empty(GROUPS[group].size * len(x), width) for width in widths]
 
 
@@ -113,18 +113,22 @@ def fused_matmul_scatter(operands: list[Tensor], weights: list[Tensor], role: st
     from trainer.kernels.tensor_parallel import matmul_scatter
 
     operands, weights = [one.contiguous() for one in operands], [one.contiguous() for one in weights]
-    kind, first, size = Role[role], operands[0], GROUPS[group].size
-    tokens, width = len(first) // size, outputs(weights[0], kind)
+    kind, first, size = GEMMRole[role], operands[0], GROUPS[group].size
+    tokens, width = len(first) // size, output_width(weights[0], kind)
     shape = shape_of(first.device, first.dtype, tokens, [width], size, False)
-    made = calls("scatter", group, first.dtype)
+    made = kernel_buffers("scatter", group, first.dtype)
     epoch = made.begin(size * tokens * width, shape.flags(tokens, width, size), first.device)
-    matmul_scatter(made.region, shape, epoch, operands, weights, kind is Role.OUTPUT)
+    matmul_scatter(made.region, shape, epoch, operands, weights, kind is GEMMRole.OUTPUT)
     return first.new_empty(1).expand(tokens, width)
 
 
 @fused_matmul_scatter.register_fake
 def _(operands: list[Tensor], weights: list[Tensor], role: str, group: str) -> Tensor:
-    return operands[0].new_empty(1).expand(len(operands[0]) // GROUPS[group].size, outputs(weights[0], Role[role]))
+    return (
+        operands[0]
+        .new_empty(1)
+        .expand(len(operands[0]) // GROUPS[group].size, output_width(weights[0], GEMMRole[role]))
+    )
 
 
 @torch.library.custom_op("trainer::fused_sum", mutates_args=())
@@ -133,11 +137,11 @@ def fused_sum(sent: Tensor, group: str) -> Tensor:
     from trainer.kernels.exchange import check_error
     from trainer.kernels.tensor_parallel import sum_received
 
-    made = calls("scatter", group, sent.dtype)
+    made = kernel_buffers("scatter", group, sent.dtype)
     out = sent.new_empty(sent.shape)
     shape = shape_of(sent.device, sent.dtype, len(sent), [sent.shape[1]], made.size, False)
     sum_received(made.region, shape, made.epoch, out)
-    if flags.LOOKS:
+    if flags.MAX_POLLS:
         check_error(made.region)
     return out
 
@@ -147,7 +151,7 @@ def _(sent: Tensor, group: str) -> Tensor:
     return sent.new_empty(sent.shape)
 
 
-class Fused(TensorGroup):
+class FusedKernelGroup(TensorGroup):
     """`TensorGroup` by kernels that multiply while they communicate."""
 
     reductions: ClassVar[tuple[Any, ...]] = (
@@ -161,21 +165,21 @@ class Fused(TensorGroup):
         self,
         x: Tensor,
         weights: Sequence[Tensor],
-        role: Role,
+        role: GEMMRole,
         biases: Sequence[Tensor | None] | None = None,
         keep: bool = False,
         multiply: Multiply = matmul,
     ) -> tuple[list[Tensor], Tensor | None]:
-        if multiply is not matmul or not fits([x], weights):
+        if multiply is not matmul or not fits_kernels([x], weights):
             return super().gather_matmul(x, weights, role, biases, keep, multiply)
         added = list(biases or [None] * len(weights))
         results = fused_gather_matmul(x, list(weights), added, role.name, self.key, keep)
         return results[: len(weights)], results[-1] if keep else None
 
     def matmul_scatter_sum(
-        self, operands: Sequence[Tensor], weights: Sequence[Tensor], role: Role, multiply: Multiply = matmul
+        self, operands: Sequence[Tensor], weights: Sequence[Tensor], role: GEMMRole, multiply: Multiply = matmul
     ) -> Started:
-        if multiply is not matmul or not fits(operands, weights):
+        if multiply is not matmul or not fits_kernels(operands, weights):
             return super().matmul_scatter_sum(operands, weights, role, multiply)
         return [fused_matmul_scatter(list(operands), list(weights), role.name, self.key)]
 
@@ -183,7 +187,7 @@ class Fused(TensorGroup):
         return super().wait(x) if isinstance(x, Tensor) else fused_sum(x[0], self.key)
 
 
-def fits(operands: Sequence[Tensor], weights: Sequence[Tensor]) -> bool:
+def fits_kernels(operands: Sequence[Tensor], weights: Sequence[Tensor]) -> bool:
     """Whether the kernels take these: of one type, and rows of whole 16 numbers, so that they are moved 16 bytes at a
     time."""
     sizes = [size for weight in weights for size in weight.shape] + [operand.shape[1] for operand in operands]

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.distributed.boxes import boxes_of, others
-from trainer.planning.cost.memory import BOX
+from trainer.distributed.boxes import buffers_of, other_ranks
+from trainer.planning.cost.memory import MAX_IN_FLIGHT
 
 SMALL = 2**20
 """Bytes below which work on a GPU is left to a kernel that does many at once."""
@@ -27,7 +27,7 @@ Part = tuple[int, int, int]
 """Of a list of tensors: which, from which of its elements on, up to which."""
 
 
-def pieces(lengths: Sequence[int], most: int) -> Iterator[list[Part]]:
+def split_pieces(lengths: Sequence[int], most: int) -> Iterator[list[Part]]:
     """Tensors of these lengths, end to end, cut into pieces of `most` elements; the last piece may have fewer."""
     piece: list[Part] = []
     room = most
@@ -44,7 +44,7 @@ def pieces(lengths: Sequence[int], most: int) -> Iterator[list[Part]]:
         yield piece
 
 
-class Shards:
+class CopyEngineShards:
     """The ranks that share parameters. All of them make the same calls in the same order.
 
     Each call runs beside the current stream, behind what that has done so far, and returns an event behind it; on CPUs
@@ -55,7 +55,7 @@ class Shards:
 
     def gather(self, shards: Sequence[Tensor], wholes: Sequence[Tensor]) -> torch.Event | None:
         """Fills `wholes`, [ranks, n] each, with all ranks' `shards`, [n] each, which are cast to their type."""
-        return beside("gathers", wholes[0].device, lambda: self._gather(shards, wholes))
+        return run_beside("gathers", wholes[0].device, lambda: self._gather(shards, wholes))
 
     def sum(self, gradients: Sequence[Tensor], total: Tensor) -> torch.Event | None:
         """Writes to `total` this rank's rows of the sum over ranks of each gradient, end to end.
@@ -63,28 +63,28 @@ class Shards:
         gradients: contiguous, of one type, kept by the caller until the event. Their first dimension is cut into equal
         numbers of rows, one for each rank, where it divides; else the last ranks have fewer, and what stands in their
         place in `total` means nothing."""
-        return beside("sums", total.device, lambda: self._sum(gradients, total))
+        return run_beside("sums", total.device, lambda: self._sum(gradients, total))
 
     def _gather(self, shards: Sequence[Tensor], wholes: Sequence[Tensor]) -> None:
-        boxes, away = boxes_of("shards", self.group, wholes[0].dtype), others(self.rank, self.size)
-        for piece in pieces([len(shard) for shard in shards], BOX):
+        boxes, away = buffers_of("shards", self.group, wholes[0].dtype), other_ranks(self.rank, self.size)
+        for piece in split_pieces([len(shard) for shard in shards], MAX_IN_FLIGHT):
             length = sum(stop - start for _, start, stop in piece)
             boxes.begin(length, self.size, wholes[0].device)
-            own = placed(boxes.box(self.rank, (1, length)), piece)
+            own = place_parts(boxes.box(self.rank, (1, length)), piece)
             mine = [wholes[number][self.rank, start:stop] for number, start, stop in piece]
-            cast([shards[number][start:stop] for number, start, stop in piece], own, mine)
+            cast_tensors([shards[number][start:stop] for number, start, stop in piece], own, mine)
             for to in away:
                 boxes.signal(to)
             for source in reversed(away):
                 boxes.wait(source)
                 into = [wholes[number][source, start:stop] for number, start, stop in piece]
                 with boxes.sends():
-                    copy(into, placed(boxes.box(source, (1, length)), piece))
+                    copy_tensors(into, place_parts(boxes.box(source, (1, length)), piece))
 
     def _sum(self, gradients: Sequence[Tensor], total: Tensor) -> None:
         rows = [-(-len(gradient) // self.size) * gradient[0].numel() for gradient in gradients]
-        boxes, away, first = boxes_of("sums", self.group, gradients[0].dtype), others(self.rank, self.size), 0
-        for piece in pieces(rows, BOX // (self.size - 1) // ALIGNED * ALIGNED):
+        boxes, away, first = buffers_of("sums", self.group, gradients[0].dtype), other_ranks(self.rank, self.size), 0
+        for piece in split_pieces(rows, MAX_IN_FLIGHT // (self.size - 1) // ALIGNED * ALIGNED):
             lengths = [stop - start for _, start, stop in piece]
             shape = self.size - 1, sum(lengths)
             boxes.begin(shape[0] * shape[1], self.size, total.device)
@@ -96,7 +96,7 @@ class Shards:
             for to in away:
                 place = boxes.box(to, shape)[(self.rank - to - 1) % self.size]
                 with boxes.sends():
-                    copy(shortened(place.split(lengths), sent := rows_of(to)), sent)
+                    copy_tensors(shorten_places(place.split(lengths), sent := rows_of(to)), sent)
                 boxes.signal(to)
             for source in reversed(away):
                 boxes.wait(source)
@@ -104,22 +104,22 @@ class Shards:
             arrived = [
                 part[:, : len(own)] for part, own in zip(boxes.box(self.rank, shape).split(lengths, dim=1), mine)
             ]
-            add_up(mine, arrived, shortened(total[first : first + shape[1]].split(lengths), mine), self.rank)
+            add_up(mine, arrived, shorten_places(total[first : first + shape[1]].split(lengths), mine), self.rank)
             first += shape[1]
 
 
 @cache
-def stream(use: str, device: torch.device) -> torch.cuda.Stream:
+def use_stream(use: str, device: torch.device) -> torch.cuda.Stream:
     """One for each use: a box is written again in the order of its epochs. Its kernels are short and go first: others
     wait for them."""
     return torch.cuda.Stream(device, priority=-1)
 
 
-def beside(use: str, device: torch.device, work: Callable[[], None]) -> torch.Event | None:
+def run_beside(use: str, device: torch.device, work: Callable[[], None]) -> torch.Event | None:
     if device.type != "cuda":
         work()
         return None
-    side = stream(use, device)
+    side = use_stream(use, device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
         work()
@@ -132,12 +132,12 @@ def go_on(ended: torch.Event | None) -> None:
         torch.cuda.current_stream().wait_event(ended)
 
 
-def placed(box: Tensor, piece: Sequence[Part]) -> list[Tensor]:
+def place_parts(box: Tensor, piece: Sequence[Part]) -> list[Tensor]:
     """Where the parts of a piece stand in a box, end to end."""
     return list(box.view(-1).split([stop - start for _, start, stop in piece]))
 
 
-def shortened(places: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
+def shorten_places(places: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
     """The first elements of places, as many as parts have."""
     return [place[: len(part)] for place, part in zip(places, parts)]
 
@@ -149,7 +149,7 @@ def by_size(*lists: Sequence[Tensor]) -> tuple[list[tuple[Tensor, ...]], list[tu
     return [some for some, of in zip(there, large) if of], [some for some, of in zip(there, large) if not of]
 
 
-def copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+def copy_tensors(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copies between ranks of tensors of one type: large ones by copy engines."""
     large, small = by_size(targets, sources)
     for target, source in large:
@@ -158,14 +158,14 @@ def copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         copy_together(*zip(*small))
 
 
-def cast(sources: Sequence[Tensor], firsts: Sequence[Tensor], seconds: Sequence[Tensor]) -> None:
+def cast_tensors(sources: Sequence[Tensor], firsts: Sequence[Tensor], seconds: Sequence[Tensor]) -> None:
     """Copies each source to two places, cast to their types."""
     large, small = by_size(firsts, sources, seconds)
     if large:
         from trainer.kernels import shards  # Triton, which is needed on a GPU only
 
         for first, source, second in large:
-            shards.cast(source, first, second)
+            shards.cast_twice(source, first, second)
     if small:
         firsts, sources, seconds = zip(*small)
         copy_together(firsts, sources)

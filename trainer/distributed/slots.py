@@ -13,30 +13,30 @@ OUT_OF_REACH: set[str] = set()
 """Groups whose GPUs cannot share memory."""
 
 
-class SlotGroup(TensorGroup):
+class ShardedKVGroup(TensorGroup):
     """Ranks that gather each other's parts."""
 
     def combine(self, attended: Tensor, logsum: Tensor, dtype: torch.dtype) -> Tensor:
         """Attention to the slots of all ranks [rows, heads, 1, head_dim], the same bits on each. attended: [rows,
         heads, parts, head_dim], of this rank; logsum: [rows, heads, parts]; zeros and -inf of parts that see nothing,
         which are not all parts of all ranks."""
-        mine = merged(attended, logsum)
+        mine = merge_attention(attended, logsum)
         everyone = self.wait(self.gather(torch.cat(mine, -1)[None]))
         parts = everyone.movedim(0, 2).squeeze(3)
-        return merged(parts[..., :-1], parts[..., -1])[0].to(dtype)
+        return merge_attention(parts[..., :-1], parts[..., -1])[0].to(dtype)
 
 
-class SlotsInReach(SlotGroup):
+class NodeShardedKVGroup(ShardedKVGroup):
     """The GPUs of a node, which write their parts into each other's memory, within the kernel that adds them up; where
     they cannot, they gather."""
 
     def combine(self, attended: Tensor, logsum: Tensor, dtype: torch.dtype) -> Tensor:
-        from trainer.distributed.fused import calls
+        from trainer.distributed.fused import kernel_buffers
         from trainer.kernels import decode
 
         rows, heads, _, dim = attended.shape
-        made = calls(f"slots of {rows * heads}", self.key, torch.float32)  # whose programs count by that
-        sizes = decode.elements(rows, heads, dim, self.size), decode.flags(rows, heads, self.size)
+        made = kernel_buffers(f"slots of {rows * heads}", self.key, torch.float32)  # whose programs count by that
+        sizes = decode.buffer_elements(rows, heads, dim, self.size), decode.flag_count(rows, heads, self.size)
         if self.name not in OUT_OF_REACH:
             try:
                 epoch = made.begin(*sizes, attended.device)
@@ -44,10 +44,10 @@ class SlotsInReach(SlotGroup):
                 OUT_OF_REACH.add(self.name)
         if self.name in OUT_OF_REACH:
             return super().combine(attended, logsum, dtype)
-        return decode.combine(attended, logsum, dtype, made.region, epoch)
+        return decode.combine_parts(attended, logsum, dtype, made.region, epoch)
 
 
-def merged(attended: Tensor, logsum: Tensor) -> tuple[Tensor, Tensor]:
+def merge_attention(attended: Tensor, logsum: Tensor) -> tuple[Tensor, Tensor]:
     """Parts as one: [..., parts, head_dim] and [..., parts] -> [..., 1, head_dim] and [..., 1, 1], the log of the sum
     of all."""
     total = logsum.logsumexp(-1, keepdim=True)

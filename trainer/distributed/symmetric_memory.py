@@ -20,7 +20,7 @@ WITHOUT = "parallel.fusion=off and parallel.zero.transport=collectives, which ne
 Made = TypeVar("Made")
 
 
-class Shared(NamedTuple):
+class SymmetricMemory(NamedTuple):
     """parts: every rank's bytes, zeros at first, as this rank reaches them; handle: keeps them mapped."""
 
     parts: list[Tensor]
@@ -31,7 +31,7 @@ class Shared(NamedTuple):
         return [part.data_ptr() for part in self.parts]
 
 
-def agree(group: dist.ProcessGroup, failure: str = "") -> None:
+def agree_on_failure(group: dist.ProcessGroup, failure: str = "") -> None:
     """Waits for all ranks of a group. If one comes with a failure, all raise `ConfigError`, which says whose it was."""
     said: list[str] = [""] * dist.get_world_size(group)
     dist.all_gather_object(said, failure, group)
@@ -44,26 +44,26 @@ def first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-def together(group: dist.ProcessGroup, step: Callable[[], Made]) -> Made:
+def run_on_all(group: dist.ProcessGroup, step: Callable[[], Made]) -> Made:
     """What a step gives that all ranks of a group make, unless it fails on one: then none goes on without it."""
     failure = ""
     try:
         made = step()
     except (RuntimeError, OSError) as error:
         failure = f"cannot share memory ({first_line(error)}); set {WITHOUT}"
-    agree(group, failure)
+    agree_on_failure(group, failure)
     return made
 
 
-def share(size: int, device: torch.device, group: dist.ProcessGroup) -> Shared:
+def allocate_symmetric(size: int, device: torch.device, group: dist.ProcessGroup) -> SymmetricMemory:
     """`size` bytes on every rank of a group. All ranks call it together. Where one cannot, all raise `ConfigError`."""
     if device.type != "cuda":
         return share_on_host(size, group)
     from torch.distributed import _symmetric_memory as symmetric
 
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # of which nothing is used
-    own = together(group, lambda: symmetric.empty(size, dtype=torch.uint8, device=device))
-    handle = together(group, lambda: symmetric.rendezvous(own, group))
+    own = run_on_all(group, lambda: symmetric.empty(size, dtype=torch.uint8, device=device))
+    handle = run_on_all(group, lambda: symmetric.rendezvous(own, group))
 
     def reach() -> list[Tensor]:
         parts = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(dist.get_world_size(group))]
@@ -73,13 +73,13 @@ def share(size: int, device: torch.device, group: dist.ProcessGroup) -> Shared:
         torch.cuda.synchronize(device)
         return parts
 
-    return Shared(together(group, reach), (own, handle))
+    return SymmetricMemory(run_on_all(group, reach), (own, handle))
 
 
-def share_on_host(size: int, group: dist.ProcessGroup) -> Shared:
+def share_on_host(size: int, group: dist.ProcessGroup) -> SymmetricMemory:
     """The same for processes of one machine. The files are gone when all have them mapped."""
     rank = dist.get_rank(group)
-    folder = [together(group, lambda: tempfile.mkdtemp() if rank == 0 else None)]
+    folder = [run_on_all(group, lambda: tempfile.mkdtemp() if rank == 0 else None)]
     dist.broadcast_object_list(folder, group=group, group_src=0)
     names = [f"{folder[0]}/{number}" for number in range(dist.get_world_size(group))]
 
@@ -87,9 +87,9 @@ def share_on_host(size: int, group: dist.ProcessGroup) -> Shared:
         return torch.from_file(names[number], shared=True, size=size, dtype=torch.uint8)
 
     try:
-        own = together(group, lambda: reach(rank))
-        parts = together(group, lambda: [own if number == rank else reach(number) for number in range(len(names))])
+        own = run_on_all(group, lambda: reach(rank))
+        parts = run_on_all(group, lambda: [own if number == rank else reach(number) for number in range(len(names))])
     finally:
         if rank == 0:
             shutil.rmtree(folder[0])
-    return Shared(parts, None)
+    return SymmetricMemory(parts, None)

@@ -45,7 +45,7 @@ class Fragment:
         return part.flatten()[self.start : self.start + self.values.numel()]
 
 
-def boxes(tensor: Tensor | Fragment) -> list[tuple[torch.Size, Tensor]]:
+def local_regions(tensor: Tensor | Fragment) -> list[tuple[torch.Size, Tensor]]:
     """What this rank holds of a tensor as rectangles: where each begins in the whole, and its values, not copied."""
     if isinstance(tensor, Fragment):
         return [
@@ -53,7 +53,7 @@ def boxes(tensor: Tensor | Fragment) -> list[tuple[torch.Size, Tensor]]:
             for begin, values in _rectangles(tensor.values, tensor.start, tensor.part)
         ]
     if isinstance(tensor, DTensor):
-        return [(extent(tensor)[1], tensor.to_local().detach())]
+        return [(local_extent(tensor)[1], tensor.to_local().detach())]
     return [(torch.Size([0] * tensor.dim()), tensor.detach())]
 
 
@@ -77,7 +77,7 @@ def _rectangles(values: Tensor, start: int, shape: torch.Size) -> Iterator[tuple
         done += size
 
 
-def extent(tensor: DTensor, places: Mapping[str, int] | None = None) -> tuple[torch.Size, torch.Size]:
+def local_extent(tensor: DTensor, places: Mapping[str, int] | None = None) -> tuple[torch.Size, torch.Size]:
     """Shape of what a rank holds of a tensor, and where in the whole it begins. places: of the rank in the mesh, by
     dimension; None: this one's.
 
@@ -96,12 +96,12 @@ def extent(tensor: DTensor, places: Mapping[str, int] | None = None) -> tuple[to
     return torch.Size(size), torch.Size(first)
 
 
-def local(tensor: Tensor | Fragment) -> Tensor:
+def local_values(tensor: Tensor | Fragment) -> Tensor:
     """What this rank holds of a tensor."""
     return tensor.to_local() if isinstance(tensor, (DTensor, Fragment)) else tensor
 
 
-def like(tensor: Tensor | Fragment, values: Tensor) -> Tensor | Fragment:
+def with_values(tensor: Tensor | Fragment, values: Tensor) -> Tensor | Fragment:
     """Other values for what this rank holds of a tensor."""
     if isinstance(tensor, Fragment):
         return tensor.of(values)

@@ -112,7 +112,7 @@ class World:
 
     def gather(self, value: T) -> list[T]:
         """The (picklable) `value` of every rank, in order of rank, on every rank."""
-        return gather(value)
+        return gather_objects(value)
 
     def agree(self, decide: Callable[[], Any]) -> Any:
         """What rank 0 decides (a picklable value), on every rank; an error of it is raised on every rank."""
@@ -141,7 +141,7 @@ class World:
         return result
 
 
-def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """The (picklable) `value` of every rank of a group (all ranks if None), in order of rank, on every rank."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, value, group=group)
@@ -154,7 +154,7 @@ def own_group(groups: list[list[int]], timeout: datetime.timedelta, name: str) -
     return dist.new_subgroups_by_enumeration(groups, timeout=timeout, group_desc=f"mesh_{name}")[0]
 
 
-def join(shape: Mapping[str, int], device: torch.device, timeout: float = 1200.0, cp: int = 1) -> World:
+def join_world(shape: Mapping[str, int], device: torch.device, timeout: float = 1200.0, cp: int = 1) -> World:
     """Starts torch.distributed (NCCL on GPUs, gloo on CPUs) unless it runs, and builds a mesh of `shape`: sizes of its
     dimensions by name, the fastest last (`Plan.mesh`). timeout: of communication, in seconds. cp: neighbours in
     replicate x shard that share sequences (`Plan.cp`).
@@ -177,7 +177,7 @@ def join(shape: Mapping[str, int], device: torch.device, timeout: float = 1200.0
     mesh = init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
     states, context = mesh["replicate", "shard"], None
     if cp > 1:
-        everyone = gather(states.mesh.flatten().tolist())
+        everyone = gather_objects(states.mesh.flatten().tolist())
         runs = [list(ranks) for ranks in dict.fromkeys(map(tuple, everyone))]
         shared = [ranks[start : start + cp] for ranks in runs for start in range(0, len(ranks), cp)]
         apart = [ranks[start::cp] for ranks in runs for start in range(cp)]

@@ -8,14 +8,14 @@ import logging
 import torch
 from torch import Tensor
 
-from trainer.generate.placed import PlacedModel
-from trainer.model.cache import Cache
-from trainer.model.compiled import recorded
+from trainer.generate.placed import ShardedModel
+from trainer.model.cache import KVCache
+from trainer.model.compiled import capture_graph
 
 log = logging.getLogger(__name__)
 
 
-class Graphs:
+class DecodeGraphs:
     """Passes over `tokens` [rows, 1] of a cache, in place: who runs them writes the tokens and the cache's lengths.
 
     The first pass at each extent of the cache is computed as it comes, the second is recorded, further ones are
@@ -23,7 +23,7 @@ class Graphs:
     one pool of memory: the logits of a pass are overwritten by the next.
     """
 
-    def __init__(self, model: PlacedModel, cache: Cache, tokens: Tensor):
+    def __init__(self, model: ShardedModel, cache: KVCache, tokens: Tensor):
         self.model, self.cache, self.tokens = model, cache, tokens
         self.recorded: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self.seen: set[int] = set()
@@ -43,7 +43,9 @@ class Graphs:
 
     def record(self, extent: int) -> None:
         try:
-            self.recorded[extent] = recorded(lambda: self.model.logits(self.tokens, self.cache), self.stream, self.pool)
+            self.recorded[extent] = capture_graph(
+                lambda: self.model.logits(self.tokens, self.cache), self.stream, self.pool
+            )
         except RuntimeError as error:
             self.records = False
             log.warning("tokens are generated without CUDA graphs: %s", str(error).splitlines()[0])

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from trainer.checkpointing.saved import SavedModel
 from trainer.config import Config, ConfigError
 from trainer.config.model import ModelSpec
-from trainer.distributed.channels import Channels
-from trainer.distributed.slots import SlotGroup, SlotsInReach
-from trainer.distributed.world import World, join
-from trainer.model.cache import BLOCK, Cache
-from trainer.model.initial import fill
+from trainer.distributed.channels import PipelineChannels
+from trainer.distributed.slots import NodeShardedKVGroup, ShardedKVGroup
+from trainer.distributed.world import World, join_world
+from trainer.model.cache import BLOCK, KVCache
+from trainer.model.initial import fill_parameters
 from trainer.model.layers import Layer, keep_here
 from trainer.model.stage import Stage
 from trainer.model.transformer import Transformer
-from trainer.parallel.context import member
+from trainer.parallel.context import make_member
 from trainer.parallel.fsdp import FSDP
 from trainer.parallel.parallelize import keep_buffers, parallelize
 from trainer.planning.plan import node_size, resolve_plan
@@ -33,7 +33,7 @@ PADDED = {"cuda": BLOCK, "cpu": 8}
 
 
 @dataclass(frozen=True)
-class PlacedModel:
+class ShardedModel:
     """The stages of a model on this rank, and how to go through all of them. All ranks call its methods together, with
     the same tokens.
 
@@ -48,9 +48,9 @@ class PlacedModel:
     dtype: torch.dtype
     tensor_ranks: int = 1
     placement: Sequence[int] = (0,)
-    channels: Channels | None = None
+    channels: PipelineChannels | None = None
     world: World | None = None
-    sequence: SlotGroup | None = None
+    sequence: ShardedKVGroup | None = None
 
     @property
     def layers(self) -> list[Layer]:
@@ -69,12 +69,14 @@ class PlacedModel:
     @property
     def reach(self) -> float:
         """The length behind which rotated positions are others: what is kept of shorter sequences is then of no use."""
-        return min((rotary.reach for stage in self.stages.values() for rotary in rotaries(stage)), default=math.inf)
+        return min(
+            (rotary.reach for stage in self.stages.values() for rotary in list_rotaries(stage)), default=math.inf
+        )
 
-    def cache(self, rows: int, capacity: int) -> Cache:
+    def cache(self, rows: int, capacity: int) -> KVCache:
         """For so many sequences, with rows that tensor-parallel ranks can share."""
         rows, keeps = self.padded(rows, 1), all(layer.attention.caches for layer in self.layers)
-        return Cache(rows, capacity, self.device, self.sequence, keeps, self.fused)
+        return KVCache(rows, capacity, self.device, self.sequence, keeps, self.fused)
 
     def padded(self, count: int, multiple: int) -> int:
         """The next multiple that tensor-parallel ranks can share."""
@@ -85,7 +87,7 @@ class PlacedModel:
         """The tokens of a context of a length with its padding."""
         return self.padded(length, PADDED[self.device.type])
 
-    def logits(self, tokens: Tensor, cache: Cache) -> Tensor | None:
+    def logits(self, tokens: Tensor, cache: KVCache) -> Tensor | None:
         """`Transformer.extend` of all stages; None on ranks without the last one."""
         hidden, last = None, len(self.placement) - 1
         shape = torch.Size((tokens.numel() // self.tensor_ranks, self.spec.width))
@@ -127,14 +129,14 @@ class PlacedModel:
                 stage.train(training)
 
 
-def rotaries(stage: nn.Module) -> Iterator[nn.Module]:
+def list_rotaries(stage: nn.Module) -> Iterator[nn.Module]:
     """The modules of a stage, or of what an engine has around it, that know of rotated positions."""
     return (module for module in stage.modules() if hasattr(module, "reach"))
 
 
 def place_saved(
     saved: SavedModel, device: torch.device, dtype: str, tp: int = 1, processes: int = 1, cp: int = 1
-) -> PlacedModel:
+) -> ShardedModel:
     """The model of a checkpoint, in the type that it computes in, on one process or over `processes`. Of these, `tp`
     share each layer, and `cp` have the same part of the model each and share the kept keys of every sequence; the
     others share parameters, which each layer gathers when it computes (ZeRO-3). Parameters are read one at a time.
@@ -149,8 +151,8 @@ def place_saved(
             model = Transformer(saved.spec)
         model.to(compute).to_empty(device=device)
         keep_buffers(model, device)
-        fill(model, value)
-        return PlacedModel(saved.spec, {0: model.eval()}, device, compute)
+        fill_parameters(model, value)
+        return ShardedModel(saved.spec, {0: model.eval()}, device, compute)
     config = Config()
     config.parallel.tp, config.parallel.cp, config.precision.compute = tp, cp, dtype
     config.parallel.zero.stage, config.parallel.shard = 3, max(1, processes // (tp * cp))
@@ -159,15 +161,15 @@ def place_saved(
     except ConfigError as error:
         named = [problem.replace("parallel.tp", "tp").replace("parallel.cp", "cp") for problem in error.problems]
         raise ConfigError(named) from None
-    world = join(plan.mesh, device, cp=cp)
+    world = join_world(plan.mesh, device, cp=cp)
     # Ranks that share keys compute all tokens: what training shares sequences by is left out.
     alone = replace(plan, cp=1)
-    model = parallelize(config, saved.spec, range(saved.spec.depth), alone, world, ReadOnly(config, alone, world))
-    fill(model, value)
-    return PlacedModel(saved.spec, {0: model.eval()}, device, compute, tp, world=world, sequence=sharing(world))
+    model = parallelize(config, saved.spec, range(saved.spec.depth), alone, world, FrozenEngine(config, alone, world))
+    fill_parameters(model, value)
+    return ShardedModel(saved.spec, {0: model.eval()}, device, compute, tp, world=world, sequence=kv_group(world))
 
 
-class ReadOnly(FSDP):
+class FrozenEngine(FSDP):
     """Parameters that are never trained: in the compute type, and no engine around layers that no ranks share."""
 
     def shard(self, model: Stage) -> None:
@@ -176,10 +178,10 @@ class ReadOnly(FSDP):
             super().shard(model)
 
 
-def sharing(world: World) -> SlotGroup | None:
+def kv_group(world: World) -> ShardedKVGroup | None:
     """The ranks that share sequences, and so the slots of a cache."""
     if world.context is None:
         return None
     group, node = world.context.get_group(), node_size(world.size)
     near = world.device.type == "cuda" and len({rank // node for rank in dist.get_process_group_ranks(group)}) == 1
-    return member(group, SlotsInReach if near else SlotGroup)
+    return make_member(group, NodeShardedKVGroup if near else ShardedKVGroup)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainer.generate.graphs import Graphs
-from trainer.generate.placed import PlacedModel
+from trainer.generate.graphs import DecodeGraphs
+from trainer.generate.placed import ShardedModel
 from trainer.model.initial import name_seed
 
 DRAWN = 256
@@ -17,7 +17,7 @@ DRAWN = 256
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingOptions:
     """How tokens are chosen. temperature: divides the logits, 0 takes the most likely token; top_k: among this many
     most likely tokens, 0 means all; top_p: among the fewest most likely ones of which the probabilities add up to this;
     seed: of the choice. What a prompt draws does not depend on the other prompts."""
@@ -70,7 +70,7 @@ def running_sums(x: Tensor) -> Tensor:
         torch.use_deterministic_algorithms(strict, warn_only=warns)
 
 
-class Generation:
+class TokenGenerator:
     """Continues prompts, one token of each at a time.
 
     The context is the last tokens, as many as the model's longest sequence has. Keys and values of the context are
@@ -81,7 +81,12 @@ class Generation:
     """
 
     def __init__(
-        self, model: PlacedModel, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling, end: int | None
+        self,
+        model: ShardedModel,
+        prompts: Sequence[Sequence[int]],
+        count: int,
+        sampling: SamplingOptions,
+        end: int | None,
     ):
         self.model, self.count, self.sampling, self.end = model, count, sampling, end
         self.tokens, self.running = [list(prompt) for prompt in prompts], [True] * len(prompts)
@@ -91,7 +96,7 @@ class Generation:
         self.newest = torch.zeros(self.cache.rows, 1, dtype=torch.int64, device=model.device)
         self.active = torch.zeros(self.cache.rows, dtype=torch.int64, device=model.device)
         self.started = False
-        self.graphs = Graphs(model, self.cache, self.newest) if model.recordable else None
+        self.graphs = DecodeGraphs(model, self.cache, self.newest) if model.recordable else None
 
     def __iter__(self) -> Iterator[list[int | None]]:
         """The next token of each prompt, None where it has ended: after `count` tokens, before `end`, or by `stop`. All
@@ -145,10 +150,10 @@ class Generation:
 
 
 def generate_tokens(
-    model: PlacedModel, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling, end: int | None = None
+    model: ShardedModel, prompts: Sequence[Sequence[int]], count: int, sampling: SamplingOptions, end: int | None = None
 ) -> list[list[int]]:
     """What follows each of `prompts`, which are not empty: up to `count` tokens, or those before `end`."""
-    generation = Generation(model, prompts, count, sampling, end)
+    generation = TokenGenerator(model, prompts, count, sampling, end)
     with model.inference():
         for _ in generation:
             pass

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.config import ConfigError
-from trainer.util.exit_codes import rank
+from trainer.util.exit_codes import process_rank
 from trainer.util.reading import read_bytes
 
 if TYPE_CHECKING:
     from trainer.data.tokenizer import Tokenizer
-    from trainer.generate.placed import PlacedModel
-    from trainer.generate.sampling import Sampling
+    from trainer.generate.placed import ShardedModel
+    from trainer.generate.sampling import SamplingOptions
 
 LARGEST = 1 << 24
 """Bytes of a file of prompts."""
@@ -37,28 +37,28 @@ def new_lines(text: str) -> str:
     return text.replace("\\n", "\n")
 
 
-def show(
-    model: PlacedModel,
+def print_continuations(
+    model: ShardedModel,
     tokenizer: Tokenizer,
     prompts: list[str],
     tokens: int,
-    sampling: Sampling,
+    sampling: SamplingOptions,
     stops: list[str],
     numbered: bool,
 ) -> None:
     """Prints each prompt and what follows it, as it comes; of several prompts, which are computed together, one behind
     the other. numbered: with a line before each."""
     from trainer.generate.text import generate_text, in_order
-    from trainer.observe.samples import printable
+    from trainer.observe.samples import escape_controls
 
     def say(text: str) -> None:
-        if rank() == 0:
-            print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
+        if process_rank() == 0:
+            print(escape_controls(text) if sys.stdout.isatty() else text, end="", flush=True)
 
     def begin(row: int) -> None:
         say(f"--- {row + 1}\n" * numbered + tokenizer.decode(tokenizer.encode(prompts[row])))
 
-    if rank() == 0:
+    if process_rank() == 0:
         warn_of_length(model.spec.max_length, tokens, [len(tokenizer.encode(prompt)) for prompt in prompts])
     begin(0)
     with model.inference():

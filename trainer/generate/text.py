@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from trainer.data.tokenizer import Tokenizer
-from trainer.generate.placed import PlacedModel
-from trainer.generate.sampling import Generation, Sampling
+from trainer.generate.placed import ShardedModel
+from trainer.generate.sampling import SamplingOptions, TokenGenerator
 
 HALF = "\ufffd"
 """What a character shows as whose last bytes are tokens to come."""
 
 
-class Stream:
+class TextStream:
     """The text of tokens that come one by one, up to the first of `stops` that is complete.
 
     Held back is what later tokens may change: half a character, and what a stop may begin with."""
@@ -40,7 +40,7 @@ class Stream:
             self.stopped = True
             certain, self.held = self.held[: min(found)[1]], ""
             return certain
-        begun = max((begins(self.held, stop) for stop in self.stops), default=0)
+        begun = max((partial_stop_length(self.held, stop) for stop in self.stops), default=0)
         certain, self.held = self.held[: len(self.held) - begun], self.held[len(self.held) - begun :]
         return certain
 
@@ -54,12 +54,12 @@ class Stream:
         return text + ("" if self.stopped else self.held)
 
 
-def begins(text: str, stop: str) -> int:
+def partial_stop_length(text: str, stop: str) -> int:
     """The most characters at the end of `text` with which `stop`, which is not in it, begins."""
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """More of the text that follows a prompt. row: number of the prompt; last: whether no more comes."""
 
     row: int
@@ -68,19 +68,19 @@ class Piece(NamedTuple):
 
 
 def generate_text(
-    model: PlacedModel,
+    model: ShardedModel,
     tokenizer: Tokenizer,
     prompts: Sequence[str],
     count: int,
-    sampling: Sampling,
+    sampling: SamplingOptions,
     stops: Sequence[str] = (),
-) -> Iterator[Piece]:
+) -> Iterator[TextPiece]:
     """What follows each of `prompts`, piece by piece as it is computed, of all prompts at a time. An empty prompt
     begins a document. Ends after `count` tokens, before the end mark, or before the first of `stops`. All ranks call it
     together and take all of it, within `model.inference()`."""
     tokens = [tokenizer.encode(prompt) or [tokenizer.end_id] for prompt in prompts]
-    generation = Generation(model, tokens, count, sampling, tokenizer.end_id)
-    streams = {row: Stream(tokenizer.decode, prompt, stops) for row, prompt in enumerate(tokens)}
+    generation = TokenGenerator(model, tokens, count, sampling, tokenizer.end_id)
+    streams = {row: TextStream(tokenizer.decode, prompt, stops) for row, prompt in enumerate(tokens)}
     for found in generation:
         for row, stream in list(streams.items()):
             token = found[row]
@@ -90,14 +90,14 @@ def generate_text(
             if last := token is None or stream.stopped:
                 del streams[row]
             if text or last:
-                yield Piece(row, text, last)
+                yield TextPiece(row, text, last)
     for row, stream in streams.items():
-        yield Piece(row, stream.end(), True)
+        yield TextPiece(row, stream.end(), True)
 
 
-def in_order(pieces: Iterable[Piece]) -> Iterator[Piece]:
+def in_order(pieces: Iterable[TextPiece]) -> Iterator[TextPiece]:
     """The pieces of one prompt behind those of another, each as soon as those before it have come."""
-    waiting: dict[int, list[Piece]] = {}
+    waiting: dict[int, list[TextPiece]] = {}
     row = 0
     for piece in pieces:
         waiting.setdefault(piece.row, []).append(piece)
@@ -106,12 +106,12 @@ def in_order(pieces: Iterable[Piece]) -> Iterator[Piece]:
             row += ready[-1].last
 
 
-def continuations(
-    model: PlacedModel,
+def continue_prompts(
+    model: ShardedModel,
     tokenizer: Tokenizer,
     prompts: Sequence[str],
     count: int,
-    sampling: Sampling,
+    sampling: SamplingOptions,
     stops: Sequence[str] = (),
 ) -> list[str]:
     """The same, whole: what follows each of `prompts`."""

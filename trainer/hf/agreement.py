@@ -30,14 +30,14 @@ from torch import Tensor
 
 from trainer.config import ConfigError
 from trainer.config.model import LayerSpec, ModelSpec, RopeSpec
-from trainer.config.typed import flat
-from trainer.hf.config import assign, config_from_spec, encode, same
+from trainer.config.typed import flatten_values
+from trainer.hf.config import assign_field, config_from_spec, encode_option, same_value
 from trainer.hf.families import FAMILIES
-from trainer.hf.weights import entries, write_weights
-from trainer.model.initial import fill, name_seed
+from trainer.hf.weights import list_entries, write_weights
+from trainer.model.initial import fill_parameters, name_seed
 from trainer.model.transformer import Transformer
-from trainer.planning.cost.parameters import ParameterInfo, declarations
-from trainer.util.reading import brief
+from trainer.planning.cost.parameters import ParameterInfo, declare_parameters
+from trainer.util.reading import shorten_foreign
 
 LENGTH = 256
 """Tokens of the small model's sequence: as many as show scaled frequencies, and a window of half of them."""
@@ -58,7 +58,7 @@ SIZES = ("vocab_size", "width", "depth", "max_length", "attention.heads", "atten
 def check_export(spec: ModelSpec, config: dict[str, Any]) -> None:
     """Raises `ConfigError` where transformers makes another model of `config` than `spec`; it names the field that is
     to blame, which is one whose usual value would be exported faithfully."""
-    reason = disagreement(spec, config)
+    reason = find_disagreement(spec, config)
     if reason is None:
         return
     written_of_spec = config_from_spec(spec)
@@ -66,15 +66,17 @@ def check_export(spec: ModelSpec, config: dict[str, Any]) -> None:
 
     def exported(other: ModelSpec) -> bool:
         try:
-            return not other.check() and disagreement(other, {**config_from_spec(other), **outside}) is None
+            return not other.check() and find_disagreement(other, {**config_from_spec(other), **outside}) is None
         except ConfigError:
             return False
 
     usual = usual_values(spec.family)
-    for path, value in sorted(flat(asdict(spec)).items(), key=lambda field: field[0] in SIZES):  # those rarely are it
-        if path in usual and not same(value, usual[path]):
+    for path, value in sorted(
+        flatten_values(asdict(spec)).items(), key=lambda field: field[0] in SIZES
+    ):  # those rarely are it
+        if path in usual and not same_value(value, usual[path]):
             other = copy.deepcopy(spec)
-            assign(other, path, usual[path])
+            assign_field(other, path, usual[path])
             if exported(other):
                 raise ConfigError(
                     f"model.{path}={value} cannot be exported as model.family={spec.family}: {reason}; "
@@ -86,43 +88,47 @@ def check_export(spec: ModelSpec, config: dict[str, Any]) -> None:
 def check_import(spec: ModelSpec, config: dict[str, Any]) -> None:
     """Raises `ConfigError` where transformers makes another model of `config` than `spec`; it names the option that is
     to blame, which is one without which both are the same."""
-    reason = disagreement(spec, config)
+    reason = find_disagreement(spec, config)
     if reason is None:
         return
-    found = unusual(config, usual_config(config["model_type"]))
-    for path, value in sorted(found, key=lambda option: option[0][0] in sizes(spec)):  # sizes rarely are to blame
-        for other, advice in ((changed(config, path), "leaving it out"), (changed(config, path, None), "null")):
-            if disagreement(spec, other) is None:
-                raise ConfigError(f"{'.'.join(path)}={brief(value)} is not supported: {reason}; supported: {advice}")
+    found = unusual_options(config, usual_config(config["model_type"]))
+    for path, value in sorted(
+        found, key=lambda option: option[0][0] in size_options(spec)
+    ):  # sizes rarely are to blame
+        for other, advice in ((with_option(config, path), "leaving it out"), (with_option(config, path, None), "null")):
+            if find_disagreement(spec, other) is None:
+                raise ConfigError(
+                    f"{'.'.join(path)}={shorten_foreign(value)} is not supported: {reason}; supported: {advice}"
+                )
     raise ConfigError(f"model_type={config['model_type']!r}: {reason}")
 
 
-def disagreement(spec: ModelSpec, config: dict[str, Any]) -> str | None:
+def find_disagreement(spec: ModelSpec, config: dict[str, Any]) -> str | None:
     """How the model that transformers makes of a complete `config` differs from `spec`; None where it does not."""
     import transformers
 
     who = f"transformers {transformers.__version__}"
-    with quiet(), tempfile.TemporaryDirectory() as temporary:
+    with silence_transformers(), tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         try:
             whole = transformers.AutoConfig.from_pretrained(
-                written(folder / "whole", config), local_files_only=True, trust_remote_code=False
+                write_config(folder / "whole", config), local_files_only=True, trust_remote_code=False
             )
             shallow, shallow_config = with_few_layers(spec, config)
             opened = transformers.AutoConfig.from_pretrained(
-                written(folder / "shallow", shallow_config), local_files_only=True, trust_remote_code=False
+                write_config(folder / "shallow", shallow_config), local_files_only=True, trust_remote_code=False
             )
             if reason := other_sizes(replace(shallow, depth=spec.depth), whole) or other_shapes(shallow, opened):
                 return f"{who} {reason}"
-            off = difference(*narrowed(shallow, shallow_config), folder / "small")
+            off = logit_difference(*shrink_model(shallow, shallow_config), folder / "small")
         except Exception as error:  # whatever class of error transformers refuses an option with
-            return f"{who} refuses it ({type(error).__name__}: {brief(error)})"
+            return f"{who} refuses it ({type(error).__name__}: {shorten_foreign(error)})"
     return None if off <= TOLERANCE else f"{who} computes other logits (relative difference {off:.1g})"
 
 
 def other_sizes(spec: ModelSpec, opened: Any) -> str | None:
     """Which size transformers' configuration has otherwise; null stands for what follows from others."""
-    for option, size in sizes(spec).items():
+    for option, size in size_options(spec).items():
         if (found := getattr(opened, option)) not in (size, None):
             return f"reads {option}={found} instead of {size}"
     return None
@@ -134,23 +140,23 @@ def other_shapes(spec: ModelSpec, opened: Any) -> str | None:
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(opened, trust_remote_code=False)
-    infos = declarations(spec)
-    ours = Counter(entry.shape(infos) for entry in entries(spec, infos))
+    infos = declare_parameters(spec)
+    ours = Counter(entry.shape(infos) for entry in list_entries(spec, infos))
     theirs = Counter(tuple(parameter.shape) for parameter in model.parameters())
     return None if ours == theirs else f"has parameters of shapes {[*theirs - ours]} instead of {[*ours - theirs]}"
 
 
 @torch.no_grad()
-def difference(spec: ModelSpec, config: dict[str, Any], folder: Path) -> float:
+def logit_difference(spec: ModelSpec, config: dict[str, Any], folder: Path) -> float:
     """The largest difference between transformers' logits and ours, beyond what rounding explains at its token. It is
     relative to the largest logit before a soft cap, because that is what rounding errors grow with."""
     from transformers import AutoModelForCausalLM
 
-    if (parameters := sum(info.size for info in declarations(spec).values())) > MOST:
+    if (parameters := sum(info.size for info in declare_parameters(spec).values())) > MOST:
         raise ValueError(f"{parameters} parameters are left when it is made small: its heads are beyond any model's")
     ours = Transformer(spec).eval()
-    fill(ours, partial(sample_weight, spec))
-    write_weights(written(folder, config), spec, dict(ours.named_parameters()).__getitem__)
+    fill_parameters(ours, partial(sample_weight, spec))
+    write_weights(write_config(folder, config), spec, dict(ours.named_parameters()).__getitem__)
     theirs, report = AutoModelForCausalLM.from_pretrained(
         folder,
         local_files_only=True,
@@ -171,7 +177,7 @@ def difference(spec: ModelSpec, config: dict[str, Any], folder: Path) -> float:
         model.head.loss = replace(model.head.loss, soft_cap=soft_cap)
         return model(tokens[:, :size])
 
-    for size in {length, *(rope.original_length for rope in ropes if extends(rope))}:
+    for size in {length, *(rope.original_length for rope in ropes if extends_positions(rope))}:
         expected = logits_of(exact, size)
         logits = theirs.eval()(tokens[:, :size], use_cache=False, return_dict=True).logits
         error, rounding = ((some - expected).abs().amax(-1) for some in (logits, logits_of(ours, size)))
@@ -204,10 +210,10 @@ def with_few_layers(spec: ModelSpec, config: dict[str, Any]) -> tuple[ModelSpec,
     kept = sorted({kinds.index(kind) for kind in kinds} | {spec.depth - 1})
     shallow = with_layers(spec, [layers[index] for index in kept])
     lists = {key: [value[index] for index in kept] for key, value in by_layer.items()}
-    return shallow, {**config, **lists, **sizes(shallow, "depth")}
+    return shallow, {**config, **lists, **size_options(shallow, "depth")}
 
 
-def narrowed(spec: ModelSpec, config: dict[str, Any]) -> tuple[ModelSpec, dict[str, Any]]:
+def shrink_model(spec: ModelSpec, config: dict[str, Any]) -> tuple[ModelSpec, dict[str, Any]]:
     """Both with few heads, narrow blocks, few tokens, and windows and extended positions that begin within `LENGTH`.
     The width keeps its relation to the number of heads, and what follows from sizes in an architecture does so
     again."""
@@ -225,15 +231,15 @@ def narrowed(spec: ModelSpec, config: dict[str, Any]) -> tuple[ModelSpec, dict[s
     if any(layer.attention.rope.scaling == "dynamic" for layer in layers):
         small.max_length = min(spec.max_length, LENGTH // 2)
     for path, value in FAMILIES[spec.family].fixed.items():
-        if callable(value) and same(attrgetter(path)(spec), value(spec)):
-            assign(small, path, value(small))
+        if callable(value) and same_value(attrgetter(path)(spec), value(spec)):
+            assign_field(small, path, value(small))
     window = {key: windows.get(value, value) for key, value in config.items() if key == "sliding_window"}
     tokens = {
         key: value % small.vocab_size
         for key, value in config.items()
         if key.endswith("_token_id") and isinstance(value, int)
     }
-    return small, {**shorter_rope(config, layers[0].attention.rope), **sizes(small), **window, **tokens}
+    return small, {**shorter_rope(config, layers[0].attention.rope), **size_options(small), **window, **tokens}
 
 
 def narrow_layer(layer: LayerSpec, windows: dict[int, int]) -> LayerSpec:
@@ -241,13 +247,17 @@ def narrow_layer(layer: LayerSpec, windows: dict[int, int]) -> LayerSpec:
     a = layer.attention
     kv_heads = least_divisor(a.kv_heads)
     heads = kv_heads * least_divisor(a.heads // a.kv_heads)
-    rope = replace(a.rope, original_length=min(a.rope.original_length, LENGTH // 2)) if extends(a.rope) else a.rope
+    rope = (
+        replace(a.rope, original_length=min(a.rope.original_length, LENGTH // 2))
+        if extends_positions(a.rope)
+        else a.rope
+    )
     attention = replace(a, heads=heads, kv_heads=kv_heads, window=windows.get(a.window, a.window), rope=rope)
     width = min(layer.feed_forward.width, FEED_FORWARD)
     return replace(layer, attention=attention, feed_forward=replace(layer.feed_forward, width=width))
 
 
-def extends(rope: RopeSpec) -> bool:
+def extends_positions(rope: RopeSpec) -> bool:
     """Whether frequencies are others beyond the original length."""
     return rope.scaling == "longrope"
 
@@ -255,7 +265,7 @@ def extends(rope: RopeSpec) -> bool:
 def shorter_rope(config: dict[str, Any], rope: RopeSpec) -> dict[str, Any]:
     """The configuration with the original length of `rope`, where frequencies depend on it, and the factor that may
     have followed from it."""
-    if not extends(rope):
+    if not extends_positions(rope):
         return config
     length = {"original_max_position_embeddings": rope.original_length}
     groups = {name: config[name] | length | {"factor": rope.factor} for name in ROPE_GROUPS if config.get(name)}
@@ -273,47 +283,47 @@ def with_layers(spec: ModelSpec, layers: list[LayerSpec]) -> ModelSpec:
     return replace(spec, depth=len(layers), **vars(copy.deepcopy(layers[0])), pattern=[], overrides=overrides)
 
 
-def sizes(spec: ModelSpec, *paths: str) -> dict[str, Any]:
+def size_options(spec: ModelSpec, *paths: str) -> dict[str, Any]:
     """The options of config.json that say how large the model is, or some of them."""
     names = {key: path if isinstance(path, str) else path[0] for key, path in FAMILIES[spec.family].fields.items()}
-    return {key: encode(path, attrgetter(path)(spec)) for key, path in names.items() if path in (paths or SIZES)}
+    return {key: encode_option(path, attrgetter(path)(spec)) for key, path in names.items() if path in (paths or SIZES)}
 
 
 def usual_values(family: str) -> dict[str, Any]:
     """Dotted field -> the value that an exportable model of the family commonly has."""
     spec = ModelSpec(family=family)
     for path, value in FAMILIES[family].fixed.items():
-        assign(spec, path, value(spec) if callable(value) else value)
-    return flat(asdict(spec))
+        assign_field(spec, path, value(spec) if callable(value) else value)
+    return flatten_values(asdict(spec))
 
 
 def usual_config(model_type: str) -> dict[str, Any]:
     """The options that transformers' class has by default."""
     from transformers import AutoConfig
 
-    with quiet():
+    with silence_transformers():
         return AutoConfig.for_model(model_type).to_dict()
 
 
-def unusual(config: dict[str, Any], usual: dict[str, Any]) -> Iterator[tuple[list[str], Any]]:
+def unusual_options(config: dict[str, Any], usual: dict[str, Any]) -> Iterator[tuple[list[str], Any]]:
     """The options that are not as usual, by their path of keys; those of a group (rope_parameters) before the group."""
     for key, value in config.items():
         if value != usual.get(key, ...):
             if isinstance(value, dict):
-                yield from (([key, *path], inner) for path, inner in unusual(value, usual.get(key) or {}))
+                yield from (([key, *path], inner) for path, inner in unusual_options(value, usual.get(key) or {}))
             yield [str(key)], value
 
 
-def changed(config: dict[str, Any], path: list[str], *value: Any) -> dict[str, Any]:
+def with_option(config: dict[str, Any], path: list[str], *value: Any) -> dict[str, Any]:
     """The configuration with another value at a path of keys, or without one."""
     first, *rest = path
     if rest:
-        return {**config, first: changed(config[first], rest, *value)}
+        return {**config, first: with_option(config[first], rest, *value)}
     kept = {key: old for key, old in config.items() if str(key) != first}
     return {**kept, first: value[0]} if value else kept
 
 
-def written(folder: Path, config: dict[str, Any]) -> Path:
+def write_config(folder: Path, config: dict[str, Any]) -> Path:
     """`folder`, new, with the configuration as its config.json."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
@@ -321,7 +331,7 @@ def written(folder: Path, config: dict[str, Any]) -> Path:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def silence_transformers() -> Iterator[None]:
     """Transformers neither logs nor draws bars here, and takes no random numbers away."""
     from transformers.utils import logging
 

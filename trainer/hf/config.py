@@ -10,9 +10,9 @@ from typing import Any
 
 from trainer.config import ConfigError, typed
 from trainer.config.model import DEEPEST, SCALING_FIELDS, ModelSpec, RopeSpec
-from trainer.config.typed import flat
-from trainer.hf.families import ACTIVATIONS, FAMILIES, Family
-from trainer.util.reading import brief
+from trainer.config.typed import flatten_values
+from trainer.hf.families import ACTIVATIONS, FAMILIES, ModelFamily
+from trainer.util.reading import shorten_foreign
 
 LARGEST = 1 << 31
 """Any number of a model but its layers: what is made of a larger one would fill the memory."""
@@ -57,10 +57,10 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
     """
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
-        raise ConfigError(f"model_type={shown(model_type)} is not supported; supported: {', '.join(FAMILIES)}")
+        raise ConfigError(f"model_type={format_option(model_type)} is not supported; supported: {', '.join(FAMILIES)}")
     family = FAMILIES[model_type]
     problems = [
-        f"{key}={shown(config[key])} is not supported by model family {model_type}; supported: {value!r}"
+        f"{key}={format_option(config[key])} is not supported by model family {model_type}; supported: {value!r}"
         for key, value in family.required.items()
         if config.get(key, value) != value
     ]
@@ -69,11 +69,11 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
     for key, paths in family.fields.items():
         for path in (paths,) if isinstance(paths, str) else paths:
             try:
-                assign(spec, path, decode(path, config.get(key)))
+                assign_field(spec, path, decode_option(path, config.get(key)))
             except ValueError as error:
-                problems.append(f"{key}={shown(config.get(key))} is not supported; supported: {error}")
+                problems.append(f"{key}={format_option(config.get(key))} is not supported; supported: {error}")
     for path, value in family.fixed.items():
-        assign(spec, path, value(spec) if callable(value) else value)
+        assign_field(spec, path, value(spec) if callable(value) else value)
     spec.feed_forward.width = spec.feed_forward.width or 4 * spec.width  # GPT-2's n_inner: null
     if family.rope:
         spec.attention.rope = rope_from_config(config, family, problems)
@@ -83,21 +83,21 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
     else:
         spec.pattern = window_pattern(windows)
     wrong: dict[str, str] = {}
-    typed.build(spec.to_dict(), wrong, ModelSpec, "model")
+    typed.build_typed(spec.to_dict(), wrong, ModelSpec, "model")
     if problems := problems or list(wrong.values()) or spec.check():
         raise ConfigError(problems)
     return spec
 
 
-def shown(value: Any) -> str:
+def format_option(value: Any) -> str:
     """An option's value in a message."""
-    return repr(value) if len(repr(value)) <= 40 else brief(value)
+    return repr(value) if len(repr(value)) <= 40 else shorten_foreign(value)
 
 
 def check_sizes(raw: dict[str, Any]) -> None:
     """Raises `ConfigError` for numbers that no model has, before anything is made of them."""
     problems = [
-        f"{key}={brief(value)} is beyond any model; legal: up to {most}"
+        f"{key}={shorten_foreign(value)} is beyond any model; legal: up to {most}"
         for key, value in raw.items()
         if isinstance(value, int | float) and value > (most := DEEPEST if "layer" in key else LARGEST)
     ]
@@ -121,7 +121,7 @@ def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
     common = dataclasses.replace(spec, attention=layer.attention, feed_forward=layer.feed_forward, norm=layer.norm)
     for key, paths in family.fields.items():
         path = paths if isinstance(paths, str) else paths[0]
-        config[key] = encode(path, attrgetter(path)(common))
+        config[key] = encode_option(path, attrgetter(path)(common))
     if family.rope:
         config.update(rope_to_config(layer.attention.rope, family))
     windows = [spec.layer(index).attention.window for index in range(spec.depth)]
@@ -142,22 +142,22 @@ def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
 
 def first_difference(spec: ModelSpec, other: ModelSpec) -> str | None:
     """The first field in which two specs describe different functions: `model.attention.window=16 (layer 3)`."""
-    theirs = flat(dataclasses.asdict(other))
-    for path, value in flat(dataclasses.asdict(spec)).items():
+    theirs = flatten_values(dataclasses.asdict(other))
+    for path, value in flatten_values(dataclasses.asdict(spec)).items():
         if path.split(".")[0] not in ("name", "init", "attention", "feed_forward", "pattern", "overrides"):
-            if not same(value, theirs[path]):
+            if not same_value(value, theirs[path]):
                 return f"model.{path}={value}"
     for index in range(spec.depth):
         theirs = layer_facts(other, index)
         for key, value in layer_facts(spec, index).items():
-            if not same(value, theirs.get(key)):
+            if not same_value(value, theirs.get(key)):
                 return f"model.{key}={value} (layer {index})"
     return None
 
 
 def layer_facts(spec: ModelSpec, index: int) -> dict[str, Any]:
     """Dotted field -> value of a resolved layer, without fields that have no effect beside the others."""
-    facts = flat(dataclasses.asdict(spec.layer(index)))
+    facts = flatten_values(dataclasses.asdict(spec.layer(index)))
     rope = facts["attention.positions"] == "rope"
     used = ("theta", "fraction", "scaling", *SCALING_FIELDS[facts["attention.rope.scaling"]])
     return {
@@ -167,17 +167,17 @@ def layer_facts(spec: ModelSpec, index: int) -> dict[str, Any]:
     }
 
 
-def same(a: Any, b: Any) -> bool:
+def same_value(a: Any, b: Any) -> bool:
     return math.isclose(a, b, rel_tol=1e-9) if isinstance(a, float) and isinstance(b, float) else a == b
 
 
-def assign(spec: ModelSpec, path: str, value: Any) -> None:
+def assign_field(spec: ModelSpec, path: str, value: Any) -> None:
     """Sets the field at a dotted path."""
     *blocks, name = path.split(".")
     setattr(attrgetter(".".join(blocks))(spec) if blocks else spec, name, value)
 
 
-def decode(path: str, value: Any) -> Any:
+def decode_option(path: str, value: Any) -> Any:
     """An option's value as the spec holds it; null becomes 0. Raises `ValueError` listing what is supported."""
     if path == "feed_forward.activation":
         if value not in ACTIVATIONS:
@@ -190,8 +190,8 @@ def decode(path: str, value: Any) -> Any:
     return float(value) if path.endswith(("eps", "std", "soft_cap")) else value
 
 
-def encode(path: str, value: Any) -> Any:
-    """A field's value as config.json holds it: the inverse of `decode`."""
+def encode_option(path: str, value: Any) -> Any:
+    """A field's value as config.json holds it: the inverse of `decode_option`."""
     if path == "feed_forward.activation":
         return next(theirs for theirs, ours in ACTIVATIONS.items() if ours == value)
     if path == "attention.scale":
@@ -199,7 +199,7 @@ def encode(path: str, value: Any) -> Any:
     return None if path.endswith("soft_cap") and not value else value
 
 
-def rope_from_config(config: dict[str, Any], family: Family, problems: list[str]) -> RopeSpec:
+def rope_from_config(config: dict[str, Any], family: ModelFamily, problems: list[str]) -> RopeSpec:
     """Rotary positions from `rope_parameters` (transformers 5) or from `rope_scaling` and options beside it (before).
 
     What the architecture does not read is not read here either.
@@ -227,7 +227,7 @@ def rope_from_config(config: dict[str, Any], family: Family, problems: list[str]
     return rope
 
 
-def rope_to_config(rope: RopeSpec, family: Family) -> dict[str, Any]:
+def rope_to_config(rope: RopeSpec, family: ModelFamily) -> dict[str, Any]:
     """The options of rotary positions under the names of transformers 5 and of its predecessors. None is left to a
     default."""
     kind = next(theirs for theirs, ours in ROPE_TYPES.items() if ours == rope.scaling)
@@ -245,7 +245,7 @@ def rope_to_config(rope: RopeSpec, family: Family) -> dict[str, Any]:
     }
 
 
-def windows_from_config(config: dict[str, Any], family: Family, depth: int, problems: list[str]) -> list[int]:
+def windows_from_config(config: dict[str, Any], family: ModelFamily, depth: int, problems: list[str]) -> list[int]:
     """The sliding window of each layer; 0 means none."""
     if family.windows == "none":
         return [0] * depth

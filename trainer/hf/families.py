@@ -11,7 +11,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Rule:
+class ModuleRule:
     """One module of a transformers checkpoint (`theirs`), and the modules of this project that it holds (`ours`).
 
     Several modules are joined along their outputs, in order.
@@ -26,7 +26,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Family:
+class ModelFamily:
     """One architecture of transformers.
 
     fields: option of config.json -> field (or fields) of the spec.
@@ -43,8 +43,8 @@ class Family:
     base: str
     layers: str
     fields: dict[str, str | tuple[str, ...]]
-    rules: tuple[Rule, ...]
-    layer_rules: tuple[Rule, ...]
+    rules: tuple[ModuleRule, ...]
+    layer_rules: tuple[ModuleRule, ...]
     fixed: dict[str, Any] = field(default_factory=dict)
     required: dict[str, Any] = field(default_factory=dict)
     written: dict[str, Any] = field(default_factory=dict)
@@ -83,27 +83,34 @@ ACTIVATION = {"hidden_act": "feed_forward.activation"}
 ROPE = {"rope_theta": "theta"}
 BIAS = {"attention_bias": ("attention.bias", "attention.output_bias")}
 
-OUTER = (Rule("model.embed_tokens", ("embedding",)), Rule("model.norm", ("norm",)), Rule("lm_head", ("head",)))
-QKV = (
-    Rule("self_attn.q_proj", ("attention.q",)),
-    Rule("self_attn.k_proj", ("attention.k",)),
-    Rule("self_attn.v_proj", ("attention.v",)),
+OUTER = (
+    ModuleRule("model.embed_tokens", ("embedding",)),
+    ModuleRule("model.norm", ("norm",)),
+    ModuleRule("lm_head", ("head",)),
 )
-OUTPUT = (Rule("self_attn.o_proj", ("attention.o",)),)
-QK_NORM = (Rule("self_attn.q_norm", ("attention.q_norm",)), Rule("self_attn.k_norm", ("attention.k_norm",)))
-GATED = (Rule("mlp.gate_proj", ("feed_forward.gate",)), Rule("mlp.up_proj", ("feed_forward.up",)))
-DOWN = (Rule("mlp.down_proj", ("feed_forward.down",)),)
-PRE_NORM = (Rule("input_layernorm", ("attention_norm",)), Rule("post_attention_layernorm", ("feed_forward_norm",)))
+QKV = (
+    ModuleRule("self_attn.q_proj", ("attention.q",)),
+    ModuleRule("self_attn.k_proj", ("attention.k",)),
+    ModuleRule("self_attn.v_proj", ("attention.v",)),
+)
+OUTPUT = (ModuleRule("self_attn.o_proj", ("attention.o",)),)
+QK_NORM = (ModuleRule("self_attn.q_norm", ("attention.q_norm",)), ModuleRule("self_attn.k_norm", ("attention.k_norm",)))
+GATED = (ModuleRule("mlp.gate_proj", ("feed_forward.gate",)), ModuleRule("mlp.up_proj", ("feed_forward.up",)))
+DOWN = (ModuleRule("mlp.down_proj", ("feed_forward.down",)),)
+PRE_NORM = (
+    ModuleRule("input_layernorm", ("attention_norm",)),
+    ModuleRule("post_attention_layernorm", ("feed_forward_norm",)),
+)
 FUSED_QKV = ("attention.q", "attention.k", "attention.v")
 
 
 def llama_like(
     architecture: str,
     fields: dict,
-    layer_rules: tuple[Rule, ...] = QKV + OUTPUT + GATED + DOWN + PRE_NORM,
+    layer_rules: tuple[ModuleRule, ...] = QKV + OUTPUT + GATED + DOWN + PRE_NORM,
     **differences: Any,
-) -> Family:
-    return Family(
+) -> ModelFamily:
+    return ModelFamily(
         architecture,
         "model.",
         "model.layers.",
@@ -116,7 +123,7 @@ def llama_like(
     )
 
 
-FAMILIES: dict[str, Family] = {
+FAMILIES: dict[str, ModelFamily] = {
     "llama": llama_like("LlamaForCausalLM", {**BIAS, "mlp_bias": "feed_forward.bias"}),
     "mistral": llama_like("MistralForCausalLM", {}, windows="all"),
     "qwen2": llama_like(
@@ -139,24 +146,24 @@ FAMILIES: dict[str, Family] = {
         + GATED
         + DOWN
         + (
-            Rule("post_attention_layernorm", ("attention_post_norm",)),
-            Rule("post_feedforward_layernorm", ("feed_forward_post_norm",)),
+            ModuleRule("post_attention_layernorm", ("attention_post_norm",)),
+            ModuleRule("post_feedforward_layernorm", ("feed_forward_post_norm",)),
         ),
         fixed={"attention.qk_norm": "full", "norm.placement": "post"},
     ),
     "phi3": llama_like(
         "Phi3ForCausalLM",
         {},
-        (Rule("self_attn.qkv_proj", FUSED_QKV),)
+        (ModuleRule("self_attn.qkv_proj", FUSED_QKV),)
         + OUTPUT
-        + (Rule("mlp.gate_up_proj", ("feed_forward.gate", "feed_forward.up")),)
+        + (ModuleRule("mlp.gate_up_proj", ("feed_forward.gate", "feed_forward.up")),)
         + DOWN
         + PRE_NORM,
         rope={"partial_rotary_factor": "fraction", "original_max_position_embeddings": "original_length"},
         windows="all",
         written={"embd_pdrop": 0.0, "resid_pdrop": 0.0},
     ),
-    "gemma2": Family(
+    "gemma2": ModelFamily(
         "Gemma2ForCausalLM",
         "model.",
         "model.layers.",
@@ -174,10 +181,10 @@ FAMILIES: dict[str, Family] = {
         + GATED
         + DOWN
         + (
-            Rule("input_layernorm", ("attention_norm",)),
-            Rule("post_attention_layernorm", ("attention_post_norm",)),
-            Rule("pre_feedforward_layernorm", ("feed_forward_norm",)),
-            Rule("post_feedforward_layernorm", ("feed_forward_post_norm",)),
+            ModuleRule("input_layernorm", ("attention_norm",)),
+            ModuleRule("post_attention_layernorm", ("attention_post_norm",)),
+            ModuleRule("pre_feedforward_layernorm", ("feed_forward_norm",)),
+            ModuleRule("post_feedforward_layernorm", ("feed_forward_post_norm",)),
         ),
         fixed={"norm.offset": 1.0, "norm.placement": "both", "embedding_scale": lambda spec: spec.width**0.5},
         required={"use_bidirectional_attention": None},
@@ -186,28 +193,28 @@ FAMILIES: dict[str, Family] = {
         windows="layers",
         window_needed=True,
     ),
-    "gpt_neox": Family(
+    "gpt_neox": ModelFamily(
         "GPTNeoXForCausalLM",
         "gpt_neox.",
         "gpt_neox.layers.",
         {**DECODER, **ACTIVATION, **BIAS, "layer_norm_eps": "norm.eps", "use_parallel_residual": "parallel_residual"},
         (
-            Rule("gpt_neox.embed_in", ("embedding",)),
-            Rule("gpt_neox.final_layer_norm", ("norm",)),
-            Rule("embed_out", ("head",)),
+            ModuleRule("gpt_neox.embed_in", ("embedding",)),
+            ModuleRule("gpt_neox.final_layer_norm", ("norm",)),
+            ModuleRule("embed_out", ("head",)),
         ),
         (
-            Rule("attention.query_key_value", FUSED_QKV, per_head=True),
-            Rule("attention.dense", ("attention.o",)),
-            Rule("mlp.dense_h_to_4h", ("feed_forward.up",)),
-            Rule("mlp.dense_4h_to_h", ("feed_forward.down",)),
+            ModuleRule("attention.query_key_value", FUSED_QKV, per_head=True),
+            ModuleRule("attention.dense", ("attention.o",)),
+            ModuleRule("mlp.dense_h_to_4h", ("feed_forward.up",)),
+            ModuleRule("mlp.dense_4h_to_h", ("feed_forward.down",)),
             *PRE_NORM,
         ),
         fixed={"norm.kind": "layer", "feed_forward.kind": "plain", "feed_forward.bias": True},
         written={"attention_dropout": 0.0, "hidden_dropout": 0.0},
         rope={"rotary_emb_base": "theta", "rotary_pct": "fraction"},
     ),
-    "gpt2": Family(
+    "gpt2": ModelFamily(
         "GPT2LMHeadModel",
         "transformer.",
         "transformer.h.",
@@ -224,18 +231,18 @@ FAMILIES: dict[str, Family] = {
             "initializer_range": "init.std",
         },
         (
-            Rule("transformer.wte", ("embedding",)),
-            Rule("transformer.wpe", ("positions",)),
-            Rule("transformer.ln_f", ("norm",)),
-            Rule("lm_head", ("head",)),
+            ModuleRule("transformer.wte", ("embedding",)),
+            ModuleRule("transformer.wpe", ("positions",)),
+            ModuleRule("transformer.ln_f", ("norm",)),
+            ModuleRule("lm_head", ("head",)),
         ),
         (
-            Rule("attn.c_attn", FUSED_QKV, transposed=True),
-            Rule("attn.c_proj", ("attention.o",), transposed=True),
-            Rule("mlp.c_fc", ("feed_forward.up",), transposed=True),
-            Rule("mlp.c_proj", ("feed_forward.down",), transposed=True),
-            Rule("ln_1", ("attention_norm",)),
-            Rule("ln_2", ("feed_forward_norm",)),
+            ModuleRule("attn.c_attn", FUSED_QKV, transposed=True),
+            ModuleRule("attn.c_proj", ("attention.o",), transposed=True),
+            ModuleRule("mlp.c_fc", ("feed_forward.up",), transposed=True),
+            ModuleRule("mlp.c_proj", ("feed_forward.down",), transposed=True),
+            ModuleRule("ln_1", ("attention_norm",)),
+            ModuleRule("ln_2", ("feed_forward_norm",)),
         ),
         fixed={
             "norm.kind": "layer",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trainer.config import ConfigError
-from trainer.config.extend import extended
+from trainer.config.extend import extend_spec
 from trainer.config.model import ModelSpec
 from trainer.config.schema import ModelConfig
 from trainer.hf.agreement import check_export, check_import, usual_config
@@ -21,7 +21,7 @@ from trainer.hf.config import check_sizes, config_from_spec, spec_from_config
 from trainer.hf.families import FAMILIES
 from trainer.hf.tokenizer import SUFFIXES, TEMPLATES, named_files, open_tokenizer
 from trainer.hf.weights import write_weights
-from trainer.util.reading import brief, check_links, on_one_line, read_json
+from trainer.util.reading import check_links, on_one_line, read_json, shorten_foreign
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -41,23 +41,23 @@ def spec_from_hf(folder: str | Path) -> ModelSpec:
         named_files(folder, path.name)
         raw = read_json(path, {"model_type": (str, NoneType)}, "write it anew with transformers' save_pretrained")
         check_sizes(raw)
-        config = completed(folder, raw) if raw["model_type"] in FAMILIES else raw
+        config = complete_config(folder, raw) if raw["model_type"] in FAMILIES else raw
         spec = spec_from_config(config)
         check_import(spec, config)
     except ConfigError as error:
         raise ConfigError([f"model.from_hf={folder}: {path.name}: {problem}" for problem in error.problems]) from error
     except Exception as error:  # every class of error by which transformers refuses a field, or a field is of no use
-        raise ConfigError(f"model.from_hf={folder}: {path.name} cannot be read: {brief(error)}") from error
+        raise ConfigError(f"model.from_hf={folder}: {path.name} cannot be read: {shorten_foreign(error)}") from error
     spec.name = folder.resolve().name
     return spec
 
 
 def model_from_hf(model: ModelConfig) -> ModelConfig:
     """The model that `model.from_hf` names, extended as `model.extend` says. Raises `ConfigError`."""
-    return ModelConfig(**vars(extended(spec_from_hf(str(model.from_hf)), model.extend)))
+    return ModelConfig(**vars(extend_spec(spec_from_hf(str(model.from_hf)), model.extend)))
 
 
-def completed(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
+def complete_config(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
     """The configuration as transformers opens it, with the defaults of its class. Raises `ConfigError` where it takes
     it for another architecture's."""
     from transformers import AutoConfig
@@ -72,7 +72,7 @@ def completed(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def export(
+def export_model(
     spec: ModelSpec,
     tensors: Callable[[str], Tensor] | Mapping[str, Tensor],
     folder: str | Path,

@@ -9,7 +9,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from trainer.config import ConfigError
-from trainer.util.reading import Malformed, brief, check_links, inside, on_one_line, read_json
+from trainer.util.reading import Malformed, check_links, on_one_line, path_inside, read_json, shorten_foreign
 
 LIMIT = 256 << 20
 """Bytes of a file that belongs to a tokenizer; the largest that are published have some 40 MiB."""
@@ -43,7 +43,7 @@ def open_tokenizer(folder: Path) -> Any:
     except BaseException as error:  # whatever the tokenizer's own class raises; a panic in Rust is no Exception
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
-        reason = str(error) if isinstance(error, ConfigError) else brief(error)
+        reason = str(error) if isinstance(error, ConfigError) else shorten_foreign(error)
         if "trust_remote_code" in str(error):
             reason = (
                 "it brings code of its own (auto_map), which is never run; save it as a tokenizer of transformers' "
@@ -71,35 +71,37 @@ def named_files(folder: Path, name: str) -> dict[str, str]:
     if name == "config.json":  # transformers opens nothing else that it names
         content = {key: value for key, value in content.items() if key == "configuration_files"}
     found = {}
-    for place, value in leaves(content):
+    for place, value in list_leaves(content):
         if NEVER_OPENED.search(place):
             continue
         if FILE.search(place):
             try:
-                path = inside(folder, value if isinstance(value, str) else "")
+                path = path_inside(folder, value if isinstance(value, str) else "")
             except ValueError:
                 path = folder
             if not path.is_file():
                 raise ConfigError(
-                    f"{name} has {on_one_line(place)}={brief(value)}, which names no file in its folder; remove that "
+                    f"{name} has {on_one_line(place)}={shorten_foreign(value)}, which names no file in its "
+                    "folder; remove that "
                     "key, transformers finds the files of a tokenizer by their usual names"
                 )
             if place in content:
                 found[place] = str(path.absolute())
         elif isinstance(value, str) and (PurePath(value).is_absolute() or ".." in PurePath(value).parts):
             raise ConfigError(
-                f"{name} has {on_one_line(place)}={brief(value)}, which leads out of its folder; remove that key"
+                f"{name} has {on_one_line(place)}={shorten_foreign(value)}, which leads out of its folder; "
+                "remove that key"
             )
     return found
 
 
-def leaves(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+def list_leaves(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
     """What a parsed file holds besides mappings, lists and nulls, each with its place: `a.b`, or `a[0]` in a list."""
     if isinstance(value, dict):
         for key, item in value.items():
-            yield from leaves(item, f"{place}.{key}" if place else key)
+            yield from list_leaves(item, f"{place}.{key}" if place else key)
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            yield from leaves(item, f"{place}[{index}]")
+            yield from list_leaves(item, f"{place}[{index}]")
     elif value is not None:
         yield place, value

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from trainer.config import ConfigError
 from trainer.config.model import ModelSpec
-from trainer.hf.families import FAMILIES, Rule
-from trainer.planning.cost.parameters import ParameterInfo, declarations
-from trainer.util.reading import brief, check_links, inside, on_one_line, read_json
+from trainer.hf.families import FAMILIES, ModuleRule
+from trainer.planning.cost.parameters import ParameterInfo, declare_parameters
+from trainer.util.reading import check_links, on_one_line, path_inside, read_json, shorten_foreign
 
 # Buffers that older versions of transformers saved among the weights.
 BUFFERS = re.compile(r"(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias|attention\.bias|attention\.masked_bias)$")
@@ -30,7 +30,7 @@ SAVE = "save the model with transformers' save_pretrained, which writes safetens
 
 
 @dataclass(frozen=True)
-class Entry:
+class CheckpointEntry:
     """One tensor of a transformers checkpoint (`theirs`), and the parameters that it holds (`ours`).
 
     groups: 1 where the parameters follow one another; the number of heads where their rows alternate head by head.
@@ -59,7 +59,7 @@ class Entry:
         return shape[::-1] if self.transposed else shape
 
 
-def entries(spec: ModelSpec, infos: Mapping[str, ParameterInfo]) -> list[Entry]:
+def list_entries(spec: ModelSpec, infos: Mapping[str, ParameterInfo]) -> list[CheckpointEntry]:
     """Every tensor of the model's checkpoint, in the order of the layers; a tied head has no tensor of its own."""
     family = FAMILIES[spec.family]
     rules = [(rule.theirs, rule.ours, rule) for rule in family.rules]
@@ -69,15 +69,15 @@ def entries(spec: ModelSpec, infos: Mapping[str, ParameterInfo]) -> list[Entry]:
         for rule in family.layer_rules
     ]
     return [
-        entry(spec, theirs, ours, rule, kind)
+        find_entry(spec, theirs, ours, rule, kind)
         for theirs, ours, rule in rules
         for kind in ("weight", "bias")
         if f"{ours[0]}.{kind}" in infos
     ]
 
 
-def entry(spec: ModelSpec, theirs: str, ours: tuple[str, ...], rule: Rule, kind: str) -> Entry:
-    return Entry(
+def find_entry(spec: ModelSpec, theirs: str, ours: tuple[str, ...], rule: ModuleRule, kind: str) -> CheckpointEntry:
+    return CheckpointEntry(
         f"{theirs}.{kind}",
         tuple(f"{name}.{kind}" for name in ours),
         groups=spec.attention.heads if rule.per_head else 1,
@@ -86,16 +86,17 @@ def entry(spec: ModelSpec, theirs: str, ours: tuple[str, ...], rule: Rule, kind:
 
 
 class HFWeights:
-    """The weights of a transformers folder, each read when it is needed: `initial.fill(model, HFWeights(...))`.
+    """The weights of a transformers folder, each read when it is needed: `initial.fill_parameters(model,
+    HFWeights(...))`.
 
     Files are memory-mapped. Construction checks that every tensor is there with its shape, and that the files hold no
     others; so errors come before any memory is allocated. Raises `ConfigError` naming the file and the tensors.
     """
 
     def __init__(self, folder: str | Path, spec: ModelSpec):
-        self.folder, self.infos = Path(folder).expanduser(), declarations(spec)
+        self.folder, self.infos = Path(folder).expanduser(), declare_parameters(spec)
         self.tied, self.base = spec.tied, FAMILIES[spec.family].base
-        self.entries = {name: e for e in entries(spec, self.infos) for name in e.ours}
+        self.entries = {name: e for e in list_entries(spec, self.infos) for name in e.ours}
         self.handles: dict[str, Any] = {}
         self.files = self.find_files()
         self.check()
@@ -122,22 +123,24 @@ class HFWeights:
             try:
                 return dict(read_json(index, {"weight_map": {str: str}}, SAVE)["weight_map"])
             except (OSError, ConfigError) as error:
-                raise self.error(f"{index.name} is not an index of safetensors files ({brief(error)})") from error
+                raise self.error(
+                    f"{index.name} is not an index of safetensors files ({shorten_foreign(error)})"
+                ) from error
         if not (self.folder / single).is_file():
             others = sorted(path.name for path in self.folder.glob("*.bin"))
-            pickled = f" ({some(others)} may hold weights, but as a pickle, which can run code and is not read)"
+            pickled = f" ({format_names(others)} may hold weights, but as a pickle, which can run code and is not read)"
             raise self.error(f"there is neither {single} nor {index.name}{pickled if others else ''}; {SAVE}")
         return {name: single for name in self.open(single).keys()}
 
     def open(self, file: str) -> Any:
         if file not in self.handles:
             try:
-                path = inside(self.folder, file)
+                path = path_inside(self.folder, file)
                 if not path.is_file():
                     raise ValueError("it is missing")
                 self.handles[file] = safe_open(path, "pt")
             except (SafetensorError, OSError, ValueError) as error:
-                raise self.error(f"{on_one_line(file)} cannot be read: {brief(error)}") from error
+                raise self.error(f"{on_one_line(file)} cannot be read: {shorten_foreign(error)}") from error
         return self.handles[file]
 
     def stored_name(self, name: str) -> str:
@@ -150,9 +153,11 @@ class HFWeights:
         allowed = {"lm_head.weight", "embed_out.weight"} if self.tied else set()
         problems = []
         if missing := [name for name in shapes if self.stored_name(name) not in self.files]:
-            problems.append(f"{some(missing)} missing from the weights")
+            problems.append(f"{format_names(missing)} missing from the weights")
         if extra := [name for name in self.files if name not in stored | allowed and not BUFFERS.search(name)]:
-            problems.append(f"{some(extra)} in the weights, but not part of the model that config.json describes")
+            problems.append(
+                f"{format_names(extra)} in the weights, but not part of the model that config.json describes"
+            )
         for name, shape in shapes.items():
             name = self.stored_name(name)
             if name in self.files:
@@ -177,7 +182,7 @@ class HFWeights:
         return ConfigError(self.message(problem))
 
 
-def some(names: list[str]) -> str:
+def format_names(names: list[str]) -> str:
     """The first names of a list, and how many there are."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
@@ -193,8 +198,8 @@ def write_weights(
     tensors are in memory at a time."""
     from huggingface_hub import split_torch_state_dict_into_shards
 
-    infos = declarations(spec)
-    content = {e.theirs: e for e in entries(spec, infos)}
+    infos = declare_parameters(spec)
+    content = {e.theirs: e for e in list_entries(spec, infos)}
     shapes = {name: torch.empty(e.shape(infos), dtype=dtype, device="meta") for name, e in content.items()}
     split = split_torch_state_dict_into_shards(shapes, max_shard_size=shard_size)
     for file, names in split.filename_to_tensors.items():

@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainer.kernels.exchange import Region, peer, signal, wait
+from trainer.kernels.exchange import SymmetricRegion, peer_address, signal_peer, wait_for_flag
 
-SLOTS = 64
+KV_BLOCK = 64
 """Slots that a program looks at at a time, at most."""
 
 TILE = 2**15
@@ -37,7 +37,7 @@ def _tanh(x):
 
 
 @triton.jit
-def _attend_slots(
+def _attend_kv_parts(
     query,
     key,
     value,
@@ -137,11 +137,11 @@ def _combine(
         mine = tl.where(total == 0, float("-inf"), top + tl.log(total))
         half = (epoch % 2).to(tl.int64) * HALF
         for ahead in tl.static_range(1, SIZE):
-            box = peer(boxes, (RANK + ahead) % SIZE, tl.float32) + half
+            box = peer_address(boxes, (RANK + ahead) % SIZE, tl.float32) + half
             tl.store(box + (RANK * COUNT + place) * DIM + width, result, mask=inside)
             tl.store(box + SIZE * COUNT * DIM + RANK * COUNT + place, mine)
-            signal(flags, (RANK + ahead) % SIZE, RANK * COUNT + place, epoch)
-        own = peer(boxes, RANK, tl.float32) + half
+            signal_peer(flags, (RANK + ahead) % SIZE, RANK * COUNT + place, epoch)
+        own = peer_address(boxes, RANK, tl.float32) + half
         highest = tl.full([], float("-inf"), tl.float32)
         total = tl.full([], 0.0, tl.float32)
         everyone = tl.zeros([WIDTH], tl.float32)
@@ -149,7 +149,7 @@ def _combine(
             if source == RANK:
                 log, of_source = mine, result
             else:
-                wait(flags, RANK, source, place, COUNT, epoch, error, LIMIT)
+                wait_for_flag(flags, RANK, source, place, COUNT, epoch, error, LIMIT)
                 log = tl.load(own + SIZE * COUNT * DIM + source * COUNT + place)
                 of_source = tl.load(own + (source * COUNT + place) * DIM + width, mask=inside, other=0.0)
             higher = tl.maximum(highest, log)
@@ -162,7 +162,7 @@ def _combine(
     tl.store(out + place * DIM + width, result.to(out.dtype.element_ty), mask=inside)
 
 
-def attend_slots(
+def attend_kv_parts(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -183,11 +183,11 @@ def attend_slots(
     rows, heads, _, dim = query.shape
     kv_heads, slots = key.shape[1:3]
     width = max(16, triton.next_power_of_2(dim))
-    at_once = max(16, min(SLOTS, TILE // (width * key.element_size())))
+    at_once = max(16, min(KV_BLOCK, TILE // (width * key.element_size())))
     parts = max(1, min(ceil(PROGRAMS / (rows * kv_heads)), ceil(slots / at_once)))
     attended = query.new_empty((rows, heads, parts, dim), dtype=torch.float32)
     logsum = query.new_empty((rows, heads, parts), dtype=torch.float32)
-    _attend_slots[(rows, kv_heads, parts)](
+    _attend_kv_parts[(rows, kv_heads, parts)](
         query.contiguous(),
         key,
         value,
@@ -213,11 +213,17 @@ def attend_slots(
     return attended, logsum
 
 
-def combine(
-    attended: Tensor, logsum: Tensor, dtype: torch.dtype, region: Region | None = None, epoch: int = 0, limit: int = 0
+def combine_parts(
+    attended: Tensor,
+    logsum: Tensor,
+    dtype: torch.dtype,
+    region: SymmetricRegion | None = None,
+    epoch: int = 0,
+    limit: int = 0,
 ) -> Tensor:
     """The parts together: [rows, heads, 1, head_dim]. region: of the ranks that share the slots, all of which call it,
-    with boxes of `elements` fp32 and as many flags as `flags`; limit: looks of a wait before it ends with an error."""
+    with boxes of `buffer_elements` fp32 and as many flags as `flags`; limit: looks of a wait before it ends with an
+    error."""
     rows, heads, parts, dim = attended.shape
     out = attended.new_empty((rows, heads, 1, dim), dtype=dtype)
     alone, at_once, width = out.new_empty(0), triton.next_power_of_2(parts), max(16, triton.next_power_of_2(dim))
@@ -244,10 +250,10 @@ def combine(
     return out
 
 
-def elements(rows: int, heads: int, dim: int, size: int) -> int:
+def buffer_elements(rows: int, heads: int, dim: int, size: int) -> int:
     """Of half a box: what all ranks send."""
     return size * rows * heads * (dim + 1)
 
 
-def flags(rows: int, heads: int, size: int) -> int:
+def flag_count(rows: int, heads: int, size: int) -> int:
     return size * rows * heads

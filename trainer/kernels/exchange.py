@@ -1,8 +1,9 @@
 """How programs on several GPUs tell each other that tiles have arrived, in memory that the ranks of a node share.
 
-Every rank has a `Region` of the same layout: a box for tokens or partial sums, in two halves, and flags. A flag holds
-the last epoch (number of the call, from 1) of which its tile has arrived, and only grows, so nothing is ever reset. An
-epoch uses the half of its parity. Sources release a flag behind their stores; readers acquire it before their loads.
+Every rank has a `SymmetricRegion` of the same layout: a box for tokens or partial sums, in two halves, and flags. A
+flag holds the last epoch (number of the call, from 1) of which its tile has arrived, and only grows, so nothing is ever
+reset. An epoch uses the half of its parity. Sources release a flag behind their stores; readers acquire it before their
+loads.
 
 Why a half may be written again two epochs later, without a barrier: a rank that writes in epoch e + 2 has ended its
 reader of e + 1, which waited for a flag of e + 1 of every rank; each rank raised that behind its own reader of e, since
@@ -19,25 +20,25 @@ from torch import Tensor
 
 
 @triton.jit
-def peer(table, rank, DTYPE: tl.constexpr):
+def peer_address(table, rank, DTYPE: tl.constexpr):
     """Where a rank's memory begins. Without the hint Triton 3.6 moves two bytes at a time."""
     address = tl.load(table.to(tl.pointer_type(tl.uint64)) + rank)
     return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
 
 
 @triton.jit
-def signal(flags, rank, place, epoch):
+def signal_peer(flags, rank, place, epoch):
     """Says to `rank` that all that this program has stored so far is there. Triton puts no barrier before an atomic
     operation, and other warps' stores would be missing."""
     tl.debug_barrier()
-    tl.atomic_xchg(peer(flags, rank, tl.int32) + place, epoch, sem="release", scope="sys")
+    tl.atomic_xchg(peer_address(flags, rank, tl.int32) + place, epoch, sem="release", scope="sys")
 
 
 @triton.jit
-def wait(flags, rank, source, tile, tiles, epoch, error, LIMIT: tl.constexpr):
+def wait_for_flag(flags, rank, source, tile, tiles, epoch, error, LIMIT: tl.constexpr):
     """Until this rank's flag of a tile from `source` has come to the epoch. Adding nothing compiles to a load that
     acquires. After LIMIT looks (0: never) it leaves a note in `error` instead, and nothing waits any more."""
-    flag = peer(flags, rank, tl.int32) + source * tiles + tile
+    flag = peer_address(flags, rank, tl.int32) + source * tiles + tile
     seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
     if LIMIT == 0:
         while seen < epoch:
@@ -55,7 +56,7 @@ def wait(flags, rank, source, tile, tiles, epoch, error, LIMIT: tl.constexpr):
 
 
 @dataclass(frozen=True)
-class Region:
+class SymmetricRegion:
     """Memory of one kind of call, on every rank of a group alike.
 
     boxes, flags: the address of a table with the addresses of all ranks' boxes, of their flags (int32, 0 at first);
@@ -71,7 +72,7 @@ class Region:
     error: Tensor
 
 
-def check_error(region: Region) -> None:
+def check_error(region: SymmetricRegion) -> None:
     """Raises `RuntimeError` where a reader with a limit gave up. Waits for the device."""
     epoch, tile, source, seen = region.error.tolist()
     if epoch:

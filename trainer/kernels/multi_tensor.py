@@ -84,7 +84,7 @@ def _updates(
     ALIGNED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Updates one tile. addresses: of weights, gradients and moments [3 or 4 x tensors]; scalars: of `scalars`;
+    """Updates one tile. addresses: of weights, gradients and moments [3 or 4 x tensors]; scalars: of `update_scalars`;
     first, second: what a moment takes of the new, for sgd what it keeps of the old."""
     if tl.load(scalars) != 0:
         return
@@ -131,7 +131,9 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     return out
 
 
-def scalars(rate: Tensor, divisor: Tensor, found_inf: Tensor, number: Tensor, betas: tuple[float, float]) -> Tensor:
+def update_scalars(
+    rate: Tensor, divisor: Tensor, found_inf: Tensor, number: Tensor, betas: tuple[float, float]
+) -> Tensor:
     """What an update reads from the device, in fp32: found-inf, where one nothing changes; the learning rate; what
     gradients are divided by; the rate over the first bias correction of the update with this number, from one on, and
     the root of the second."""
@@ -140,7 +142,7 @@ def scalars(rate: Tensor, divisor: Tensor, found_inf: Tensor, number: Tensor, be
     return torch.stack([found_inf, rate, divisor, rate / first, second.sqrt()]).float()
 
 
-def update(
+def update_parameters(
     kind: str,
     weights: Sequence[Tensor],
     gradients: Sequence[Tensor],
@@ -152,7 +154,7 @@ def update(
 ) -> None:
     """One update in place, in one pass over what it reads: adamw (arXiv 1711.05101), lion (arXiv 2302.06675), sgd.
 
-    moments: of adamw two for each weight, else one, all of one type. scalars: what `scalars` gives."""
+    moments: of adamw two for each weight, else one, all of one type. scalars: what `update_scalars` gives."""
     lists = [weights, gradients, *moments]
     for (weight, gradient, state, *_, aligned), places in _alike(lists).items():
         sizes = tuple(weights[place].numel() for place in places)

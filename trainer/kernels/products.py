@@ -16,7 +16,7 @@ def place_of(tile, DOWN: tl.constexpr, ACROSS: tl.constexpr, FIRST: tl.constexpr
 
 
 @triton.jit
-def multiplied(
+def multiply_tile(
     total,
     a,
     b,
@@ -54,7 +54,7 @@ def multiplied(
 
 
 @triton.jit
-def added(
+def add_product(
     total,
     operand,
     weight,
@@ -72,5 +72,5 @@ def added(
     """total and the product of the owner's rows of an operand, if there is one."""
     if DEPTH > 0:
         a = tl.multiple_of(operand + owner.to(tl.int64) * TOKENS * DEPTH, 16)
-        total = multiplied(*(total, a, weight, first, column, TOKENS, WIDTH, DEPTH, TRANSPOSED, ROWS, COLUMNS, STEP))
+        total = multiply_tile(*(total, a, weight, first, column, TOKENS, WIDTH, DEPTH, TRANSPOSED, ROWS, COLUMNS, STEP))
     return total

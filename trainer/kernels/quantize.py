@@ -220,7 +220,7 @@ def _unpack(
 
 
 @dataclass(frozen=True)
-class Form:
+class BlockFormat:
     """How blocks are encoded. kind: bf16, int8, int4 or fp8; block: elements of one; largest: magnitude of a code.
 
     hadamard: elements of a rotated run, 0 for none; factor: what a rotation is multiplied with; stochastic: whether
@@ -235,8 +235,8 @@ class Form:
     scale_bytes: int
 
 
-def pack(
-    form: Form,
+def pack_blocks(
+    form: BlockFormat,
     flat: Tensor,
     table: tuple[Tensor, Tensor],
     payload: Tensor,
@@ -277,7 +277,7 @@ def pack(
     )
 
 
-def unpack(form: Form, payload: Tensor, table: tuple[Tensor, Tensor], flat: Tensor) -> None:
+def unpack_blocks(form: BlockFormat, payload: Tensor, table: tuple[Tensor, Tensor], flat: Tensor) -> None:
     """Sums over senders what they encoded, payload [senders, rows, row bytes], into the blocks of `flat`."""
     payload = payload.contiguous()
     rows, count = payload.shape[1], table[0].numel() // payload.shape[1]
@@ -305,7 +305,7 @@ def _grid(rows: int, count: int, block: int) -> tuple[tuple[int, int], int]:
     return (-(-count // tile), rows), tile
 
 
-def _parts(form: Form, payload: Tensor) -> tuple[Tensor, Tensor]:
+def _parts(form: BlockFormat, payload: Tensor) -> tuple[Tensor, Tensor]:
     """Pointers to a payload's first scale and first code."""
     flat = payload.view(-1)
     return flat.view(torch.float32), flat[form.scale_bytes :]

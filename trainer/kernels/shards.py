@@ -40,7 +40,7 @@ def _add_up(own, arrived, total, count, stride, RANK: tl.constexpr, SIZE: tl.con
     tl.store(total + places, added.to(total.dtype.element_ty), mask=inside)
 
 
-def cast(source: Tensor, first: Tensor, second: Tensor) -> None:
+def cast_twice(source: Tensor, first: Tensor, second: Tensor) -> None:
     """Copies [n] to two places, cast to their types."""
     _cast[(triton.cdiv(len(source), TILE),)](source, first, second, len(source), TILE=TILE, num_warps=8)
 

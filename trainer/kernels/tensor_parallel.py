@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainer.kernels.exchange import Region, peer, signal, wait
-from trainer.kernels.products import added, multiplied, place_of
-from trainer.kernels.tiles import Shape
+from trainer.kernels.exchange import SymmetricRegion, peer_address, signal_peer, wait_for_flag
+from trainer.kernels.products import add_product, multiply_tile, place_of
+from trainer.kernels.tiles import TileShape
 
 
 @triton.jit
@@ -45,13 +45,13 @@ def _copy(
         place = rows[:, None] * DEPTH + depth[None, :]
         values = tl.load(x + place, mask=inside, other=0.0)
         if PULL:
-            tl.store(peer(boxes, RANK, DTYPE) + half + place, values, mask=inside)
+            tl.store(peer_address(boxes, RANK, DTYPE) + half + place, values, mask=inside)
         else:
             for ahead in tl.static_range(1, SIZE):
-                box = peer(boxes, (RANK + ahead) % SIZE, DTYPE) + half + RANK * TOKENS * DEPTH
+                box = peer_address(boxes, (RANK + ahead) % SIZE, DTYPE) + half + RANK * TOKENS * DEPTH
                 tl.store(tl.multiple_of(box, 16) + place, values, mask=inside)
     for ahead in tl.static_range(1, SIZE):
-        signal(flags, (RANK + ahead) % SIZE, RANK * TILES + tile, epoch)
+        signal_peer(flags, (RANK + ahead) % SIZE, RANK * TILES + tile, epoch)
 
 
 @triton.jit(do_not_specialize=["epoch"])
@@ -107,12 +107,12 @@ def _gather_matmul(
             if source == RANK:
                 a = tl.multiple_of(x, 16)
             else:
-                wait(flags, RANK, source, row % TILES, TILES, epoch, error, LIMIT)
+                wait_for_flag(flags, RANK, source, row % TILES, TILES, epoch, error, LIMIT)
                 if PULL:
-                    a = tl.multiple_of(peer(boxes, source, DTYPE) + half, 16)
+                    a = tl.multiple_of(peer_address(boxes, source, DTYPE) + half, 16)
                 else:
                     place = half + source.to(tl.int64) * (TOKENS * DEPTH)
-                    a = tl.multiple_of(peer(boxes, RANK, DTYPE) + place, 16)
+                    a = tl.multiple_of(peer_address(boxes, RANK, DTYPE) + place, 16)
             weight, product, width = weight0, product0, WIDTH0
             if WIDTH1 > 0:
                 width = tl.where(column < ACROSS0, WIDTH0, tl.where(column < ACROSS0 + ACROSS1, WIDTH1, WIDTH2))
@@ -123,7 +123,7 @@ def _gather_matmul(
                     weight, product, column = weight1, product1, column - ACROSS0
             column = column * COLUMNS
             total = tl.zeros((ROWS, COLUMNS), tl.float32)
-            total = multiplied(
+            total = multiply_tile(
                 *(total, a, weight, first, column, TOKENS, width, DEPTH, TRANSPOSED, ROWS, COLUMNS, STEP)
             )
             rows, columns = first + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
@@ -171,20 +171,20 @@ def _matmul_scatter(
         owner, first = row // TILES, row % TILES * ROWS
         column = column * COLUMNS
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
-        total = added(
+        total = add_product(
             *(total, operand0, weight0, owner, first, column, TOKENS, WIDTH, DEPTH0, TRANSPOSED, ROWS, COLUMNS, STEP)
         )
-        total = added(
+        total = add_product(
             *(total, operand1, weight1, owner, first, column, TOKENS, WIDTH, DEPTH1, TRANSPOSED, ROWS, COLUMNS, STEP)
         )
-        total = added(
+        total = add_product(
             *(total, operand2, weight2, owner, first, column, TOKENS, WIDTH, DEPTH2, TRANSPOSED, ROWS, COLUMNS, STEP)
         )
         rows, columns = first + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
-        box = tl.multiple_of(peer(boxes, owner, DTYPE) + half + RANK * TOKENS * WIDTH, 16)
+        box = tl.multiple_of(peer_address(boxes, owner, DTYPE) + half + RANK * TOKENS * WIDTH, 16)
         inside = (rows[:, None] < TOKENS) & (columns[None, :] < WIDTH)
         tl.store(box + rows[:, None] * WIDTH + columns[None, :], total.to(DTYPE), mask=inside)
-        signal(flags, owner, (RANK * TILES + row % TILES) * ACROSS + column // COLUMNS, epoch)
+        signal_peer(flags, owner, (RANK * TILES + row % TILES) * ACROSS + column // COLUMNS, epoch)
         tile += PROGRAMS
 
 
@@ -210,11 +210,11 @@ def _sum_received(
     DTYPE: tl.constexpr = out.dtype.element_ty
     TILES: tl.constexpr = (TOKENS + ROWS - 1) // ROWS
     ACROSS: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
-    box = peer(boxes, RANK, DTYPE) + (epoch % 2).to(tl.int64) * HALF
+    box = peer_address(boxes, RANK, DTYPE) + (epoch % 2).to(tl.int64) * HALF
     tile = tl.program_id(0)
     while tile < TILES * ACROSS:
         for source in tl.static_range(SIZE):
-            wait(flags, RANK, source, tile, TILES * ACROSS, epoch, error, LIMIT)
+            wait_for_flag(flags, RANK, source, tile, TILES * ACROSS, epoch, error, LIMIT)
         columns = tile % ACROSS * COLUMNS + tl.arange(0, COLUMNS)
         for part in range(0, ROWS // PART):
             rows = tile // ACROSS * ROWS + part * PART + tl.arange(0, PART)
@@ -229,7 +229,13 @@ def _sum_received(
 
 
 def gather_matmul(
-    region: Region, shape: Shape, epoch: int, x: Tensor, weights: Sequence[Tensor], transposed: bool, pull: bool
+    region: SymmetricRegion,
+    shape: TileShape,
+    epoch: int,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    transposed: bool,
+    pull: bool,
 ) -> list[Tensor]:
     """The products of all ranks' x [tokens, n] with up to three weights, [outputs, n] where `transposed`, else
     [n, outputs] -> [ranks x tokens, outputs] each. pull: readers fetch from the source's box; else sources write to
@@ -269,7 +275,12 @@ def gather_matmul(
 
 
 def matmul_scatter(
-    region: Region, shape: Shape, epoch: int, operands: Sequence[Tensor], weights: Sequence[Tensor], transposed: bool
+    region: SymmetricRegion,
+    shape: TileShape,
+    epoch: int,
+    operands: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    transposed: bool,
 ) -> None:
     """Sends the sum of the products of up to three operands [ranks x tokens, n] with their weights (see
     `gather_matmul`) to the ranks that have the tokens."""
@@ -300,7 +311,7 @@ def matmul_scatter(
     )
 
 
-def sum_received(region: Region, shape: Shape, epoch: int, out: Tensor) -> Tensor:
+def sum_received(region: SymmetricRegion, shape: TileShape, epoch: int, out: Tensor) -> Tensor:
     """Fills out [tokens, width] with the sum over ranks of what each sent in this epoch."""
     tokens, width = out.shape
     _sum_received[(shape.programs,)](
@@ -329,7 +340,7 @@ def _padded(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [*tensors, *[tensors[0]] * (3 - len(tensors))]
 
 
-def _check(region: Region, elements: int, dimensions: list[int]) -> None:
+def _check(region: SymmetricRegion, elements: int, dimensions: list[int]) -> None:
     if odd := [size for size in dimensions if size % 16]:
         raise ValueError(f"{odd[0]} is no multiple of 16")
     if elements > region.half:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
-class Shape:
+class TileShape:
     """How a product is cut. rows, columns, step: of a tile, and along the sum; group: rows of tiles whose columns are
     taken together; programs: of a kernel that waits, one a multiprocessor; copiers: that send beside them, on the
     multiprocessors that are left, which a product that waits for nothing takes too; limit: looks at a flag before an
@@ -49,7 +49,7 @@ The second was measured with loads by TMA, 0.79 to 0.91 by shape (docs/kernels.m
 that a tile loads for each 1,024 products, which are 12, 16 and 20."""
 
 
-def cut(base: Shape, tokens: int, widths: Sequence[int], size: int, waits: bool) -> Shape:
+def choose_tiles(base: TileShape, tokens: int, widths: Sequence[int], size: int, waits: bool) -> TileShape:
     """`base` with the tiles of `RATES` that take the least time in whole waves; the first of equals. Of tiles with
     twice as many rows as there are tokens, half would be loaded for nothing."""
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainer.model.block_mask import block_mask
-from trainer.model.compiled import compiled
+from trainer.model.compiled import compile_function
 from trainer.model.plain_attention import attend_plain
 
 
@@ -63,7 +63,9 @@ def mask_of(first: Tensor, places: Tensor, keys: int) -> Any:
     return (key <= places[:, None]) & (key >= first[:, None, :, None])
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, soft_cap: float = 0.0) -> Tensor:
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, soft_cap: float = 0.0
+) -> Tensor:
     """Causal attention. query: [batch, heads, length, head_dim]; key, value: [batch, kv_heads, length, head_dim].
 
     mask: what `build_mask` returned for the same soft_cap. Where it is None, there may be fewer queries than keys, and
@@ -74,7 +76,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, s
         return attend_plain(query, key, value, scale)
     if not isinstance(mask, Tensor):
         score_mod = partial(cap_score, cap=soft_cap) if soft_cap else None
-        return flex()(query, key, value, score_mod=score_mod, block_mask=mask, scale=scale, enable_gqa=grouped)
+        return flex_attention()(
+            query, key, value, score_mod=score_mod, block_mask=mask, scale=scale, enable_gqa=grouped
+        )
     if not soft_cap:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
     repeat = query.shape[1] // key.shape[1]
@@ -95,7 +99,7 @@ def kernel_priority(deterministic: bool) -> contextlib.AbstractContextManager:
     return sdpa_kernel(order if deterministic else [SDPBackend.CUDNN_ATTENTION, *order], set_priority=True)
 
 
-def flex() -> Callable:
+def flex_attention() -> Callable:
     """FlexAttention: a part of what is being compiled, else compiled by itself."""
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -106,4 +110,4 @@ def flex() -> Callable:
 def compiled_flex() -> Callable:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return compiled(flex_attention)
+    return compile_function(flex_attention)

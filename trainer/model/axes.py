@@ -16,7 +16,7 @@ from trainer.distributed.collectives import TensorGroup
 from trainer.planning.cost.parameters import ParameterInfo
 
 
-class Declared(nn.Module):
+class DeclaredModule(nn.Module):
     """A module whose parameters are declared with their axes.
 
     Tensor parallelism sets `group`, where a parameter's axis is split over ranks, and `part`, the rows that this rank
@@ -46,10 +46,10 @@ class Declared(nn.Module):
         parameter = getattr(self, name)
         if isinstance(parameter, DTensor):
             return parameter.to_local()
-        return parameter if self.part is None else Part.apply(parameter, self.part)
+        return parameter if self.part is None else ParameterPart.apply(parameter, self.part)
 
 
-class Part(torch.autograd.Function):
+class ParameterPart(torch.autograd.Function):
     """Some rows of a parameter; unlike indexing, differentiable inside of an operator's own implementation too."""
 
     @staticmethod
@@ -69,7 +69,7 @@ def parameter_infos(model: nn.Module) -> dict[str, ParameterInfo]:
     declared = {
         f"{prefix}.{name}": info
         for prefix, module in model.named_modules()
-        if isinstance(module, Declared)
+        if isinstance(module, DeclaredModule)
         for name, info in module.declared.items()
     }
     return {name: declared[name] for name, _ in model.named_parameters()}

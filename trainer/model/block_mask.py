@@ -47,7 +47,7 @@ def seen_blocks(first: Tensor, places: Tensor, size: int) -> tuple[Tensor, Tenso
 
 def query_tables(first: Tensor, places: Tensor, size: int, keys: int) -> tuple[Tensor, ...]:
     """Numbers and indices of the blocks of keys that each block of queries sees in part, and of those it sees whole."""
-    return tables(*seen_blocks(first, places, size), -(-keys // size))
+    return block_tables(*seen_blocks(first, places, size), -(-keys // size))
 
 
 def key_tables(first: Tensor, places: Tensor, size: int, keys: int) -> tuple[Tensor, ...]:
@@ -60,10 +60,10 @@ def key_tables(first: Tensor, places: Tensor, size: int, keys: int) -> tuple[Ten
         after = torch.searchsorted(bottom, blocks, right=True, out_int32=True)
         return torch.searchsorted(top, blocks, out_int32=True), after - 1
 
-    return tables(*between(low, high), *between(whole_low, whole_high), low.shape[1])
+    return block_tables(*between(low, high), *between(whole_low, whole_high), low.shape[1])
 
 
-def tables(low: Tensor, high: Tensor, whole_low: Tensor, whole_high: Tensor, width: int) -> tuple[Tensor, ...]:
+def block_tables(low: Tensor, high: Tensor, whole_low: Tensor, whole_high: Tensor, width: int) -> tuple[Tensor, ...]:
     """Of runs of blocks with a run inside: how many are outside of the inner one and which, how many inside and which.
     Numbers are int32 [batch or 1, 1, rows], indices [..., width], of which so many count. There is never more for each
     pair of blocks than the two tables and a bool."""

@@ -4,8 +4,8 @@ A cache has a row for each sequence and a slot for each of its tokens. Its shape
 writes is in tensors, so that a pass of one token a row can be captured as a CUDA graph for each `extent`.
 
 Ranks may share the slots of every row: rank r of c holds each c-th, so that all hold equally many at any length. Each
-attends to its own, and `SlotGroup` brings the parts together. On GPUs `kernels/decode.py` attends; `attend_slots` here
-says what it computes."""
+attends to its own, and `ShardedKVGroup` brings the parts together. On GPUs `kernels/decode.py` attends; `attend_kv`
+here says what it computes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.distributed.slots import SlotGroup
-from trainer.model.attention import attend, build_mask, cap_score
+from trainer.distributed.slots import ShardedKVGroup
+from trainer.model.attention import build_mask, cap_score, causal_attention
 
 BLOCK = 64
 """The fewest slots by which the part of a cache that attention looks at grows."""
 
 
-class Cache:
+class KVCache:
     """Keys and values of `rows` sequences of at most `capacity` tokens, by layer; storage comes with the first pass.
 
     group: the ranks that share the slots of each row, None where each rank has all. keeps: whether keys and values are
@@ -38,7 +38,7 @@ class Cache:
         rows: int,
         capacity: int,
         device: torch.device,
-        group: SlotGroup | None = None,
+        group: ShardedKVGroup | None = None,
         keeps: bool = True,
         fused: bool = False,
     ):
@@ -55,14 +55,14 @@ class Cache:
         step = self.capacity if self.fused else max(BLOCK, 1 << max(0, length.bit_length() - 3))
         self.extent = -(-length // step) * step
 
-    def enter(self, shape: tuple[int, int]) -> Pass:
+    def enter(self, shape: tuple[int, int]) -> CachedPass:
         """A pass of tokens of this shape (rows, length): one token a row goes on, more are whole contexts."""
         rows, length = shape
         if length > 1:
             positions, lengths = torch.arange(length, device=self.device), self.lengths[:rows]
-            return Pass(self, True, positions, lengths, {})
+            return CachedPass(self, True, positions, lengths, {})
         positions = self.lengths.clamp(max=self.capacity - 1)  # a row that has ended may be full
-        return Pass(self, False, positions[:, None], positions + 1, {})
+        return CachedPass(self, False, positions[:, None], positions + 1, {})
 
     def of(self, layer: str, key: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's slots of a layer's keys and values, each [rows, kv_heads, slots, head_dim]."""
@@ -98,11 +98,11 @@ class Cache:
         return (seen & (place > positions - window) if window else seen)[:, None, None]
 
 
-class Pass(NamedTuple):
+class CachedPass(NamedTuple):
     """One pass through the model. contexts: whether over whole contexts; positions: of its tokens, [length] or [rows,
     1]; lengths: of the sequences with them, [rows]; masks: those made so far, by kind of layer."""
 
-    cache: Cache
+    cache: KVCache
     contexts: bool
     positions: Tensor
     lengths: Tensor
@@ -132,7 +132,7 @@ class Pass(NamedTuple):
 class CachedMask(NamedTuple):
     """The mask of one layer, and where its keys are."""
 
-    entered: Pass
+    entered: CachedPass
     layer: str
     mask: Any
     window: int
@@ -141,27 +141,27 @@ class CachedMask(NamedTuple):
 def attend_cached(
     query: Tensor, key: Tensor, value: Tensor, cached: CachedMask, scale: float, soft_cap: float
 ) -> Tensor:
-    """`attend` for new tokens, whose keys and values are kept, among them and all that were kept before."""
+    """`causal_attention` for new tokens, whose keys and values are kept, among them and all that were kept before."""
     (cache, contexts, positions, *_), layer, mask, window = cached
     if contexts:
         cache.fill(layer, key, value)
-        return attend(query, key, value, mask, scale, soft_cap)
+        return causal_attention(query, key, value, mask, scale, soft_cap)
     keys, values = cache.put(layer, key, value, positions)
     if cache.fused:
         from trainer.kernels import decode
 
         place = positions[:, 0], scale, soft_cap, window, cache.rank, cache.ranks
-        parts = decode.attend_slots(query, keys, values, *place)
-        together = decode.combine if cache.group is None else cache.group.combine
+        parts = decode.attend_kv_parts(query, keys, values, *place)
+        together = decode.combine_parts if cache.group is None else cache.group.combine
         return together(*parts, query.dtype)
     if cache.group is None and not soft_cap:  # heads that share keys are queries of one head: no copies of keys
         grouped = query.reshape(len(query), keys.shape[1], -1, query.shape[3])
         return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale).view_as(query)
-    attended, logsum = attend_slots(query, keys, values, mask, scale, soft_cap)
+    attended, logsum = attend_kv(query, keys, values, mask, scale, soft_cap)
     return attended.to(query.dtype) if cache.group is None else cache.group.combine(attended, logsum, query.dtype)
 
 
-def attend_slots(
+def attend_kv(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float, soft_cap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Attention to some of the keys, as far as it goes. query: [rows, heads, 1, head_dim]; key, value: [rows, kv_heads,

@@ -14,7 +14,7 @@ GRAPHS = 64
 """Of one function. Shapes, types, masks, windows and recompute make one each, and evaluation again."""
 
 
-def compiled(function: Callable) -> Callable:
+def compile_function(function: Callable) -> Callable:
     """The function compiled anew for each shape. Out of graphs, torch would leave it uncompiled without a word:
     FlexAttention then has a matrix of all scores in memory, and no backward pass under selective recompute."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
@@ -22,7 +22,7 @@ def compiled(function: Callable) -> Callable:
     return torch.compile(function, dynamic=False)
 
 
-def recorded(
+def capture_graph(
     work: Callable[[], Result], stream: torch.cuda.Stream, pool: tuple[int, int] | None = None
 ) -> tuple[torch.cuda.CUDAGraph, Result]:
     """The kernels that `work` starts, as a graph that has not run yet, and what it returns, which every replay fills

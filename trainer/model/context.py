@@ -13,10 +13,10 @@ from torch import Tensor
 
 from trainer.distributed.collectives import TensorGroup
 from trainer.model.attention import build_mask, first_seen, is_plain, mask_of
-from trainer.planning.context import Context
+from trainer.planning.context import ContextPlan
 
 
-class Part(NamedTuple):
+class HaloPart(NamedTuple):
     """Queries of a rank and the keys before it that they look at, from one to the next, and their mask."""
 
     queries: tuple[int, int]
@@ -24,7 +24,7 @@ class Part(NamedTuple):
     mask: Any
 
 
-class Halo(NamedTuple):
+class HaloExchange(NamedTuple):
     """How a rank fetches the keys before its runs.
 
     sent: places, among its own tokens, of those that others need, by destination. to, of: how many go to each outer
@@ -47,10 +47,10 @@ class SharedMask:
     """
 
     group: ContextGroup
-    parts: tuple[Part, ...]
+    parts: tuple[HaloPart, ...]
     order: Tensor
     inverse: Tensor
-    halo: Halo | None = None
+    halo: HaloExchange | None = None
     again: bool = True
 
 
@@ -59,7 +59,7 @@ class ContextGroup:
     """The ranks that share the sequences of a micro-batch, of which this is number `rank`. heads, keys: those that
     exchange heads, and those that gather keys; None where it would be alone."""
 
-    plan: Context
+    plan: ContextPlan
     rank: int
     heads: TensorGroup | None
     keys: TensorGroup | None
@@ -93,37 +93,37 @@ class ContextGroup:
         order = self.order(length, device)
         first, whole = first_seen(documents, length, window, device), (0, length)
         if self.keys is None:
-            parts = [Part(whole, whole, build_mask(documents, length, window, soft_cap, device))]
+            parts = [HaloPart(whole, whole, build_mask(documents, length, window, soft_cap, device))]
         elif before := self.plan.fetched(window, length):
             parts, halo = self._halo_parts(first, before, size, runs), self._halo(before, size, length, device)
         elif is_plain(documents, length, window, soft_cap) and self.plan.order != "blocks":
             parts = [self._early_part(first, number, run, size) for number, run in enumerate(runs)]
         else:
             mine = order.view(self.plan.outer, -1)[self.keys.rank]
-            parts = [Part((0, len(mine)), whole, mask_of(first[:, mine], mine, length))]
+            parts = [HaloPart((0, len(mine)), whole, mask_of(first[:, mine], mine, length))]
         return SharedMask(self, tuple(parts), order, torch.argsort(order), halo)
 
     @staticmethod
-    def _early_part(first: Tensor, number: int, run: int, size: int) -> Part:
+    def _early_part(first: Tensor, number: int, run: int, size: int) -> HaloPart:
         """A run of queries that see all keys before them: a GPU's kernel needs no mask for it."""
         stop = (run + 1) * size
         places = torch.arange(stop - size, stop, device=first.device)
         mask = None if first.is_cuda else mask_of(first[:, places], places, stop)
-        return Part((number * size, (number + 1) * size), (0, stop), mask)
+        return HaloPart((number * size, (number + 1) * size), (0, stop), mask)
 
     @staticmethod
-    def _halo_parts(first: Tensor, before: int, size: int, runs: list[int]) -> list[Part]:
+    def _halo_parts(first: Tensor, before: int, size: int, runs: list[int]) -> list[HaloPart]:
         parts, stop = [], 0
         for number, run in enumerate(runs):
             start, fetched = run * size, before * (run > 0)
             places = torch.arange(fetched, fetched + size, device=first.device)
             seen = (first[:, start : start + size] - (start - fetched)).clamp(min=0)
             keys = stop, stop + fetched + size
-            parts.append(Part((number * size, (number + 1) * size), keys, mask_of(seen, places, fetched + size)))
+            parts.append(HaloPart((number * size, (number + 1) * size), keys, mask_of(seen, places, fetched + size)))
             stop = keys[1]
         return parts
 
-    def _halo(self, before: int, size: int, length: int, device: torch.device) -> Halo:
+    def _halo(self, before: int, size: int, length: int, device: torch.device) -> HaloExchange:
         """The last `before` keys of each run go to the holder of the next one."""
         runs, last, ranks = self.runs(length), self.plan.outer * self.plan.rows(length) - 1, range(self.plan.outer)
         sent = sorted((self.holder(run + 1), place) for place, run in enumerate(runs) if run < last)
@@ -131,7 +131,7 @@ class ContextGroup:
         behind, inside = torch.arange(before, device=device), torch.arange(size, device=device)
         fetches = [run > 0 for run in runs]
         starts = [place * size + before * sum(fetches[:place]) for place in range(len(runs))]
-        return Halo(
+        return HaloExchange(
             torch.cat([behind[:0], *((place + 1) * size - before + behind for _, place in sent)]),
             [before * sum(to == rank for to, _ in sent) for rank in ranks],
             [before * sum(of == rank for of, _ in came) for rank in ranks],
@@ -140,6 +140,6 @@ class ContextGroup:
         )
 
 
-def once(mask: Any) -> Any:
+def without_regather(mask: Any) -> Any:
     """The mask for a layer that is recomputed, where keys are gathered again with all the rest."""
     return replace(mask, again=False) if isinstance(mask, SharedMask) else mask

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trainer.config.model import ModelSpec
-from trainer.distributed.tensors import extent
+from trainer.distributed.tensors import local_extent
 from trainer.model.axes import parameter_infos
 from trainer.planning.cost.parameters import ParameterInfo
 
@@ -52,14 +52,14 @@ def initial_value(spec: ModelSpec, seed: int, name: str, info: ParameterInfo, de
 
 
 @torch.no_grad()
-def fill(model: nn.Module, value: Weights) -> None:
+def fill_parameters(model: nn.Module, value: Weights) -> None:
     """Sets every parameter, sharded or not, from whole tensors; also fills the buffers. Every rank passes the same
     values."""
     infos = parameter_infos(model)
     for name, parameter in model.named_parameters():
         whole = value(name, infos[name]).to(parameter.device)
         if isinstance(parameter, DTensor):  # each rank slices its own copy, nothing is sent
-            shape, offsets = extent(parameter)
+            shape, offsets = local_extent(parameter)
             part = whole[tuple(slice(offset, offset + size) for offset, size in zip(offsets, shape))]
             parameter.to_local().copy_(part)
         else:
@@ -74,11 +74,11 @@ def reset_buffers(model: nn.Module) -> None:
             module.reset_buffers()
 
 
-def initialize(
+def initialize_model(
     model: nn.Module, spec: ModelSpec, seed: int, device: torch.device, weights: Weights | None = None
 ) -> None:
     """Sets all weights of a (sharded, materialised) model: the given ones, or freshly drawn."""
-    fill(model, weights or initial_weights(spec, seed, device))
+    fill_parameters(model, weights or initial_weights(spec, seed, device))
 
 
 def initial_weights(spec: ModelSpec, seed: int, device: torch.device) -> Weights:

@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 from trainer.config import ConfigError, registry
 from trainer.config.model import AttentionSpec, FeedForwardSpec, LayerSpec, NormSpec
-from trainer.distributed.collectives import Sum
-from trainer.model.attention import attend
-from trainer.model.axes import Declared
+from trainer.distributed.collectives import AllReduceSum
+from trainer.model.attention import causal_attention
+from trainer.model.axes import DeclaredModule
 from trainer.model.cache import CachedMask, attend_cached
 from trainer.model.context import SharedMask
-from trainer.model.linear import DeferredGrads, columns, number_layer, rows
-from trainer.model.rotary import rotate
+from trainer.model.linear import DeferredGrads, column_parallel, number_layer, row_parallel
+from trainer.model.rotary import rotate_heads
 from trainer.model.shared_attention import attend_together
-from trainer.model.stage import Report, apart, keep_here, together
-from trainer.model.tiles import tiled
+from trainer.model.stage import BlockReport, join_reports, keep_here, split_report
+from trainer.model.tiles import apply_tiled
 from trainer.precision.products import Multiply, matmul
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -32,7 +32,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Linear(Declared):
+class Linear(DeclaredModule):
     """y = x W^T + b with W: [outputs, inputs]; `axes` names (outputs, inputs); outputs can be cut into `units` parts.
 
     Column-parallel or row-parallel as tensor parallelism splits the outputs or the inputs (`by_rows`).
@@ -67,16 +67,16 @@ class Linear(Declared):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.by_rows:
-            return rows(x, self.local("weight"), self.local_bias(), self.group, self.number, self.multiply)
-        return project(x, self)[0]
+            return row_parallel(x, self.local("weight"), self.local_bias(), self.group, self.number, self.multiply)
+        return project_input(x, self)[0]
 
 
-def project(x: Tensor, *linears: Linear) -> Sequence[Tensor]:
+def project_input(x: Tensor, *linears: Linear) -> Sequence[Tensor]:
     """The products of one input with several linear layers that split alike. The input is gathered once, where they
     multiply alike."""
     if any(linear.multiply is not linears[0].multiply for linear in linears):
-        return [project(x, linear)[0] for linear in linears]
-    return columns(
+        return [project_input(x, linear)[0] for linear in linears]
+    return column_parallel(
         x,
         [linear.local("weight") for linear in linears],
         [linear.local_bias() for linear in linears],
@@ -86,7 +86,7 @@ def project(x: Tensor, *linears: Linear) -> Sequence[Tensor]:
     )
 
 
-class Norm(Declared):
+class Norm(DeclaredModule):
     """RMSNorm (Zhang and Sennrich, arXiv 1910.07467) or LayerNorm over the last dimension."""
 
     def __init__(self, width: int, spec: NormSpec, axis: str = "embed", units: int = 0):
@@ -119,8 +119,8 @@ class Norm(Declared):
         alike."""
         elements = x.shape[-1] * self.group.size
         if self.kind == "layer":
-            x = x - Sum.apply(self.group, x.sum(-1, keepdim=True)) / elements
-        variance = Sum.apply(self.group, x.square().sum(-1, keepdim=True)) / elements
+            x = x - AllReduceSum.apply(self.group, x.sum(-1, keepdim=True)) / elements
+        variance = AllReduceSum.apply(self.group, x.square().sum(-1, keepdim=True)) / elements
         x = x * torch.rsqrt(variance + self.eps) * weight
         return x if bias is None else x + bias
 
@@ -141,8 +141,8 @@ class Block(nn.Module):
         self.reports: dict[str, int] = {}
 
 
-MEETINGS: dict[type, Callable[..., Tensor]] = {SharedMask: attend_together, CachedMask: attend_cached}
-"""Masks that say where keys are -> how queries meet them; of all others `attend` knows."""
+ATTENTION_BACKENDS: dict[type, Callable[..., Tensor]] = {SharedMask: attend_together, CachedMask: attend_cached}
+"""Masks that say where keys are -> how queries meet them; of all others `causal_attention` knows."""
 
 
 class Attention(Block):
@@ -177,7 +177,7 @@ class Attention(Block):
         """x: [tokens, width], this rank's tokens of a micro-batch of `shape` (batch, length); rotation: cos and sin of
         the positions (rope); mask: see `attention.build_mask`, `context.SharedMask` and `cache.CachedMask`. The length
         is that of what this rank holds of each sequence, between the products."""
-        query, key, value = project(x, self.q, self.k, self.v)
+        query, key, value = project_input(x, self.q, self.k, self.v)
         if self.qk_norm == "full":
             query, key = self.q_norm(query), self.k_norm(key)
         query, key, value = (
@@ -186,9 +186,9 @@ class Attention(Block):
         if self.qk_norm == "head":
             query, key = self.q_norm(query), self.k_norm(key)
         if self.rotary:
-            query, key = rotate(query, *rotation), rotate(key, *rotation)
+            query, key = rotate_heads(query, *rotation), rotate_heads(key, *rotation)
         query, key, value = (y.transpose(1, 2) for y in (query, key, value))
-        meet = MEETINGS.get(type(mask), attend)
+        meet = ATTENTION_BACKENDS.get(type(mask), causal_attention)
         attended = meet(query, key, value, mask, self.scale, self.soft_cap)
         return self.o(attended.transpose(1, 2).reshape(shape[0] * shape[1], -1))
 
@@ -207,7 +207,7 @@ class FeedForward(Block):
     def forward(self, x: Tensor) -> Tensor:
         if not self.gated:
             return self.down(self.activation(self.up(x)))
-        gate, up = project(x, self.gate, self.up)
+        gate, up = project_input(x, self.gate, self.up)
         return self.down(self.activation(gate) * up)
 
 
@@ -216,7 +216,7 @@ FEED_FORWARD: dict[str, Callable[[FeedForwardSpec, int], Block]] = {"gated": Fee
 """Kind of a block in the spec -> its class."""
 
 
-def registered(spec: AttentionSpec | FeedForwardSpec, kinds: registry.Registry, width: int) -> Block | None:
+def registered_block(spec: AttentionSpec | FeedForwardSpec, kinds: registry.KindRegistry, width: int) -> Block | None:
     """The block of a registered kind; None where the kind is our own."""
     if (entry := kinds.registered.get(spec.kind)) is None:
         return None
@@ -233,10 +233,10 @@ class Layer(nn.Module):
     def __init__(self, spec: LayerSpec, width: int, parallel_residual: bool):
         super().__init__()
         self.parallel_residual = parallel_residual
-        self.attention = registered(spec.attention, registry.ATTENTION, width) or ATTENTION[spec.attention.kind](
+        self.attention = registered_block(spec.attention, registry.ATTENTION, width) or ATTENTION[spec.attention.kind](
             spec.attention, spec.norm, width
         )
-        self.feed_forward = registered(spec.feed_forward, registry.FEED_FORWARD, width) or FEED_FORWARD[
+        self.feed_forward = registered_block(spec.feed_forward, registry.FEED_FORWARD, width) or FEED_FORWARD[
             spec.feed_forward.kind
         ](spec.feed_forward, width)
         pre, post = spec.norm.placement in ("pre", "both"), spec.norm.placement in ("post", "both")
@@ -263,9 +263,9 @@ class Layer(nn.Module):
         between, of_attention = output
         source = x if self.parallel_residual else between
         with self.keep(source, 1):
-            result = tiled(self.run_tile, self.feed_parameters, self.tile, source)
+            result = apply_tiled(self.run_tile, self.feed_parameters, self.tile, source)
         result = between + result if self.parallel_residual else result
-        return together(result, {"attention": of_attention}) if self.training else result
+        return join_reports(result, {"attention": of_attention}) if self.training else result
 
     def run_body(self, x: Tensor, *context: Any) -> Any:
         body = self.attend if self.tile else self.body
@@ -274,17 +274,17 @@ class Layer(nn.Module):
     def body(self, x: Tensor, *context: Any) -> Any:
         """x: [tokens, width], as the result; context: what attention takes besides."""
         between, of_attention = self.attend(x, *context)
-        fed, of_feed_forward = apart(
+        fed, of_feed_forward = split_report(
             self.feed_forward(self.feed_forward_norm(x if self.parallel_residual else between))
         )
         result = between + self.feed_forward_post_norm(fed)
         if not self.training:
             return result
-        return together(result, {"attention": of_attention, "feed_forward": of_feed_forward})
+        return join_reports(result, {"attention": of_attention, "feed_forward": of_feed_forward})
 
-    def attend(self, x: Tensor, *context: Any) -> tuple[Tensor, Report | None]:
+    def attend(self, x: Tensor, *context: Any) -> tuple[Tensor, BlockReport | None]:
         """The first half of the body: the residual stream behind attention, and attention's report."""
-        attended, report = apart(self.attention(self.attention_norm(x), *context))
+        attended, report = split_report(self.attention(self.attention_norm(x), *context))
         return x + self.attention_post_norm(attended), report
 
     def feed(self, x: Tensor) -> Tensor:

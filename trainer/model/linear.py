@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from trainer.distributed.collectives import GROUPS, TensorGroup
-from trainer.precision.products import MULTIPLIERS, Multiply, Role, matmul, matmul_all, matmul_sum, weight_gradients
+from trainer.precision.products import MULTIPLIERS, GEMMRole, Multiply, matmul, matmul_all, matmul_sum, weight_gradients
 
 
 class DeferredGrads:
@@ -51,17 +51,17 @@ class DeferredGrads:
             while pending:
                 weights, _, finish = pending.popleft()  # and its factors go when it is done
                 started, ahead = ahead, pending[0][1]() if pending else None
-                accumulate(weights, finish(started))
+                accumulate_gradients(weights, finish(started))
 
         return compute
 
 
-def accumulate(weights: list[Tensor], gradients: list[Tensor]) -> None:
+def accumulate_gradients(weights: list[Tensor], gradients: list[Tensor]) -> None:
     """Adds gradients to the parameters that `weights` are views of."""
     torch.autograd.backward(weights, gradients)
 
 
-class Deferring(Protocol):
+class DeferringLinear(Protocol):
     """A linear layer as the operators below find it."""
 
     deferred: DeferredGrads
@@ -71,11 +71,11 @@ class Deferring(Protocol):
     def local(self, name: str) -> Tensor: ...
 
 
-_layers: WeakValueDictionary[int, Deferring] = WeakValueDictionary()
+_layers: WeakValueDictionary[int, DeferringLinear] = WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def number_layer(layer: Deferring) -> Tensor:
+def number_layer(layer: DeferringLinear) -> Tensor:
     """A number by which the operators find a layer, as a tensor: a plain number would make the compiler treat every
     layer as another program."""
     number = next(_numbers)
@@ -83,7 +83,7 @@ def number_layer(layer: Deferring) -> Tensor:
     return torch.tensor(number, device="cpu")
 
 
-def leaves(numbers: list[Tensor]) -> tuple[list[Tensor], Deferring]:
+def weight_views(numbers: list[Tensor]) -> tuple[list[Tensor], DeferringLinear]:
     """Differentiable views of the layers' weights, and the first layer."""
     layers = [_layers[number.item()] for number in numbers]
     with torch.enable_grad():
@@ -92,12 +92,12 @@ def leaves(numbers: list[Tensor]) -> tuple[list[Tensor], Deferring]:
 
 @torch.library.custom_op("trainer::columns_backward", mutates_args=())
 def columns_backward(gradients: list[Tensor], weights: list[Tensor], x: Tensor, numbers: list[Tensor]) -> Tensor:
-    """The gradient of the input of `Columns`; those of the weights are accumulated or put off."""
-    targets, layer = leaves(numbers)
+    """The gradient of the input of `ColumnParallel`; those of the weights are accumulated or put off."""
+    targets, layer = weight_views(numbers)
     group, deferred, multiply = layer.group, layer.deferred, layer.multiply
     if not deferred.active:
         to_x, *to_weights = columns_gradients(group, gradients, weights, x, multiply)
-        accumulate(targets, to_weights)
+        accumulate_gradients(targets, to_weights)
         return to_x
     deferred.put(
         targets,
@@ -105,8 +105,8 @@ def columns_backward(gradients: list[Tensor], weights: list[Tensor], x: Tensor, 
         lambda started: weight_gradients(gradients, started if group is None else group.wait(started), multiply),
     )
     if group is None:
-        return matmul_sum(gradients, weights, Role.INPUT_GRADIENT, multiply)
-    return group.wait(group.matmul_scatter_sum(gradients, weights, Role.INPUT_GRADIENT, multiply))
+        return matmul_sum(gradients, weights, GEMMRole.INPUT_GRADIENT, multiply)
+    return group.wait(group.matmul_scatter_sum(gradients, weights, GEMMRole.INPUT_GRADIENT, multiply))
 
 
 @columns_backward.register_fake
@@ -116,14 +116,14 @@ def _(gradients: list[Tensor], weights: list[Tensor], x: Tensor, numbers: list[T
 
 @torch.library.custom_op("trainer::rows_backward", mutates_args=())
 def rows_backward(gradient: Tensor, weight: Tensor, x: Tensor, number: Tensor) -> Tensor:
-    """The gradient of the input of `Rows`; that of the weight is accumulated or put off."""
-    targets, layer = leaves([number])
+    """The gradient of the input of `RowParallel`; that of the weight is accumulated or put off."""
+    targets, layer = weight_views([number])
     group, deferred, multiply = layer.group, layer.deferred, layer.multiply
     if not deferred.active:
         to_x, *to_weights = group.rows_gradients(gradient, weight, x, multiply)
-        accumulate(targets, to_weights)
+        accumulate_gradients(targets, to_weights)
         return to_x
-    (to_x,), _ = group.gather_matmul(gradient, [weight], Role.INPUT_GRADIENT, multiply=multiply)
+    (to_x,), _ = group.gather_matmul(gradient, [weight], GEMMRole.INPUT_GRADIENT, multiply=multiply)
     deferred.put(  # the gathered gradient is not kept until then
         targets, lambda: group.gather(gradient), lambda started: weight_gradients([group.wait(started)], x, multiply)
     )
@@ -169,14 +169,14 @@ def keeps_order(group: TensorGroup, multiply: Multiply) -> bool:
 def columns_gradients(
     group: TensorGroup | None, gradients: Sequence[Tensor], weights: Sequence[Tensor], x: Tensor, multiply: Multiply
 ) -> list[Tensor]:
-    """The gradients of the input and of each weight of `Columns`."""
+    """The gradients of the input and of each weight of `ColumnParallel`."""
     if group is not None:
         return group.columns_gradients(gradients, weights, x, multiply)
-    to_x = matmul_sum(gradients, weights, Role.INPUT_GRADIENT, multiply)
+    to_x = matmul_sum(gradients, weights, GEMMRole.INPUT_GRADIENT, multiply)
     return [to_x, *weight_gradients(gradients, x, multiply)]
 
 
-class Columns(torch.autograd.Function):
+class ColumnParallel(torch.autograd.Function):
     """x W^T + b for several matrices that share the input, gathered once.
 
     x: [tokens / t, inputs]; operands: weights [outputs / t, inputs], then a bias or None for each, then, where weight
@@ -192,8 +192,8 @@ class Columns(torch.autograd.Function):
         ctx.group, ctx.multiply, ctx.count, ctx.biased = group, multiply, count, [b is not None for b in biases]
         ctx.save_for_backward(x, *weights, *numbers)
         if group is None:
-            return tuple(matmul_all(x, weights, Role.OUTPUT, biases, multiply))
-        return tuple(group.gather_matmul(x, weights, Role.OUTPUT, biases, multiply=multiply)[0])
+            return tuple(matmul_all(x, weights, GEMMRole.OUTPUT, biases, multiply))
+        return tuple(group.gather_matmul(x, weights, GEMMRole.OUTPUT, biases, multiply=multiply)[0])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple:
@@ -210,7 +210,7 @@ class Columns(torch.autograd.Function):
         return None, None, to_x, None, *to_weights, *to_biases
 
 
-class Rows(torch.autograd.Function):
+class RowParallel(torch.autograd.Function):
     """x W^T summed over the group. x: [tokens, inputs / t]; weight: [outputs, inputs / t]; result: [tokens / t,
     outputs].
 
@@ -222,7 +222,7 @@ class Rows(torch.autograd.Function):
     ) -> Tensor:
         ctx.group, ctx.multiply, ctx.numbered = group, multiply, number is not None
         ctx.save_for_backward(x, weight, *([number] if ctx.numbered else []))
-        return group.wait(group.matmul_scatter_sum([x], [weight], Role.OUTPUT, multiply))
+        return group.wait(group.matmul_scatter_sum([x], [weight], GEMMRole.OUTPUT, multiply))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple:
@@ -236,7 +236,7 @@ class Rows(torch.autograd.Function):
         return None, None, to_x, to_weight, None
 
 
-def columns(
+def column_parallel(
     x: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
@@ -244,19 +244,19 @@ def columns(
     numbers: Sequence[Tensor] = (),
     multiply: Multiply = matmul,
 ) -> Sequence[Tensor]:
-    """Products of one input with several matrices, column-parallel over `group` if one is given; see `Columns`.
+    """Products of one input with several matrices, column-parallel over `group` if one is given; see `ColumnParallel`.
 
     The memory of weights marked `dropped_after_use` is freed after forward and allocated anew for backward. torch's own
-    product would save a view of the freed memory, so such weights always go through `Columns`; and so do products that
-    are not `matmul`, which are not differentiable.
+    product would save a view of the freed memory, so such weights always go through `ColumnParallel`; and so do
+    products that are not `matmul`, which are not differentiable.
     """
     dropped = getattr(weights[0], "dropped_after_use", False)
     if group is None and not numbers and not dropped and multiply is matmul:
-        return [matmul(x, weight, Role.OUTPUT, bias) for weight, bias in zip(weights, biases)]
-    return Columns.apply(group, multiply, x, len(weights), *apart(weights, numbers), *biases, *numbers)
+        return [matmul(x, weight, GEMMRole.OUTPUT, bias) for weight, bias in zip(weights, biases)]
+    return ColumnParallel.apply(group, multiply, x, len(weights), *detach_weights(weights, numbers), *biases, *numbers)
 
 
-def rows(
+def row_parallel(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -264,13 +264,13 @@ def rows(
     number: Tensor | None,
     multiply: Multiply = matmul,
 ) -> Tensor:
-    """A row-parallel product; the bias is added to the sum. See `Rows`."""
-    (weight,) = apart([weight], [] if number is None else [number])
-    y = Rows.apply(group, multiply, x, weight, number)
+    """A row-parallel product; the bias is added to the sum. See `RowParallel`."""
+    (weight,) = detach_weights([weight], [] if number is None else [number])
+    y = RowParallel.apply(group, multiply, x, weight, number)
     return y if bias is None else y + bias
 
 
-def apart(weights: Sequence[Tensor], numbers: Sequence[Tensor]) -> Sequence[Tensor]:
+def detach_weights(weights: Sequence[Tensor], numbers: Sequence[Tensor]) -> Sequence[Tensor]:
     """The weights to multiply with. Where their gradients come by another way, the autograd graph has no edge to them,
     or backward would send zeros along it."""
     return [weight.detach() for weight in weights] if numbers else weights

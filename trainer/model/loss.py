@@ -19,10 +19,10 @@ from torch import Tensor
 from trainer.config import LossConfig
 from trainer.config.registry import LOSS_TERMS
 from trainer.distributed.collectives import TensorGroup
-from trainer.model.compiled import compiled
-from trainer.model.tiles import tiles
+from trainer.model.compiled import compile_function
+from trainer.model.tiles import split_rows
 from trainer.planning.cost.parameters import head_rows
-from trainer.precision.products import Role, matmul
+from trainer.precision.products import GEMMRole, matmul
 
 IGNORE = -100
 
@@ -77,7 +77,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         group: TensorGroup | None,
         start: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        logits = _logits(hidden, aligned(weight), group)[0]
+        logits = _logits(hidden, pad_vocabulary(weight), group)[0]
         wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         objective, entropy, added = _loss(logits, len(weight), targets, settings, group, start, wanted)
         if wanted:
@@ -93,14 +93,14 @@ class LinearCrossEntropy(torch.autograd.Function):
         whole = hidden if group is None else group.gather(hidden)
         # The scalar (1 / valid tokens) is applied in fp32, or its rounding would be a factor on every gradient; and to
         # the small factor of the second product, which under fp16 then stays in range.
-        to_hidden = matmul(gradient, aligned(weight), Role.INPUT_GRADIENT)
+        to_hidden = matmul(gradient, pad_vocabulary(weight), GEMMRole.INPUT_GRADIENT)
         to_hidden = (to_hidden.to(scale.dtype) * scale).to(hidden.dtype)
         if group is not None:
             whole, to_hidden = group.wait(whole), group.scatter_sum(to_hidden)
         to_weight = None
         if ctx.needs_input_grad[1]:
             whole = (whole.to(scale.dtype) * scale).to(hidden.dtype)
-            to_weight = matmul(gradient, whole, Role.WEIGHT_GRADIENT)[: len(weight)]
+            to_weight = matmul(gradient, whole, GEMMRole.WEIGHT_GRADIENT)[: len(weight)]
         return to_hidden if group is None else group.wait(to_hidden), to_weight, None, None, None, None
 
 
@@ -120,23 +120,23 @@ class TiledCrossEntropy(torch.autograd.Function):
         start: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide, vocabulary, dtype = torch.promote_types(hidden.dtype, torch.float32), len(weight), weight.dtype
-        weight = aligned(weight)
+        weight = pad_vocabulary(weight)
         by_rank = targets.view(1 if group is None else group.size, -1)  # a tile's tokens are some of every rank's
         wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         to_hidden = torch.empty_like(hidden) if wanted else None
         to_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
         objective, entropy = hidden.new_zeros((), dtype=wide), torch.empty_like(by_rank, dtype=wide)
         added = hidden.new_zeros((), dtype=wide)
-        for rows in tiles(len(hidden), settings.tile):
+        for rows in split_rows(len(hidden), settings.tile):
             logits, part = _logits(hidden[rows], weight, group)
             mine = by_rank[:, rows]
             of_tile = _loss(logits, vocabulary, mine.flatten(), settings, group, start, wanted)
             objective, added, entropy[:, rows] = objective + of_tile[0], added + of_tile[2], of_tile[1].view(mine.shape)
             if to_hidden is not None:
-                gradient = matmul(logits, weight, Role.INPUT_GRADIENT)
+                gradient = matmul(logits, weight, GEMMRole.INPUT_GRADIENT)
                 to_hidden[rows] = gradient if group is None else group.wait(group.scatter_sum(gradient))
             if to_weight is not None:
-                to_weight += matmul(logits, part, Role.WEIGHT_GRADIENT)
+                to_weight += matmul(logits, part, GEMMRole.WEIGHT_GRADIENT)
         ctx.save_for_backward(to_hidden, None if to_weight is None else to_weight[:vocabulary])
         ctx.weight_dtype, ctx.tile = dtype, settings.tile
         entropy = entropy.flatten()
@@ -147,13 +147,13 @@ class TiledCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, scale: Tensor, *_: Any) -> tuple:
         to_hidden, to_weight = ctx.saved_tensors
         result = torch.empty_like(to_hidden)
-        for rows in tiles(len(to_hidden), ctx.tile):  # in fp32, of a tile
+        for rows in split_rows(len(to_hidden), ctx.tile):  # in fp32, of a tile
             result[rows] = to_hidden[rows].to(scale.dtype) * scale
         to_weight = None if to_weight is None else (to_weight * scale).to(ctx.weight_dtype)
         return result, to_weight, None, None, None, None
 
 
-def aligned(weight: Tensor) -> Tensor:
+def pad_vocabulary(weight: Tensor) -> Tensor:
     """Rows of the vocabulary with zeros behind them, up to `head_rows`. The loss sees nothing of their logits, whose
     gradient is zeros, and adds nothing to the products."""
     missing = int(head_rows(len(weight))) - len(weight)
@@ -164,8 +164,8 @@ def _logits(hidden: Tensor, weight: Tensor, group: TensorGroup | None) -> tuple[
     """Logits [tokens, rows of the weight], which is this rank's part of the head, and the hidden states of all ranks'
     tokens."""
     if group is None:
-        return matmul(hidden, weight, Role.OUTPUT), hidden
-    (logits,), whole = group.gather_matmul(hidden, [weight], Role.OUTPUT, keep=True)
+        return matmul(hidden, weight, GEMMRole.OUTPUT), hidden
+    (logits,), whole = group.gather_matmul(hidden, [weight], GEMMRole.OUTPUT, keep=True)
     return logits, whole
 
 
@@ -181,11 +181,11 @@ def _loss(
     """Objective of the logits of `vocabulary` rows, what is behind them aside; cross-entropy of each token, and terms;
     where `wanted`, the logits become the objective's gradient, chunk by chunk."""
     statistics, to_gradient = (
-        (compiled_once(loss_statistics), compiled_once(to_loss_gradient))
+        (compile_cached(loss_statistics), compile_cached(to_loss_gradient))
         if settings.compiled
         else (loss_statistics, to_loss_gradient)
     )
-    chunks, index = list(tiles(len(logits), settings.chunk or max(1, len(logits)))), targets - start
+    chunks, index = list(split_rows(len(logits), settings.chunk or max(1, len(logits)))), targets - start
     normalizer, score = torch.cat(
         [statistics(logits[rows], vocabulary, index[rows], settings.soft_cap) for rows in chunks], 1
     ).unbind()
@@ -212,13 +212,13 @@ def term_gradients(logits: Tensor, targets: Tensor, settings: LossSettings) -> t
     without a target do not count."""
     leaf = logits.detach().to(torch.promote_types(logits.dtype, torch.float32)).requires_grad_()
     with torch.enable_grad():
-        scores = capped(leaf, settings.soft_cap)
+        scores = cap_logits(leaf, settings.soft_cap)
         values = [torch.where(targets != IGNORE, term(scores, targets), 0).sum() for term in settings.terms.values()]
         (gradient,) = torch.autograd.grad(sum(values[1:], values[0]), leaf)
     return gradient, torch.stack(values).detach()
 
 
-def capped(logits: Tensor, soft_cap: float) -> Tensor:
+def cap_logits(logits: Tensor, soft_cap: float) -> Tensor:
     """The scores of logits, in fp32 or wider."""
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return soft_cap * torch.tanh(scores / soft_cap) if soft_cap else scores
@@ -228,7 +228,7 @@ def loss_statistics(logits: Tensor, vocabulary: int, index: Tensor, soft_cap: fl
     """Of each token the log-normaliser over the first `vocabulary` of these logits [tokens, rows], and the score at
     `index` or 0 where that is not among them: [2, tokens]. Whole rows are read, which begin where loads of many numbers
     may."""
-    scores, columns = capped(logits, soft_cap), torch.arange(logits.shape[1], device=logits.device)
+    scores, columns = cap_logits(logits, soft_cap), torch.arange(logits.shape[1], device=logits.device)
     here = columns == index[:, None]
     if logits.shape[1] > vocabulary:
         inside = columns < vocabulary
@@ -241,7 +241,7 @@ def to_loss_gradient(
 ) -> None:
     """Writes the gradient of the objective over the logits [tokens, rows] of its first `vocabulary` rows, and zeros
     over the others; normalizer: of the logits of all ranks."""
-    scores, columns = capped(logits, soft_cap), torch.arange(logits.shape[1], device=logits.device)
+    scores, columns = cap_logits(logits, soft_cap), torch.arange(logits.shape[1], device=logits.device)
     gradient = torch.exp(scores - normalizer[:, None]) * (1 + 2 * z_loss * normalizer[:, None])
     gradient = torch.where(columns == index[:, None], gradient - 1, gradient)
     if soft_cap:
@@ -253,5 +253,5 @@ def to_loss_gradient(
 
 
 @cache
-def compiled_once(function: Callable) -> Callable:
-    return compiled(function)
+def compile_cached(function: Callable) -> Callable:
+    return compile_function(function)

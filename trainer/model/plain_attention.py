@@ -18,7 +18,7 @@ FLASH_HEADS = 256
 """The largest head_dim of flash attention."""
 
 
-class Fit(NamedTuple):
+class KernelFit(NamedTuple):
     """What a kernel is given: the type, head_dim, and whether it is flash attention (or cuDNN's), whose query heads
     share key-value heads, or the memory-efficient one."""
 
@@ -27,33 +27,35 @@ class Fit(NamedTuple):
     flash: bool
 
 
-def fit(capability: int, dtype: torch.dtype, head_dim: int) -> Fit:
+def fit_kernel(capability: int, dtype: torch.dtype, head_dim: int) -> KernelFit:
     """What a GPU of a compute capability (90: 9.0) has to be given for a kernel that holds no scores. fp64 has none."""
     ampere, narrow = capability >= 80, dtype.itemsize == 2
     small = 86 <= capability <= 89 or capability >= 120  # too little shared memory for some backward passes
     if ampere and narrow and head_dim <= FLASH_HEADS and not (small and 192 < head_dim <= 224):
-        return Fit(dtype, -(-head_dim // 8) * 8, flash=True)
+        return KernelFit(dtype, -(-head_dim // 8) * 8, flash=True)
     if dtype == torch.bfloat16 and not ampere:
         dtype, narrow = torch.float32, False
     multiple = 8 if narrow else 4 if ampere else 1
-    return Fit(dtype, -(-head_dim // multiple) * multiple, flash=False)
+    return KernelFit(dtype, -(-head_dim // multiple) * multiple, flash=False)
 
 
 @torch.compiler.assume_constant_result
-def capability(device: torch.device) -> int:
+def device_capability(device: torch.device) -> int:
     """A number, since torch 2.11 cannot compare tuples that a compiled function takes for constant."""
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 
 
 def attend_plain(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Causal attention, of which the last query sees all keys. Shapes: `attention.attend`."""
+    """Causal attention, of which the last query sees all keys. Shapes: `attention.causal_attention`."""
     if not query.is_cuda:  # whose flash attention takes all of it
         return attend_causal(query, key, value, scale)
-    return attend_fitted(query, key, value, scale, fit(capability(query.device), query.dtype, query.shape[3]))
+    return attend_fitted(
+        query, key, value, scale, fit_kernel(device_capability(query.device), query.dtype, query.shape[3])
+    )
 
 
-def attend_fitted(query: Tensor, key: Tensor, value: Tensor, scale: float, given: Fit) -> Tensor:
+def attend_fitted(query: Tensor, key: Tensor, value: Tensor, scale: float, given: KernelFit) -> Tensor:
     """The same by a kernel that is given what it takes."""
     size, dtype, copies = query.shape[3], query.dtype, query.shape[1] // key.shape[1]
     if copies > 1 and not given.flash:

@@ -140,7 +140,7 @@ def _temperature(factor: float, scale: float) -> float:
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates the leading dimensions of each head, pairing dimension i with i + size / 2. x: [batch, length, heads,
     head_dim]. Heads lie side by side in the result, and so in what attention makes of it: a product takes that as it
     is."""

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from trainer.distributed.collectives import TensorGroup
-from trainer.model.attention import attend
-from trainer.model.context import Halo, Part, SharedMask
-from trainer.planning.context import divided
+from trainer.model.attention import causal_attention
+from trainer.model.context import HaloExchange, HaloPart, SharedMask
+from trainer.planning.context import divide_heads
 
 
-class Exchange(torch.autograd.Function):
+class AllToAll(torch.autograd.Function):
     """All to all along the first dimension, in equal parts."""
 
     @staticmethod
@@ -37,14 +37,14 @@ class Exchange(torch.autograd.Function):
         return None, ctx.group.wait(ctx.group.exchange(gradient))
 
 
-class Fetch(torch.autograd.Function):
-    """This rank's tokens [tokens, ...] -> its runs, each with the keys before it. See `Halo`.
+class HaloFetch(torch.autograd.Function):
+    """This rank's tokens [tokens, ...] -> its runs, each with the keys before it. See `HaloExchange`.
 
     Not by `cat`: where a rank fetches nothing, the compiler would leave out what is empty, and the exchange with it
     where the layer is recomputed, for which the others wait."""
 
     @staticmethod
-    def forward(ctx: Any, group: TensorGroup, halo: Halo, x: Tensor) -> Tensor:
+    def forward(ctx: Any, group: TensorGroup, halo: HaloExchange, x: Tensor) -> Tensor:
         ctx.group, ctx.halo = group, halo
         whole = x.new_empty(len(halo.fetched) + len(halo.own), *x.shape[1:])
         whole[halo.fetched] = group.wait(group.exchange(x[halo.sent], halo.of, halo.to))
@@ -58,12 +58,12 @@ class Fetch(torch.autograd.Function):
         return None, None, gradient[halo.own].index_add(0, halo.sent, returned)
 
 
-class Depart(torch.autograd.Function):
+class KVGradReduce(torch.autograd.Function):
     """This rank's part [tokens / c, ...] of a group of heads -> one copy for each rank, [c, tokens / c, ...], without
     memory.
 
-    The gradients of the copies come from all ranks, by an exchange that `Arrive` has started. They are added up here,
-    in fp32 and rounded once: a reduce-scatter in bf16 would round after each rank, and its error grow with their
+    The gradients of the copies come from all ranks, by an exchange that `KVAllGather` has started. They are added up
+    here, in fp32 and rounded once: a reduce-scatter in bf16 would round after each rank, and its error grow with their
     number."""
 
     @staticmethod
@@ -76,15 +76,15 @@ class Depart(torch.autograd.Function):
         return None, ctx.group.wait(gradients).sum(0)  # torch adds up types of 16 bits in fp32
 
 
-class Arrive(torch.autograd.Function):
+class KVAllGather(torch.autograd.Function):
     """Keys and values of a group of heads, in the sequence's order, on every rank: [tokens, ...]. copies: of this
-    rank's part, of `Depart`; started: its gather."""
+    rank's part, of `KVGradReduce`; started: its gather."""
 
     @staticmethod
     def forward(
         ctx: Any,
         group: TensorGroup,
-        again: Again | None,
+        again: KVRegather | None,
         number: int,
         order: Tensor,
         inverse: Tensor,
@@ -104,7 +104,7 @@ class Arrive(torch.autograd.Function):
         return None, None, None, None, None, ctx.group.exchange(by_rank), None
 
 
-class Again:
+class KVRegather:
     """Gathers the keys and values of groups of heads again in the backward pass, from the last to the first, one group
     ahead. parts: of this rank, by group of heads, each [tokens / c, ...]."""
 
@@ -148,8 +148,8 @@ class Again:
 def attend_together(
     query: Tensor, key: Tensor, value: Tensor, shared: SharedMask, scale: float, soft_cap: float
 ) -> Tensor:
-    """`attend` for this rank's queries among the keys of whole sequences. All are [batch, heads, tokens of this rank,
-    head_dim]."""
+    """`causal_attention` for this rank's queries among the keys of whole sequences. All are [batch, heads, tokens of
+    this rank, head_dim]."""
     heads = shared.group.heads
     if heads is not None:
         query, key, value = to_heads(heads, query, key, value)
@@ -170,41 +170,41 @@ def attend_gathered(
     if group is None:
         return attend_parts(query, key, value, shared.parts, scale, soft_cap)
     if shared.halo is not None:
-        return run(query, Fetch.apply(group, shared.halo, travelling(key, value)))
-    count = divided(key.shape[1], shared.group.plan.groups)
+        return run(query, HaloFetch.apply(group, shared.halo, pack_kv(key, value)))
+    count = divide_heads(key.shape[1], shared.group.plan.groups)
     keys, values, queries = key.chunk(count, 1), value.chunk(count, 1), query.chunk(count, 1)
-    parts = [travelling(keys[number], values[number]) for number in range(count)]
+    parts = [pack_kv(keys[number], values[number]) for number in range(count)]
     again = None
     if shared.again and parts[0].requires_grad and not torch.compiler.is_compiling():
-        again = Again(shared, parts)
+        again = KVRegather(shared, parts)
 
     def send(number: int) -> tuple[Tensor, Tensor]:
         """The copies of a group of heads, and their gather. Backward takes the last first: it comes to these gradients
         after attention of the group before, and two groups' are there at a time."""
-        return Depart.apply(group, parts[number]), group.gather(parts[number].detach())
+        return KVGradReduce.apply(group, parts[number]), group.gather(parts[number].detach())
 
     ahead, attended = send(0), []
     for number in range(count):
         copies, started = ahead
         if number + 1 < count:
             ahead = send(number + 1)
-        whole = Arrive.apply(group, again, number, shared.order, shared.inverse, copies, started)
+        whole = KVAllGather.apply(group, again, number, shared.order, shared.inverse, copies, started)
         with contextlib.nullcontext() if again is None else again.instead_of(whole, number):
             attended.append(run(queries[number], whole))
     return attended[0] if count == 1 else torch.cat(attended, 1)
 
 
-def travelling(key: Tensor, value: Tensor) -> Tensor:
+def pack_kv(key: Tensor, value: Tensor) -> Tensor:
     """Keys and values as one tensor to send: [tokens, batch, 2 x kv_heads, head_dim]."""
     return torch.cat([key, value], 1).permute(2, 0, 1, 3).contiguous()
 
 
 def attend_parts(
-    query: Tensor, key: Tensor, value: Tensor, parts: Sequence[Part], scale: float, soft_cap: float
+    query: Tensor, key: Tensor, value: Tensor, parts: Sequence[HaloPart], scale: float, soft_cap: float
 ) -> Tensor:
     """Attention of runs of queries, each with the keys that it looks at."""
     attended = [
-        attend(
+        causal_attention(
             query[:, :, slice(*part.queries)],
             key[:, :, slice(*part.keys)],
             value[:, :, slice(*part.keys)],
@@ -225,11 +225,11 @@ def to_heads(group: TensorGroup, query: Tensor, key: Tensor, value: Tensor) -> l
         key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
     by_rank = [x.unflatten(1, (group.size, -1)) for x in (query, key, value)]
     sizes = [x.shape[2] for x in by_rank]
-    parts = Exchange.apply(group, torch.cat(by_rank, 2).transpose(0, 1))  # [c, batch, heads, tokens / c, head_dim]
+    parts = AllToAll.apply(group, torch.cat(by_rank, 2).transpose(0, 1))  # [c, batch, heads, tokens / c, head_dim]
     return list(parts.permute(1, 2, 0, 3, 4).flatten(2, 3).split(sizes, 1))
 
 
 def to_tokens(group: TensorGroup, x: Tensor) -> Tensor:
     """[batch, heads / c, tokens, head_dim] -> [batch, heads, tokens / c, head_dim]."""
-    parts = Exchange.apply(group, x.unflatten(2, (group.size, -1)).movedim(2, 0))
+    parts = AllToAll.apply(group, x.unflatten(2, (group.size, -1)).movedim(2, 0))
     return parts.transpose(0, 1).flatten(1, 2)

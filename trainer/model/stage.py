@@ -18,7 +18,7 @@ from trainer.distributed.collectives import TensorGroup
 from trainer.model.linear import DeferredGrads
 
 
-class Report(NamedTuple):
+class BlockReport(NamedTuple):
     """What a block says of a micro-batch besides its result. Each rank says its part of a sum over all ranks and
     micro-batches: that of its own tokens, heads or hidden units.
 
@@ -31,30 +31,30 @@ class Report(NamedTuple):
     statistics: dict[str, Tensor]
 
 
-class Reported(NamedTuple):
+class ReportedOutput(NamedTuple):
     """A result with a report: what a block, layer or stage returns instead of a plain result if it has one.
 
     It is returned, and not left somewhere, so that recompute does not count it twice and the compiler sees it."""
 
     result: Any
-    report: Report
+    report: BlockReport
 
 
-def apart(output: Any) -> tuple[Any, Report | None]:
+def split_report(output: Any) -> tuple[Any, BlockReport | None]:
     """What was returned, as result and report."""
-    return output if isinstance(output, Reported) else (output, None)
+    return output if isinstance(output, ReportedOutput) else (output, None)
 
 
-def together(result: Any, reports: Mapping[str, Report | None]) -> Any:
+def join_reports(result: Any, reports: Mapping[str, BlockReport | None]) -> Any:
     """`result` with the sum of the reports' objectives and all their statistics, under the name of who said them before
     a dot; or the plain result where there is no report."""
     said = {name: report for name, report in reports.items() if report is not None}
     if not said:
         return result
     objectives = [report.objective for report in said.values() if report.objective is not None]
-    return Reported(
+    return ReportedOutput(
         result,
-        Report(
+        BlockReport(
             sum(objectives[1:], objectives[0]) if objectives else None,
             {f"{name}.{key}": value for name, report in said.items() for key, value in report.statistics.items()},
         ),
@@ -62,7 +62,8 @@ def together(result: Any, reports: Mapping[str, Report | None]) -> Any:
 
 
 class StageLayer(Protocol):
-    """A layer: an `nn.Module`, called with the hidden state as its first argument, which it returns, maybe `Reported`.
+    """A layer: an `nn.Module`, called with the hidden state as its first argument, which it returns, maybe
+    `ReportedOutput`.
 
     A call is `run(...)`, which calls the layer's body by `recompute` where one is set (as `recompute(body, ...)`).
     With a `tile` above 0, `run` leaves out what treats tokens alone, and `run_tile` computes that of so many tokens at
@@ -115,7 +116,7 @@ class Stage(Protocol):
 
         Returns hidden states before the last stage; on it logits [batch, length, vocab], or with targets a pair, both
         sums over the valid targets: the objective, and the cross-entropy of each sequence [batch]. Any of them is
-        `Reported` where a layer reports.
+        `ReportedOutput` where a layer reports.
         """
 
     def set_loss(

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 Parameters = Callable[[], list[nn.Parameter]]
 
 
-class Tiles(torch.autograd.Function):
-    """See `tiled`. The parameters stand behind the inputs for the graph's sake alone."""
+class TiledFunction(torch.autograd.Function):
+    """See `apply_tiled`. The parameters stand behind the inputs for the graph's sake alone."""
 
     @staticmethod
     def forward(
@@ -25,7 +25,7 @@ class Tiles(torch.autograd.Function):
         ctx.function, ctx.parameters, ctx.tile = function, parameters, tile
         ctx.save_for_backward(x)
         result = torch.empty_like(x)
-        for rows in tiles(len(x), tile):
+        for rows in split_rows(len(x), tile):
             result[rows] = function(x[rows])
         return result
 
@@ -34,7 +34,7 @@ class Tiles(torch.autograd.Function):
         (x,), parameters = ctx.saved_tensors, ctx.parameters()
         to_x = torch.empty_like(x)
         sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
-        for rows in tiles(len(x), ctx.tile):
+        for rows in split_rows(len(x), ctx.tile):
             part = x[rows].detach().requires_grad_()
             with torch.enable_grad():
                 result = ctx.function(part)
@@ -45,13 +45,13 @@ class Tiles(torch.autograd.Function):
         return None, None, None, to_x, *(total.to(p.dtype) for total, p in zip(sums, parameters))
 
 
-def tiled(function: Callable[[Tensor], Tensor], parameters: Parameters, tile: int, x: Tensor) -> Tensor:
+def apply_tiled(function: Callable[[Tensor], Tensor], parameters: Parameters, tile: int, x: Tensor) -> Tensor:
     """`function(x)`, whose result is of x's shape and type, computed from `tile` rows of x at a time.
 
     parameters: those of the function that are trained, asked for again in backward, where ZeRO-3 has gathered them."""
-    return Tiles.apply(function, parameters, tile, x, *parameters())
+    return TiledFunction.apply(function, parameters, tile, x, *parameters())
 
 
-def tiles(rows: int, tile: int) -> Iterator[slice]:
+def split_rows(rows: int, tile: int) -> Iterator[slice]:
     """The rows of each tile."""
     return (slice(begin, min(begin + tile, rows)) for begin in range(0, rows, tile))

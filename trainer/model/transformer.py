@@ -11,19 +11,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.config.model import ModelSpec
-from trainer.distributed.collectives import ScatterSum, TensorGroup
+from trainer.distributed.collectives import ReduceScatterSum, TensorGroup
 from trainer.model.attention import build_mask, cap_score, document_starts
-from trainer.model.axes import Declared
-from trainer.model.cache import Cache
-from trainer.model.context import ContextGroup, once
+from trainer.model.axes import DeclaredModule
+from trainer.model.cache import KVCache
+from trainer.model.context import ContextGroup, without_regather
 from trainer.model.layers import Block, Layer, Linear, Norm
-from trainer.model.linear import DeferredGrads, columns
+from trainer.model.linear import DeferredGrads, column_parallel
 from trainer.model.loss import LossSettings, Term, linear_cross_entropy
 from trainer.model.rotary import Rotary
-from trainer.model.stage import Report, Reported, apart, together
+from trainer.model.stage import BlockReport, ReportedOutput, join_reports, split_report
 
 
-class Lookup(torch.autograd.Function):
+class EmbeddingLookup(torch.autograd.Function):
     """`F.embedding` for a table of 16 bits on a CPU. index: [tokens]; table: [rows, width]; result: [tokens, width].
 
     torch's CPU kernel adds up the table's gradient in the type of the table. A row that many tokens use then stops
@@ -47,10 +47,10 @@ def look_up(index: Tensor, table: Tensor) -> Tensor:
     """The rows of `table` [rows, width] at `index` [tokens], whose gradient is added up in fp32 or wider."""
     if table.is_cuda or table.dtype.itemsize > 2:
         return F.embedding(index, table)
-    return Lookup.apply(index, table)
+    return EmbeddingLookup.apply(index, table)
 
 
-class Embedding(Declared):
+class Embedding(DeclaredModule):
     """Rows of a table. weight: [rows, width]."""
 
     def __init__(self, rows: int, width: int, axis: str):
@@ -69,10 +69,10 @@ class Embedding(Declared):
             if weight.shape[0]
             else weight.new_zeros(*index.shape, weight.shape[1])
         )
-        return ScatterSum.apply(self.group, rows.masked_fill(~mine[:, None], 0))
+        return ReduceScatterSum.apply(self.group, rows.masked_fill(~mine[:, None], 0))
 
 
-class Head(Declared):
+class Head(DeclaredModule):
     """Final norm's output -> logits, or the loss (`LinearCrossEntropy`) where targets are given. weight: [vocab,
     width]."""
 
@@ -86,13 +86,13 @@ class Head(Declared):
         this rank's part of it."""
         weight = self.local("weight")
         if targets is None:
-            (logits,) = columns(x, [weight], [None], self.group)
+            (logits,) = column_parallel(x, [weight], [None], self.group)
             return cap_score(logits, cap=self.loss.soft_cap) if self.loss.soft_cap else logits
         start = 0 if self.group is None else part_start(self.declared["weight"].shape[0], self.group)
         objective, entropy, added = linear_cross_entropy(x, weight, targets, self.loss, self.group, start)
         if not (self.training and self.loss.terms):
             return objective, entropy
-        return Reported((objective, entropy), Report(None, dict(zip(self.loss.terms, added.split(1)))))
+        return ReportedOutput((objective, entropy), BlockReport(None, dict(zip(self.loss.terms, added.split(1)))))
 
 
 def part_start(size: int, group: TensorGroup) -> int:
@@ -184,7 +184,7 @@ class Transformer(nn.Module):
         targets: Tensor | None = None,
         documents: Tensor | None = None,
         hidden: Tensor | None = None,
-        cache: Cache | None = None,
+        cache: KVCache | None = None,
     ) -> Any:
         """See `Stage`; with a cache, `extend`."""
         if cache is not None:
@@ -207,14 +207,14 @@ class Transformer(nn.Module):
         for index, layer in self.layers.items():
             rotary, kind = self.kinds[index]
             rotation = None if rotary is None else rotations[rotary]
-            mask = once(masks[kind]) if layer.recomputes_attention else masks[kind]
-            x, reports[f"layers.{index}"] = apart(layer(x, shape, rotation, mask))
+            mask = without_regather(masks[kind]) if layer.recomputes_attention else masks[kind]
+            x, reports[f"layers.{index}"] = split_report(layer(x, shape, rotation, mask))
         if self.last:
-            x, reports["head"] = apart(self.head(self.norm(x), None if targets is None else targets.flatten()))
+            x, reports["head"] = split_report(self.head(self.norm(x), None if targets is None else targets.flatten()))
             x = x.view(*shape, -1) if targets is None else (x[0], x[1].view(shape).sum(1))
-        return together(x, reports)
+        return join_reports(x, reports)
 
-    def extend(self, tokens: Tensor, hidden: Tensor | None, cache: Cache) -> Tensor:
+    def extend(self, tokens: Tensor, hidden: Tensor | None, cache: KVCache) -> Tensor:
         """A pass that generates: tokens [rows, length] are contexts, padded behind, or [rows of the cache, 1] the next
         token of each. Where ranks share layers, their number divides rows x length and the rows of the cache. Ranks
         that share sequences in training each compute all tokens here.
@@ -230,7 +230,7 @@ class Transformer(nn.Module):
         for index, layer in self.layers.items():
             rotary, kind = self.kinds[index]
             rotation = None if rotary is None else rotations[rotary]
-            x, _ = apart(layer(x, shape, rotation, entered.mask(index, *kind)))
+            x, _ = split_report(layer(x, shape, rotation, entered.mask(index, *kind)))
         if not self.last:
             return x
         group = self.group

@@ -14,7 +14,7 @@ from rich.text import Text
 from trainer.observe import metrics
 from trainer.util.lines import LineFile
 from trainer.util.run_folder import LOG
-from trainer.util.tables import count, duration, percent, size
+from trainer.util.tables import format_bytes, format_count, format_duration, format_percent
 
 MetricsLine = dict[str, Any]
 
@@ -23,14 +23,14 @@ def _summary(record: MetricsLine) -> list[str]:
     """The parts of a step's line on the console, padded so that lines align; unknown values are left out."""
     parts = [
         f"loss {_number(record['loss'], '7.4f')}{_by_name(record, 'loss')}",
-        f"{count(record['tokens_per_second']):>5} tokens/s" if record["tokens_per_second"] is not None else None,
+        f"{format_count(record['tokens_per_second']):>5} tokens/s" if record["tokens_per_second"] is not None else None,
         f"grad norm {_number(record['grad_norm'], '7.3g')}" if record["grad_norm"] is not None else None,
         f"lr {_number(record['lr'], '.2e')}" if record["lr"] is not None else None,
-        f"MFU {percent(record['mfu']):>5}" if record["mfu"] is not None else None,
-        f"bubble {percent(record['bubble']):>5}" if record["bubble"] is not None else None,
-        f"memory {size(record['memory_gib'] * 2**30):>8}" if record["memory_gib"] is not None else None,
+        f"MFU {format_percent(record['mfu']):>5}" if record["mfu"] is not None else None,
+        f"bubble {format_percent(record['bubble']):>5}" if record["bubble"] is not None else None,
+        f"memory {format_bytes(record['memory_gib'] * 2**30):>8}" if record["memory_gib"] is not None else None,
         f"skipped {record['skipped']}" if record["skipped"] else None,
-        f"ETA {duration(record['eta_seconds'])}" if record["eta_seconds"] else None,
+        f"ETA {format_duration(record['eta_seconds'])}" if record["eta_seconds"] else None,
     ]
     return [part for part in parts if part]
 
@@ -50,10 +50,10 @@ def _evaluation(record: MetricsLine, total: int) -> str:
     loss = f"{_number(record['eval_loss'], '.4f')}{_by_name(record, 'eval_loss')}"
     if record["eval_loss"] is None and metrics.of_names(record, "eval_loss"):  # nothing is held out
         loss = _by_name(record, "eval_loss").strip(" ()")
-    return f"{progress(record['step'], total)}  evaluation loss {loss}"
+    return f"{format_step(record['step'], total)}  evaluation loss {loss}"
 
 
-def progress(step: int, total: int) -> str:
+def format_step(step: int, total: int) -> str:
     return f"step {step:>{len(str(total))}}/{total}"
 
 
@@ -67,7 +67,7 @@ class PlainConsole:
         self.event(
             _evaluation(record, self.total)
             if "eval_loss" in record
-            else f"{progress(record['step'], self.total)}  {'  '.join(_summary(record))}"
+            else f"{format_step(record['step'], self.total)}  {'  '.join(_summary(record))}"
         )
 
     def event(self, text: str) -> None:
@@ -128,7 +128,7 @@ class RichConsole:
         self.bar.update(
             self.task,
             completed=record["step"],
-            eta="" if not record["eta_seconds"] else f"ETA {duration(record['eta_seconds'])}",
+            eta="" if not record["eta_seconds"] else f"ETA {format_duration(record['eta_seconds'])}",
         )
         # 80 columns are full without the word, which the unit stands for.
         parts = [" ".join(part.removeprefix("memory").split()) for part in _summary(record | {"eta_seconds": None})]

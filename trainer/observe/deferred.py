@@ -21,8 +21,8 @@ class _Pending:
     step: int
     shapes: dict[str, torch.Size]
     values: Tensor  # [all numbers of the step], float64, on the host
-    began: Moment
-    ended: Moment
+    began: TimePoint
+    ended: TimePoint
     host: dict[str, Any]
 
     @cached_property
@@ -37,7 +37,7 @@ class _Pending:
         return self.step, values | {"seconds": self.began.seconds_to(self.ended)}, self.host
 
 
-class Moment:
+class TimePoint:
     """A point in time: on a GPU an event in its stream, timed by the GPU; without a GPU the host's clock."""
 
     def __init__(self, device: torch.device):
@@ -50,7 +50,7 @@ class Moment:
         if self.event is not None:
             self.event.synchronize()
 
-    def seconds_to(self, later: Moment) -> float:
+    def seconds_to(self, later: TimePoint) -> float:
         return later.time - self.time if self.event is None else self.event.elapsed_time(later.event) / 1000
 
 
@@ -69,12 +69,12 @@ class DeferredScalars:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._pending: deque[_Pending] = deque()
-        self._last: Moment | None = None
+        self._last: TimePoint | None = None
 
     def begin(self) -> None:
         """Marks the start of a step, unless the one before it is still running on the device."""
         if not self._pending:
-            self._last = Moment(self.device)
+            self._last = TimePoint(self.device)
 
     def push(self, step: int, tensors: dict[str, Tensor], host: dict[str, Any] | None = None) -> None:
         """Adds a step: its tensors (0-d or 1-D, on the device, already reduced over ranks) and the host's data."""
@@ -83,7 +83,7 @@ class DeferredScalars:
             pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             pinned.copy_(values, non_blocking=True)
             values = pinned
-        began, self._last = self._last, Moment(self.device)
+        began, self._last = self._last, TimePoint(self.device)
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         self._pending.append(_Pending(step, shapes, values, began or self._last, self._last, dict(host or {})))
 

@@ -11,11 +11,11 @@ from statistics import median_low
 from typing import Any
 
 from trainer.diagnosis import account, shortage
-from trainer.diagnosis.evidence import HeldDown, gather, machine_of
-from trainer.diagnosis.verdict import Diagnosis, diagnose
+from trainer.diagnosis.evidence import ThrottledRank, collect_evidence, machine_of
+from trainer.diagnosis.verdict import Diagnosis, diagnose_evidence
 from trainer.observe import metrics
-from trainer.observe.nvml import words
-from trainer.observe.slowdown import held_down, held_rank
+from trainer.observe.nvml import throttle_reasons
+from trainer.observe.slowdown import throttle_reasons_in, throttled_rank_in
 from trainer.util.reading import Malformed, read_json
 from trainer.util.run_folder import LOG, METRICS_FILE, STARTS, STATUS
 
@@ -29,10 +29,10 @@ WRITTEN = (METRICS_FILE, LOG, STATUS, STARTS, account.ACCOUNTS, "checkpoints", "
 """What a run that goes on changes, each now and then."""
 
 
-def examine(folder: Path, hardware: str = "", config_dir: str | None = None) -> Diagnosis:
-    """The diagnosis of a run's folder; hardware and config_dir as for `gather`. Raises `ConfigError` where it has
-    neither metrics nor accounts, or damaged ones."""
-    accounts, status = account.read(folder), {}
+def diagnose_run(folder: Path, hardware: str = "", config_dir: str | None = None) -> Diagnosis:
+    """The diagnosis of a run's folder; hardware and config_dir as for `collect_evidence`. Raises `ConfigError` where it
+    has neither metrics nor accounts, or damaged ones."""
+    accounts, status = account.read_breakdowns(folder), {}
     stalled: list[str] = []
     with contextlib.suppress(OSError, Malformed):
         status = read_json(folder / STATUS, {"status": str, "step": int, "steps": int}, "")
@@ -41,21 +41,25 @@ def examine(folder: Path, hardware: str = "", config_dir: str | None = None) -> 
 
         stalled = last_stall(folder, machine_of(folder, accounts).processes)
     started = accounts or stalled or status
-    records = [] if started and not _logged(folder) else [*deque(metrics.records(folder), LATEST)]
+    records = [] if started and not _logged(folder) else [*deque(metrics.iterate_metrics(folder), LATEST)]
     newest = [record for record in records if record.get("step_seconds") is not None][-NOW:]
-    throttle, lacked, silent = words(held_down(newest)), shortage.read(folder), silence(folder, status)
+    throttle, lacked, silent = (
+        throttle_reasons(throttle_reasons_in(newest)),
+        shortage.read_oom_report(folder),
+        seconds_since_write(folder, status),
+    )
     known = folder, records, accounts, status, stalled, throttle
-    return diagnose(gather(*known, hardware, config_dir, lacked, silent, held(newest)))
+    return diagnose_evidence(collect_evidence(*known, hardware, config_dir, lacked, silent, throttled_rank(newest)))
 
 
-def held(newest: Sequence[Mapping[str, Any]]) -> HeldDown | None:
+def throttled_rank(newest: Sequence[Mapping[str, Any]]) -> ThrottledRank | None:
     """The rank whose clocks are held down in logged steps, where they say whose."""
-    rank, reasons = held_rank(newest)
+    rank, reasons = throttled_rank_in(newest)
     ranks = [int(count) for line in newest if (count := line.get("hardware/throttle_ranks"))]
-    return None if rank is None else HeldDown(rank, words(reasons), median_low(ranks) if ranks else 1)
+    return None if rank is None else ThrottledRank(rank, throttle_reasons(reasons), median_low(ranks) if ranks else 1)
 
 
-def silence(folder: Path, status: Mapping[str, Any]) -> float | None:
+def seconds_since_write(folder: Path, status: Mapping[str, Any]) -> float | None:
     """Seconds since a run that says that it goes on has written anything; None of one that does not say so."""
     if status.get("status") != "running":
         return None

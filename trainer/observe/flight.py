@@ -1,7 +1,7 @@
 """Where a process stands: the collectives in torch's flight recorder, and the source line of its main thread.
 
 The flight recorder keeps the last collectives of a process with the source lines that called them. A summary of it as
-plain data is compared among ranks, and says which ranks wait for which (`waits`)."""
+plain data is compared among ranks, and says which ranks wait for which (`describe_waits`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from trainer.distributed.c10d_internals import group_members, recorders
+from trainer.distributed.c10d_internals import group_members, list_recorders
 
 PROJECT = str(Path(__file__).parents[1]) + os.sep
 CALLERS = 3
@@ -36,7 +36,7 @@ entered; and, if one has not ended, of the first such its `number`, `what` (oper
 lines)."""
 
 
-def enable(folder: Path) -> None:
+def enable_recorder(folder: Path) -> None:
     """Switches the flight recorder on for process groups that are created from now on.
 
     NCCL's own timeout also dumps it to `folder`, if that exists by then. Variables that are set already stay."""
@@ -48,20 +48,20 @@ def enable(folder: Path) -> None:
         os.environ.setdefault(name, str(value))
 
 
-def dumps(stacks: bool) -> dict[str, bytes]:
+def dump_recorders(stacks: bool) -> dict[str, bytes]:
     """What torch has recorded in this process, pickled, by name of the recorder: NCCL's, or that of other backends.
 
     The first dump with stacks takes a second, in which torch reads symbols."""
-    return {name: dump(includeStackTraces=stacks) for name, dump in recorders().items()}
+    return {name: dump(includeStackTraces=stacks) for name, dump in list_recorders().items()}
 
 
-def recorded(recorder: str, dump: bytes) -> Groups:
+def summarise_own(recorder: str, dump: bytes) -> Groups:
     """The summary of one of this process's own dumps."""
     # Each recorder counts the collectives of a group by itself, so a group is named together with its recorder.
-    return {f"{recorder} {name}": group for name, group in summary(pickle.loads(dump), group_members()).items()}
+    return {f"{recorder} {name}": group for name, group in summarise_dump(pickle.loads(dump), group_members()).items()}
 
 
-def summary(dump: dict[str, Any], members: dict[str, list[int]]) -> Groups:
+def summarise_dump(dump: dict[str, Any], members: dict[str, list[int]]) -> Groups:
     """A recorder's dump, summed up by process group. members: global ranks by group, which gloo's dumps leave out."""
     groups: Groups = {}
     listed = {
@@ -84,12 +84,14 @@ def summary(dump: dict[str, Any], members: dict[str, list[int]]) -> Groups:
             group |= {
                 "number": number,
                 "what": f"{entry['profiling_name'].partition(':')[2]} {sizes}".strip(),
-                "at": lines((frame["filename"], frame["line"], frame["name"]) for frame in entry.get("frames", [])),
+                "at": project_lines(
+                    (frame["filename"], frame["line"], frame["name"]) for frame in entry.get("frames", [])
+                ),
             }
     return groups
 
 
-def lines(frames: Iterable[tuple[str, int, str]]) -> str:
+def project_lines(frames: Iterable[tuple[str, int, str]]) -> str:
     """The project's own lines of a stack, the innermost first.
 
     A stack without any, such as FSDP's in autograd's thread, gives its innermost line outside of `WRAPPERS`."""
@@ -102,7 +104,7 @@ def lines(frames: Iterable[tuple[str, int, str]]) -> str:
 
 def main_thread() -> str:
     """The source lines at which the main thread of this process stands, also while it waits in C++."""
-    return lines(_frames(sys._current_frames().get(threading.main_thread().ident)))
+    return project_lines(_frames(sys._current_frames().get(threading.main_thread().ident)))
 
 
 def _frames(frame: Any) -> Iterator[tuple[str, int, str]]:
@@ -111,7 +113,7 @@ def _frames(frame: Any) -> Iterator[tuple[str, int, str]]:
         frame = frame.f_back
 
 
-def waits(everyone: dict[int, Groups]) -> list[str]:
+def describe_waits(everyone: dict[int, Groups]) -> list[str]:
     """One line for each collective that ranks wait in, with the ranks that have not entered it.
 
     everyone: what each rank has recorded. Collectives that some rank has not entered come first."""
@@ -129,16 +131,16 @@ def waits(everyone: dict[int, Groups]) -> list[str]:
         silent = [rank for rank in absent if rank not in everyone]
         places = dict.fromkeys(at for rank in inside if (at := everyone[rank][name]["at"]))
         text = (
-            f"{ranks(inside)} in {what} (number {number} of "
+            f"{format_ranks(inside)} in {what} (number {number} of "
             f"{group['desc'] or name}){' at ' if places else ''}{' and '.join(places)}"
         )
         for some, verb in ((sorted(set(absent) - set(silent)), "did not enter"), (silent, "may not have entered")):
-            text += f", which {ranks(some)} {verb}" if some else ""
+            text += f", which {format_ranks(some)} {verb}" if some else ""
         texts.append((not absent, text))
     return [text for _, text in sorted(texts)]
 
 
-def ranks(numbers: Iterable[int]) -> str:
+def format_ranks(numbers: Iterable[int]) -> str:
     """[0, 1, 2, 5] -> "ranks 0-2, 5"."""
     runs: list[list[int]] = []
     for number in sorted(numbers):

@@ -14,7 +14,7 @@ from statistics import fmean, median
 
 import torch
 
-from trainer.observe.nvml import FAULTS, Gpu, words
+from trainer.observe.nvml import FAULTS, NVMLDevice, throttle_reasons
 from trainer.util import machine
 
 Reading = Mapping[str, float | None]
@@ -40,7 +40,7 @@ OVER_TIME = {"throttle": _any, "clock_mhz": fmean, "alloc_retries": max}
 """The same of several readings of a rank; of all others the mean counts."""
 
 
-class Host:
+class HostReader:
     """A machine. The first process on it reads for all."""
 
     def __init__(self, folder: Path):
@@ -56,7 +56,7 @@ class Host:
         }
 
 
-class Sampler:
+class HardwareSampler:
     """Reads this rank's device, and on one rank of a machine (`first`) the machine, every `period` seconds until
     `close`; 0 reads nothing. folder: of the run, whose disk is looked at.
 
@@ -69,12 +69,12 @@ class Sampler:
         if not period:
             return
         if device.type == "cuda":
-            gpu = Gpu.find(str(torch.cuda.get_device_properties(device).uuid))
+            gpu = NVMLDevice.find(str(torch.cuda.get_device_properties(device).uuid))
             self.sources += [gpu.read] if gpu is not None else []
             self.sources.append(lambda: {"alloc_retries": torch.cuda.memory_stats(device).get("num_alloc_retries")})
         if first:
             with contextlib.suppress(OSError, ValueError):
-                self.sources.append(Host(folder).read)
+                self.sources.append(HostReader(folder).read)
         if self.sources:
             threading.Thread(target=self._run, name="hardware", daemon=True).start()
 
@@ -94,7 +94,7 @@ class Sampler:
         with self.lock:
             readings, self.readings = self.readings, []
         if readings:
-            self.last = {name: merged(name, readings, OVER_TIME.get(name, fmean)) for name in OVER_RANKS}
+            self.last = {name: merge_readings(name, readings, OVER_TIME.get(name, fmean)) for name in OVER_RANKS}
         return {name: self.last.get(name) for name in OVER_RANKS}
 
     def _run(self) -> None:
@@ -104,7 +104,7 @@ class Sampler:
                 self.readings.append(found)
 
 
-def merged(name: str, readings: Sequence[Reading], how: Callable[[Sequence[float]], float]) -> float | None:
+def merge_readings(name: str, readings: Sequence[Reading], how: Callable[[Sequence[float]], float]) -> float | None:
     """One value of those that several readings have of a name."""
     values = [value for one in readings if (value := one.get(name)) is not None]
     return how(values) if values else None
@@ -112,7 +112,7 @@ def merged(name: str, readings: Sequence[Reading], how: Callable[[Sequence[float
 
 def over_ranks(readings: Sequence[Reading]) -> dict[str, float | None]:
     """The metrics `hardware/*` of the ranks' readings, in order of rank."""
-    found = {f"hardware/{name}": merged(name, readings, how) for name, how in OVER_RANKS.items()}
+    found = {f"hardware/{name}": merge_readings(name, readings, how) for name, how in OVER_RANKS.items()}
     clocks = {rank: clock for rank, one in enumerate(readings) if (clock := one.get("clock_mhz")) is not None}
     known = {rank: int(bits) for rank, one in enumerate(readings) if (bits := one.get("throttle")) is not None}
     held = {rank: bits for rank, bits in known.items() if bits}
@@ -128,7 +128,7 @@ def over_ranks(readings: Sequence[Reading]) -> dict[str, float | None]:
 def clocks_of(readings: Sequence[Reading], rank: int) -> str:
     """What the readings of all ranks say of the clocks of one, up to the next thing to be said; empty where nothing."""
     clocks = [clock for one in readings if (clock := one.get("clock_mhz")) is not None]
-    mine, reasons = readings[rank].get("clock_mhz"), words(int(readings[rank].get("throttle") or 0))
+    mine, reasons = readings[rank].get("clock_mhz"), throttle_reasons(int(readings[rank].get("throttle") or 0))
     if mine is None:
         return f"its clocks are held down by {reasons}; " if reasons else ""
     why = f", held down by {reasons}" if reasons else ", and nothing holds it down"

@@ -93,7 +93,7 @@ LARGEST = 1e300
 """Numbers of a metric are below, so that they can be drawn and added."""
 
 
-class Meter:
+class SpeedMeter:
     """Turns finished steps into speed, utilisation, percentiles and remaining time; one per process start.
 
     `flops_per_token` and `flops_per_token_full` are training FLOPs (forward and backward) with causal and with full
@@ -153,13 +153,15 @@ class Meter:
         return values
 
 
-def line(values: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+def format_line(values: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     """`values` as one line of metrics: every name of `names`, in order; absent and non-finite values are None. What
     belongs to a name that ends in /NAME stands in its place.
 
     Raises `ValueError` for a name that is not in `names`, or without a step.
     """
-    families = {name: [key for key in values if key.startswith(name[: -len("NAME")])] for name in names if many(name)}
+    families = {
+        name: [key for key in values if key.startswith(name[: -len("NAME")])] for name in names if stands_for_many(name)
+    }
     keys = [key for name in names for key in families.get(name, [name])]
     unknown = [name for name in values if name not in keys]
     if unknown or values.get("step") is None:
@@ -171,7 +173,7 @@ def line(values: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     return {name: _plain(values.get(name)) for name in keys}
 
 
-def many(name: str) -> bool:
+def stands_for_many(name: str) -> bool:
     """Whether a name of `METRICS` stands for many."""
     return name.endswith("/NAME")
 
@@ -204,12 +206,13 @@ def is_number(value: Any) -> bool:
     return value is None or isinstance(value, (int, float)) and abs(value) < LARGEST
 
 
-def read(run: str | Path) -> list[dict[str, Any]]:
-    """All lines of a run, oldest first; `run` is a run folder or a metrics.jsonl. Raises the errors of `records`."""
-    return [*records(run)]
+def read_metrics(run: str | Path) -> list[dict[str, Any]]:
+    """All lines of a run, oldest first; `run` is a run folder or a metrics.jsonl. Raises the errors of
+    `iterate_metrics`."""
+    return [*iterate_metrics(run)]
 
 
-def records(run: str | Path) -> Iterator[dict[str, Any]]:
+def iterate_metrics(run: str | Path) -> Iterator[dict[str, Any]]:
     """The lines of a run, oldest first, of which one is held at a time; `run` is a run folder or a metrics.jsonl.
 
     A last line without a line end is skipped: a crash, or a run in progress, leaves one. Raises `ConfigError` when

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from trainer.util.reading import mismatch, parse_json
+from trainer.util.reading import find_mismatch, parse_json
 
 CONNECT = 10.0
 """Seconds that a connection to an address of the next rank may take."""
@@ -63,7 +63,7 @@ class NeighbourWatch:
         self.store.set(f"address/{self.rank}", json.dumps(mine))
         following = (self.rank + 1) % self.size
         address = parse_json(self.store.get(f"address/{following}"))
-        if mismatch(address, {"hosts": [str], "port": int, "token": str}):
+        if find_mismatch(address, {"hosts": [str], "port": int, "token": str}):
             raise ValueError("another program writes to the store of this run")
         for host in address["hosts"]:
             with contextlib.suppress(OSError):

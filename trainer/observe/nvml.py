@@ -34,17 +34,17 @@ GPM = {
 """Name -> numbers of GPM's metrics whose sum it is (`NVML_GPM_METRIC_...` of nvml.h), and the factor on them."""
 
 
-class Gpu:
+class NVMLDevice:
     """One GPU, by the UUID that torch has of it, with or without "GPU-" before it."""
 
     def __init__(self, nvml: Any, uuid: str):
         self.nvml, self.handle = nvml, nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.removeprefix('GPU-')}")
-        self.counters: Counters | None = None
+        self.counters: PerformanceCounters | None = None
         with contextlib.suppress(Exception):  # before Hopper there are none
-            self.counters = Counters(nvml, self.handle)
+            self.counters = PerformanceCounters(nvml, self.handle)
 
     @classmethod
-    def find(cls, uuid: str) -> Gpu | None:
+    def find(cls, uuid: str) -> NVMLDevice | None:
         """The GPU, or None where the module or the driver is missing."""
         with contextlib.suppress(Exception):
             import pynvml
@@ -78,7 +78,7 @@ class Gpu:
         return None
 
 
-class Counters:
+class PerformanceCounters:
     """The GPU's performance monitors (GPM, from Hopper on), which tell what was between two samples. Raises whatever
     NVML raises on a device without them."""
 
@@ -112,6 +112,6 @@ def _value(metric: Any) -> float | None:
     return metric.value if metric.nvmlReturn == 0 and math.isfinite(metric.value) else None
 
 
-def words(throttle: int) -> str:
+def throttle_reasons(throttle: int) -> str:
     """The reasons that the bits of `throttle` stand for, for people."""
     return " and ".join(name for bit, name in REASONS.items() if throttle & bit)

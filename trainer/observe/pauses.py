@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from trainer.config import GuardConfig
 from trainer.diagnosis.rules import RUNTIME
-from trainer.util.tables import duration
+from trainer.util.tables import format_duration
 
 PAUSES = {
     "evaluation": ("evaluations", "eval.every, eval.sequences"),
@@ -22,7 +22,7 @@ COMPARED = 3
 """Pauses whose median counts, so that a single long one (the first, which compiles; a disk that was busy) does not."""
 
 
-class Pauses:
+class PauseTimes:
     """Seconds that training has stood still, by name, for any number of readers that each count by themselves."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Pauses:
         return {name: seconds - before[name] for name, seconds in self.seconds.items()}
 
 
-class Stretch(NamedTuple):
+class PauseSegment(NamedTuple):
     """The steps up to a pause, its own share of them and theirs, in seconds a step."""
 
     first: int
@@ -52,7 +52,7 @@ class Stretch(NamedTuple):
     step: float
 
 
-class Growth:
+class PauseGrowth:
     """Whether pauses of one kind slow a run down: by guard.slow_factor against the stretches in which they took least.
 
     Each stretch ends with a pause, however many steps lie between two. It is told once, and again if it gets worse by
@@ -61,8 +61,8 @@ class Growth:
     def __init__(self, name: str, guard: GuardConfig):
         self.name, self.guard = name, guard
         self.lines: list[Mapping[str, Any]] = []
-        self.stretches: list[Stretch] = []
-        self.least: Stretch | None = None
+        self.stretches: list[PauseSegment] = []
+        self.least: PauseSegment | None = None
 
     def add(self, line: Mapping[str, Any]) -> str | None:
         """Takes a step's line of metrics. Returns what is to be told."""
@@ -74,7 +74,7 @@ class Growth:
         if len(self.stretches) < COMPARED:
             return None
         parts, self.stretches = self.stretches, []
-        recent = Stretch(
+        recent = PauseSegment(
             parts[0].first, parts[-1].last, median(one.pause for one in parts), median(one.step for one in parts)
         )
         past = self.least
@@ -84,24 +84,25 @@ class Growth:
         self.least = min((recent, past or recent), key=lambda one: one.pause)
         return None
 
-    def stretch(self) -> Stretch:
+    def stretch(self) -> PauseSegment:
         """Of the lines since the last pause, the first of which only says where they begin."""
         before, lines = self.lines[0]["step"], self.lines[1:]
         steps = lines[-1]["step"] - before
         weighed = [(line["step"] - last["step"], line) for last, line in zip(self.lines, lines)]
         pause, step = (sum(count * (line.get(key) or 0.0) for count, line in weighed) / steps for key in self.keys)
-        return Stretch(before + 1, lines[-1]["step"], pause, step)
+        return PauseSegment(before + 1, lines[-1]["step"], pause, step)
 
     @property
     def keys(self) -> tuple[str, str]:
         return f"{self.name}_seconds", "step_seconds"
 
-    def told(self, recent: Stretch, past: Stretch) -> str:
+    def told(self, recent: PauseSegment, past: PauseSegment) -> str:
         what, settings = PAUSES[self.name]
         now, before = recent.pause + recent.step, past.pause + past.step
         return (
             f"slow: a step takes {now:.4g} s with the {what} beside it in steps {recent.first} to {recent.last}, and "
             f"took {before:.4g} s in steps {past.first} to {past.last}; {self.name} ({RUNTIME}): "
-            f"{duration(recent.pause)} of it for {what}, {recent.pause / now:.0%}, and before {duration(past.pause)}, "
+            f"{format_duration(recent.pause)} of it for {what}, {recent.pause / now:.0%}, and before "
+            f"{format_duration(past.pause)}, "
             f"{past.pause / before:.0%}; look at {settings}"
         )

@@ -16,27 +16,27 @@ from trainer.config import Config, ConfigError
 from trainer.config.model import ModelSpec
 from trainer.data.lengths import documents_in
 from trainer.distributed.world import World
-from trainer.observe.metrics import Meter
+from trainer.observe.metrics import SpeedMeter
 from trainer.optim.groups import parameter_policies
-from trainer.planning.context import traffic
+from trainer.planning.context import context_traffic
 from trainer.planning.cost import flops as cost
 from trainer.planning.cost.devices import peak_flops, product_type
 from trainer.planning.cost.layers import left_by_recompute, model_work
 from trainer.planning.cost.memory import ELEMENT_BYTES, StateBytes
-from trainer.planning.cost.parameters import Table, declarations, layer_specs, layer_tables, outer_tables
+from trainer.planning.cost.parameters import Table, declare_parameters, layer_specs, layer_tables, outer_tables
 from trainer.planning.documents import with_documents
 from trainer.planning.estimate.hardware import load_hardware, shipped_for
-from trainer.planning.estimate.memory import Peak, peaks, replays
-from trainer.planning.estimate.report import brief, memory_band
-from trainer.planning.estimate.sequence import measures, recompute
-from trainer.planning.estimate.step import Estimate, estimate_within, fullest
-from trainer.planning.fit import Memory
+from trainer.planning.estimate.memory import MemoryPeak, can_replay, find_peaks
+from trainer.planning.estimate.report import memory_band, summarise_step
+from trainer.planning.estimate.sequence import describe_measures, describe_recompute
+from trainer.planning.estimate.step import StepEstimate, estimate_within, fullest_rank
+from trainer.planning.fit import MachineMemory
 from trainer.planning.float8 import float8_linears, numeric_types
-from trainer.planning.gradient_comm import describe
+from trainer.planning.gradient_comm import describe_codecs
 from trainer.planning.plan import node_size
-from trainer.planning.remarks import remarks
+from trainer.planning.remarks import collect_warnings
 from trainer.planning.resolve import Layout
-from trainer.planning.ways import ways
+from trainer.planning.ways import communication_table
 from trainer.util import tables
 
 
@@ -51,11 +51,11 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 2**30
 
 
-def step_meter(config: Config, spec: ModelSpec, world: World, length: int) -> Meter:
+def step_meter(config: Config, spec: ModelSpec, world: World, length: int) -> SpeedMeter:
     """The meter of a run: its FLOPs per token against the peak of its devices, where that is known."""
     kind = product_type(config.precision)
     peak = peak_flops(device_name(world.device), kind) if world.device.type == "cuda" else None
-    return Meter(
+    return SpeedMeter(
         config.run.steps,
         cost.flops_per_token(spec, length, causal=True),
         cost.flops_per_token(spec, length, causal=False),
@@ -64,7 +64,7 @@ def step_meter(config: Config, spec: ModelSpec, world: World, length: int) -> Me
     )
 
 
-def sharing(config: Config, layout: Layout) -> str:
+def describe_context(config: Config, layout: Layout) -> str:
     """How ranks share sequences, and what each receives for it in a step, for people."""
     batch, context, tp = layout.batch, layout.context, layout.plan.tp
     assert context is not None
@@ -74,11 +74,11 @@ def sharing(config: Config, layout: Layout) -> str:
         batch.micro_size
         * batch.accumulation
         * sum(
-            traffic(layer.attention, context, batch.sequence_length, tp, rest.attends, config.compile).all
+            context_traffic(layer.attention, context, batch.sequence_length, tp, rest.attends, config.compile).all
             for layer, rest in zip(layer_specs(layout.spec), left)
         )
     )
-    received = tables.size(element * elements / layout.plan.pp)
+    received = tables.format_bytes(element * elements / layout.plan.pp)
     return f"{context.describe()}; {received} a rank and step"
 
 
@@ -90,54 +90,59 @@ class StartReport:
     more: dict[str, list[dict[str, Any]]]
 
     def print(self, console: Console | None = None) -> None:
-        tables.sections(self.sections, console)
+        tables.print_sections(self.sections, console)
         for title, rows in self.more.items():
-            tables.rows(title, rows, console)
+            tables.print_rows(title, rows, console)
 
 
 def start_report(
-    config: Config, layout: Layout, states: StateBytes, memory: Memory, corpus: Any, world: World
+    config: Config, layout: Layout, states: StateBytes, memory: MachineMemory, corpus: Any, world: World
 ) -> StartReport:
     """Model, plan, batch arithmetic, predicted memory of the states on the rank that holds most beside what there is,
     and of a step at its peak."""
     spec, plan, pipeline, batch = layout.spec, layout.plan, layout.pipeline, layout.batch
     counts, (labels, values) = cost.parameter_counts(spec), zip(*states.rows())
     node = node_size(world.size)
-    gradients = describe(config.parallel.grad_comm)
-    found, moment = predicted(config, layout, corpus, world, node), None
-    if replays(plan):
-        moment = found.fullest if found else fullest(peaks(config, layout, lowered=False, node=node))
+    gradients = describe_codecs(config.parallel.grad_comm)
+    found, moment = predict_run(config, layout, corpus, world, node), None
+    if can_replay(plan):
+        moment = found.fullest if found else fullest_rank(find_peaks(config, layout, lowered=False, node=node))
     return StartReport(
         {
             "model": [
                 ("name", f"{spec.name} ({spec.family})"),
-                ("parameters", tables.count(counts["total"])),
+                ("parameters", tables.format_count(counts["total"])),
                 ("layers x width", f"{spec.depth} x {spec.width}"),
-                ("FLOPs per token", tables.flops(cost.flops_per_token(spec, batch.sequence_length, causal=True))),
+                (
+                    "FLOPs per token",
+                    tables.format_flops(cost.flops_per_token(spec, batch.sequence_length, causal=True)),
+                ),
             ],
             "plan": [
                 ("processes", f"{world.size} x {device_name(world.device)}"),
                 ("plan", plan.describe()),
-                *ways(config, plan),
-                *([("sequences", sharing(config, layout))] if layout.context else []),
+                *communication_table(config, plan),
+                *([("sequences", describe_context(config, layout))] if layout.context else []),
                 *([("pipeline", pipeline.describe())] if plan.pp > 1 else []),
                 ("precision", numeric_types(config.precision)),
                 *([("gradients", gradients)] if gradients else []),
-                ("recompute", recompute(config.activation)),
-                *([("long sequences", long)] if (long := measures(config, moment)) else []),
+                ("recompute", describe_recompute(config.activation)),
+                *([("long sequences", long)] if (long := describe_measures(config, moment)) else []),
                 ("compile", "each block" if config.compile else "off"),
-                *(("note", text) for text in remarks(config, layout, node)),
+                *(("note", text) for text in collect_warnings(config, layout, node)),
             ],
             "batch": [
                 ("sequence", f"{batch.sequence_length} tokens"),
                 (
                     "global batch",
-                    f"{batch.global_size} sequences = {tables.count(batch.global_size * batch.sequence_length)} tokens",
+                    f"{batch.global_size} sequences = "
+                    f"{tables.format_count(batch.global_size * batch.sequence_length)} tokens",
                 ),
                 (
                     "arithmetic",
-                    f"{batch.micro_size} a micro-batch x {tables.number(batch.accumulation, 'micro-batch', 'es')} x "
-                    f"{tables.number(plan.dp, 'rank')}",
+                    f"{batch.micro_size} a micro-batch x "
+                    f"{tables.format_number(batch.accumulation, 'micro-batch', 'es')} x "
+                    f"{tables.format_number(plan.dp, 'rank')}",
                 ),
                 *(
                     [("length", f"{config.run.steps} steps, for run.tokens={config.run.tokens}")]
@@ -145,25 +150,32 @@ def start_report(
                 ),
                 (
                     "corpus",
-                    ("a stream" if corpus.train.endless else f"{tables.count(len(corpus.train))} sequences an epoch")
-                    + f", {tables.count(len(corpus.eval))} held out",
+                    (
+                        "a stream"
+                        if corpus.train.endless
+                        else f"{tables.format_count(len(corpus.train))} sequences an epoch"
+                    )
+                    + f", {tables.format_count(len(corpus.eval))} held out",
                 ),
             ],
             "memory": [
                 ("counts", "the states of one rank, predicted; activations come on top"),
-                *zip(labels, tables.sizes(values)),
-                *([("the GPU has", tables.size(memory.device))] if memory.device else []),
-                ("the machine has", f"{tables.size(memory.host)} for {tables.number(node, 'process', 'es')}"),
+                *zip(labels, tables.format_sizes(values)),
+                *([("the GPU has", tables.format_bytes(memory.device))] if memory.device else []),
+                (
+                    "the machine has",
+                    f"{tables.format_bytes(memory.host)} for {tables.format_number(node, 'process', 'es')}",
+                ),
             ],
             **({"peak": peak_rows(moment, plan.pp, found)} if moment else {}),
-            **({"time": brief(found)} if found else {}),
+            **({"time": summarise_step(found)} if found else {}),
         },
         ({"the model": model_table(spec)} if config.logging.model else {})
         | ({"parameter types": types_table(config, spec)} if config.logging.types else {}),
     )
 
 
-def predicted(config: Config, layout: Layout, corpus: Any, world: World, node: int) -> Estimate | None:
+def predict_run(config: Config, layout: Layout, corpus: Any, world: World, node: int) -> StepEstimate | None:
     """What `trainer.estimate` says of the run on its devices; None where no file of hardware is for them. Masked
     documents are as long as those of the corpus."""
     name = device_name(world.device)
@@ -179,7 +191,7 @@ def predicted(config: Config, layout: Layout, corpus: Any, world: World, node: i
         return None
 
 
-def peak_rows(moment: Peak, ranks: int, found: Estimate | None = None) -> list[tuple[str, str]]:
+def peak_rows(moment: MemoryPeak, ranks: int, found: StepEstimate | None = None) -> list[tuple[str, str]]:
     """The fullest moment of the fullest rank, predicted by category, as `trainer.estimate` has it. ranks: of the
     pipeline; found: the estimate that it is from, whose band is told."""
     labels, values = zip(*moment.rows())
@@ -187,8 +199,8 @@ def peak_rows(moment: Peak, ranks: int, found: Estimate | None = None) -> list[t
     return [
         ("counts", f"the predicted peak of a step, of {where}"),
         ("at", moment.where),
-        *zip(labels, tables.sizes(values)),
-        *([("with what is outside", " to ".join(tables.sizes(memory_band(found))))] if found else []),
+        *zip(labels, tables.format_sizes(values)),
+        *([("with what is outside", " to ".join(tables.format_sizes(memory_band(found))))] if found else []),
     ]
 
 
@@ -202,9 +214,9 @@ def model_table(spec: ModelSpec) -> list[dict[str, Any]]:
         return {
             "parameter": name,
             "shape": shape,
-            "elements": tables.count(elements),
-            "in all": tables.count(in_all),
-            "share": tables.percent(in_all / total),
+            "elements": tables.format_count(elements),
+            "in all": tables.format_count(in_all),
+            "share": tables.format_percent(in_all / total),
         }
 
     def add(prefix: str, table: Table, times: int = 1) -> None:
@@ -226,7 +238,7 @@ def model_table(spec: ModelSpec) -> list[dict[str, Any]]:
 
 def types_table(config: Config, spec: ModelSpec) -> list[dict[str, Any]]:
     """How each parameter is optimised."""
-    infos = declarations(spec)
+    infos = declare_parameters(spec)
     policies = parameter_policies(infos, config.precision.types, config.optimizer)
     narrow = {f"{name}.weight": one.recipe for name, one in float8_linears(config.precision, spec).items()}
     return [

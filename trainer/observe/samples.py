@@ -34,11 +34,11 @@ class SamplesFile:
         pass
 
 
-def shown(number: int, sample: Sample) -> str:
+def format_sample(number: int, sample: Sample) -> str:
     """A continuation for people, with its prompt, indented."""
-    return f"sample {number}:\n    " + printable("".join(sample)).replace("\n", "\n    ")
+    return f"sample {number}:\n    " + escape_controls("".join(sample)).replace("\n", "\n    ")
 
 
-def printable(text: str) -> str:
+def escape_controls(text: str) -> str:
     """A text without what a terminal would obey: a model writes anything."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)

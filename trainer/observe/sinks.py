@@ -23,10 +23,10 @@ from urllib.parse import urlparse
 from trainer.config import ConfigError, LoggingConfig, RunConfig, WandbConfig
 from trainer.config.registry import SINKS
 from trainer.observe import metrics
-from trainer.observe.consoles import LogFile, MetricsLine, PlainConsole, RichConsole, progress
-from trainer.observe.samples import Sample, SamplesFile, shown
+from trainer.observe.consoles import LogFile, MetricsLine, PlainConsole, RichConsole, format_step
+from trainer.observe.samples import Sample, SamplesFile, format_sample
 from trainer.util.exit_codes import DONE, STOPPED
-from trainer.util.extras import needs
+from trainer.util.extras import requires_extra
 from trainer.util.files import explain_errors, write_atomic
 from trainer.util.lines import LineFile, read_lines
 from trainer.util.reading import Malformed, read_bytes, read_json
@@ -84,7 +84,7 @@ class Logger:
         for name, given in logging.sinks.items():
             self._open(f"the sink '{name}'", partial(open_sink, name, given, place))
         self._open(
-            "status.json", lambda: Status(folder, resume_step, run.steps)
+            "status.json", lambda: StatusFile(folder, resume_step, run.steps)
         )  # the last to open is the first to close
 
     def step(self, record: MetricsLine) -> None:
@@ -98,7 +98,7 @@ class Logger:
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Shows what the model wrote after a step, and hands it to the sinks that take texts."""
         for number, sample in enumerate(samples, start=1):
-            self.event(f"{progress(step, self._total)}  {shown(number, sample)}")
+            self.event(f"{format_step(step, self._total)}  {format_sample(number, sample)}")
         for sink in list(self._sinks):
             if hasattr(sink, "samples"):
                 self._try(sink, partial(sink.samples, step), samples)
@@ -111,14 +111,14 @@ class Logger:
     def note_non_finite(self, first: int) -> None:
         """Has status.json tell that the run ends with steps that are not finite, from step `first` on."""
         for sink in self._sinks:
-            if isinstance(sink, Status):
+            if isinstance(sink, StatusFile):
                 sink.non_finite = first
 
     def close(self, status: str = "done", reason: str | None = None) -> None:
         """Flushes and ends every sink. `status` is 'done', 'stopped' (saved, to be continued) or else a failure for
         `reason`."""
         for sink in reversed(list(self._sinks)):  # the console last: others may have notices for it
-            tells = isinstance(sink, (Status, LogFile))
+            tells = isinstance(sink, (StatusFile, LogFile))
             self._try(sink, partial(sink.close, reason=reason) if tells else sink.close, status)
         self._sinks, self._listeners = [], []
 
@@ -130,7 +130,7 @@ class Logger:
 
     def _write(self, record: MetricsLine, names: tuple[str, ...]) -> None:
         if self._sinks:
-            record = metrics.line({"time": time.time(), **record}, names)
+            record = metrics.format_line({"time": time.time(), **record}, names)
         for sink in list(self._sinks):
             self._try(sink, sink.write, record)
 
@@ -205,7 +205,7 @@ def move_later_lines(lines: LineFile, replaced: Path, step: int) -> None:
     lines.cut(begin)
 
 
-class Status:
+class StatusFile:
     """status.json: what has become of a run, for scripts that restart it.
 
     It holds the status, the last logged step and the number of steps. The status is 'running', 'done', 'stopped'
@@ -248,7 +248,7 @@ class TensorBoard:
     """TensorBoard events in run_folder/tensorboard; steps beyond the resumed one are purged from the curves."""
 
     def __init__(self, folder: Path, resume_step: int):
-        with needs("tensorboard", "logging.tensorboard=true"):
+        with requires_extra("tensorboard", "logging.tensorboard=true"):
             from torch.utils.tensorboard import SummaryWriter
 
         self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step and resume_step + 1)
@@ -288,7 +288,7 @@ class Wandb:
         self.wandb = wandb
         self.folder, self.settings, self.name, self.config, self.notify = folder, settings, name, config, notify
         kept = folder / "wandb-id"
-        self.id = kept_id(kept) if resume_step else None
+        self.id = saved_run_id(kept) if resume_step else None
         if self.id is None:
             self.id = uuid.uuid4().hex[:8]
             write_atomic(kept, self.id)
@@ -355,7 +355,7 @@ class Wandb:
             return self.wandb.init(mode="offline", **arguments)
 
 
-def kept_id(path: Path) -> str | None:
+def saved_run_id(path: Path) -> str | None:
     """The run's id as an earlier start has written it; None where there is none, or something else."""
     try:
         text = read_bytes(path, 200).decode().strip()

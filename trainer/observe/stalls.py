@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 from trainer.observe.sinks import METRICS_FILE
-from trainer.observe.watchdog import describe, read_report
-from trainer.util.reading import Malformed, printable
+from trainer.observe.watchdog import describe_ranks, read_report
+from trainer.util.reading import Malformed, make_printable
 
 
 def last_stall(folder: Path, size: int) -> list[str]:
@@ -24,4 +24,4 @@ def last_stall(folder: Path, size: int) -> list[str]:
         if (named := re.fullmatch(r"rank-(\d{1,6})\.json", path.name)) and int(named[1]) < size:
             with contextlib.suppress(OSError, Malformed):
                 records[int(named[1])] = read_report(path)
-    return [printable(text) for text in describe(records, {}, size)] if records else []
+    return [make_printable(text) for text in describe_ranks(records, {}, size)] if records else []

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from trainer.config import GuardConfig
 
 
-def slowest(seconds: Sequence[float], roles: Sequence[int]) -> tuple[float | None, int | None]:
+def find_straggler(seconds: Sequence[float], roles: Sequence[int]) -> tuple[float | None, int | None]:
     """The straggler's time as a multiple of the median of the ranks with its role, and its rank.
 
     seconds, roles: by rank. None where no rank shares its role with another. Of an even number of times the lower
@@ -23,15 +23,15 @@ def slowest(seconds: Sequence[float], roles: Sequence[int]) -> tuple[float | Non
     return max(shares, default=(None, None))
 
 
-class Stragglers:
+class StragglerAlert:
     """Counts in how many logged steps in a row the same rank has been slow."""
 
     def __init__(self, guard: GuardConfig):
         self.guard, self.rank, self.count = guard, -1, 0
 
     def add(self, share: float | None, rank: int | None) -> bool:
-        """Takes what `slowest` found in a logged step; True when one rank has been slow for guard.straggler_lines
-        logged steps in a row."""
+        """Takes what `find_straggler` found in a logged step; True when one rank has been slow for
+        guard.straggler_lines logged steps in a row."""
         slow = share is not None and share >= self.guard.straggler_factor
         self.count = (self.count + 1 if rank == self.rank else 1) if slow else 0
         self.rank = rank if slow else -1

@@ -25,14 +25,14 @@ from typing import Any
 import torch.distributed as dist
 
 from trainer.config import GuardConfig
-from trainer.distributed.boxes import late
+from trainer.distributed.boxes import pending_waits
 from trainer.distributed.c10d_internals import default_store
 from trainer.observe import flight
 from trainer.observe.neighbours import NeighbourWatch
 from trainer.observe.sinks import write_status
 from trainer.util.exit_codes import STALLED
 from trainer.util.files import write_atomic
-from trainer.util.reading import Malformed, Shape, mismatch, parse_json, read_json
+from trainer.util.reading import Malformed, Shape, find_mismatch, parse_json, read_json
 from trainer.util.run_folder import STATUS
 
 STARTING, DATA, STEP, SCHEDULE, EVALUATING, SAVING, ENDING = (
@@ -91,13 +91,13 @@ INSIDE: Shape = {"number": int, "what": str, "at": str}
 """What other ranks send, and write into the run's folder."""
 
 
-def heartbeat(text: bytes) -> Heartbeat | None:
+def parse_heartbeat(text: bytes) -> Heartbeat | None:
     """What a rank has sent; None where it is no heartbeat."""
     try:
         beat = parse_json(text)
     except ValueError:
         return None
-    return None if mismatch(beat, BEAT) else Heartbeat(**{name: beat[name] for name in BEAT})
+    return None if find_mismatch(beat, BEAT) else Heartbeat(**{name: beat[name] for name in BEAT})
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ class Watchdog:
                     self.stalled.set()
                 if self.asking.is_set():
                     present = keys if self.store.check(keys) else [key for key in keys if self.store.check([key])]
-                    heard = zip(present, map(heartbeat, self.store.multi_get(present)))
+                    heard = zip(present, map(parse_heartbeat, self.store.multi_get(present)))
                     self._hear({int(key): beat for key, beat in heard if beat})
                     self.asking.clear()
                     self.answered.set()
@@ -299,7 +299,7 @@ class Watchdog:
         record = RankReport(self.beat(), flight.main_thread(), *self._recorded())
         write_atomic(self.reports / f"rank-{self.rank}.json", json.dumps(asdict(record)))
         if self._reports_for_all():
-            lines = describe(self._reports_of_ranks(answering), beats, self.size)
+            lines = describe_ranks(self._reports_of_ranks(answering), beats, self.size)
             report = "\n  ".join(
                 [f"training stalled: {self.reason}", *lines, f"stacks of all threads: {self.reports}/rank-N.stack.txt"]
             )
@@ -330,11 +330,11 @@ class Watchdog:
 
         def read() -> None:
             for stacks in (False, True):
-                for name, dump in flight.dumps(stacks).items():
-                    found.update(flight.recorded(name, dump))
+                for name, dump in flight.dump_recorders(stacks).items():
+                    found.update(flight.summarise_own(name, dump))
                     write_atomic(self.reports / f"{name}_rank_{self.rank}", dump)
 
-        works = {"flight recorder": read, "flags": lambda: missing.extend(late())}
+        works = {"flight recorder": read, "flags": lambda: missing.extend(pending_waits())}
         readers = [threading.Thread(target=work, name=name, daemon=True) for name, work in works.items()]
         for reader in readers:
             reader.start()
@@ -369,13 +369,13 @@ def read_report(path: Path) -> RankReport:
     """What a rank has written. Raises `OSError`, and `Malformed` for what no rank writes."""
     content = read_json(path, {"beat": BEAT, "at": str, "groups": GROUPS, "late": [str]}, "the rank counts as silent")
     for group in content["groups"].values():
-        if "number" in group and (wrong := mismatch(group, INSIDE)):
+        if "number" in group and (wrong := find_mismatch(group, INSIDE)):
             raise Malformed(f"{path} is not what it should be: {wrong}; the rank counts as silent")
     beat = Heartbeat(**{name: content["beat"][name] for name in BEAT})
     return RankReport(beat, content["at"], content["groups"], content["late"])
 
 
-def describe(records: dict[int, RankReport], beats: dict[int, Heartbeat], size: int) -> list[str]:
+def describe_ranks(records: dict[int, RankReport], beats: dict[int, Heartbeat], size: int) -> list[str]:
     """Where the ranks are, one line each; those that hold up the others come first.
 
     First come ranks without a report, then the other ranks, those that are behind before the rest, then collectives
@@ -392,8 +392,8 @@ def describe(records: dict[int, RankReport], beats: dict[int, Heartbeat], size: 
         slowest = max((record.beat for record in group), key=lambda beat: beat.said - beat.since)
         behind = " (behind the others)" if count < max(counts) else ""
         nodes = ", ".join(sorted({record.beat.node for record in group})[:4])
-        who = flight.ranks(record.beat.rank for record in group)
+        who = flight.format_ranks(record.beat.rank for record in group)
         texts.append(f"{who}{behind} on {nodes}: {slowest.describe()}, at {at or 'no line of the project'}")
-    waits = flight.waits({rank: record.groups for rank, record in records.items()})
+    waits = flight.describe_waits({rank: record.groups for rank, record in records.items()})
     missing = [text for _, record in sorted(records.items()) for text in record.late]
     return [*texts[:12], *waits[:8], *missing[:8]]

@@ -8,12 +8,12 @@ import torch
 
 from trainer.config import OptimizerConfig, ParameterTypes
 from trainer.planning.cost.parameters import ParameterInfo
-from trainer.planning.cost.updates import Updates
+from trainer.planning.cost.updates import UpdateSettings
 from trainer.precision.dtypes import DTYPES
 
 
 @dataclass(frozen=True)
-class Policy:
+class ParameterPolicy:
     """Optimizer settings of one parameter; parameters with equal policies form a parameter group."""
 
     optimizer: str
@@ -25,11 +25,11 @@ class Policy:
 
 def parameter_policies(
     infos: dict[str, ParameterInfo], types: ParameterTypes, optimizer: OptimizerConfig
-) -> dict[str, Policy]:
-    """Global name -> policy; see `Updates.policies`."""
+) -> dict[str, ParameterPolicy]:
+    """Global name -> policy; see `UpdateSettings.policies`."""
     found = {}
-    for name, chosen in Updates(optimizer, types).policies(infos).items():
+    for name, chosen in UpdateSettings(optimizer, types).policies(infos).items():
         assert chosen.optimizer is not None and chosen.weight_decay is not None  # nothing is left open
         dtype, scale = DTYPES[chosen.state_dtype], float(chosen.lr_scale)
-        found[name] = Policy(chosen.optimizer, dtype, chosen.weight_decay, scale, bool(chosen.quantise))
+        found[name] = ParameterPolicy(chosen.optimizer, dtype, chosen.weight_decay, scale, bool(chosen.quantise))
     return found

@@ -14,7 +14,7 @@ from trainer.config import LearningRateConfig
 from trainer.config.registry import SCHEDULES
 
 
-class Progress(NamedTuple):
+class ScheduleProgress(NamedTuple):
     """Where a schedule stands, for registered ones too. done: share of the way from the end of the warm-up to the last
     step, 0 to 1; update: the number of the update, from 1; both scalar tensors. warmup, steps: of the run."""
 
@@ -38,7 +38,7 @@ def learning_rate(config: LearningRateConfig, steps: int, updates: Tensor) -> Te
     progress = ((number - start) / length).clamp(0.0, 1.0)
     if config.schedule in SCHEDULES.registered:
         entry = SCHEDULES[config.schedule]
-        share = entry.made(entry.chosen(config.settings), Progress(progress, number, config.warmup, steps))
+        share = entry.made(entry.chosen(config.settings), ScheduleProgress(progress, number, config.warmup, steps))
     elif config.schedule == "cosine":
         share = (1 + torch.cos(math.pi * progress)) / 2
     elif config.schedule == "constant":

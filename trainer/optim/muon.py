@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from trainer.config.schema import MuonConfig
-from trainer.distributed.tensors import extent, local
+from trainer.distributed.tensors import local_extent, local_values
 from trainer.distributed.world import World
-from trainer.planning.cost.flops import orthogonalisation
+from trainer.planning.cost.flops import orthogonalisation_flops
 from trainer.precision.dtypes import DTYPES
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -33,7 +33,7 @@ ROUND = 2**25
 """Elements of whole matrices that a rank puts together at a time, unless one matrix has more."""
 
 
-def orthogonalise(matrix: Tensor, steps: int) -> Tensor:
+def orthogonalise_matrix(matrix: Tensor, steps: int) -> Tensor:
     """The matrix with all singular values near one, by Newton-Schulz iteration in its own type: [rows, columns]."""
     a, b, c = COEFFICIENTS
     tall = matrix.shape[0] > matrix.shape[1]
@@ -53,12 +53,12 @@ def lr_factor(rule: str, shape: Sequence[int]) -> float:
     return 0.2 * math.sqrt(max(rows, columns)) if rule == "match_rms_adamw" else math.sqrt(max(1.0, rows / columns))
 
 
-def deal(shapes: dict[str, Sequence[int]], ranks: int) -> list[list[tuple[str, int]]]:
+def assign_matrices(shapes: dict[str, Sequence[int]], ranks: int) -> list[list[tuple[str, int]]]:
     """Rounds of (name, rank that orthogonalises it).
 
     Of the matrices in falling order of cost, each rank takes one of every `ranks` neighbours. So the dearest ones of
     all rounds together cost no more than the dearest of all and an equal share of the whole."""
-    order = sorted(shapes, key=lambda name: -orthogonalisation(shapes[name], 1))
+    order = sorted(shapes, key=lambda name: -orthogonalisation_flops(shapes[name], 1))
     rounds: list[list[tuple[str, int]]] = []
     held = ROUND
     for first in range(0, len(order), ranks):
@@ -73,7 +73,7 @@ def deal(shapes: dict[str, Sequence[int]], ranks: int) -> list[list[tuple[str, i
 
 
 @dataclass(frozen=True)
-class Matrix:
+class ShardedMatrix:
     """A matrix and who holds what of it.
 
     owner: the rank that orthogonalises it. boxes: by rank, what it holds of the whole. sources: ranks whose parts the
@@ -87,14 +87,15 @@ class Matrix:
     sources: list[int]
 
     @classmethod
-    def of(cls, name: str, parameter: Tensor, owner: int, places: list[dict[str, int]]) -> Matrix:
+    def of(cls, name: str, parameter: Tensor, owner: int, places: list[dict[str, int]]) -> ShardedMatrix:
         """places: of all ranks in the mesh, by dimension."""
         whole, cut = tuple(slice(0, size) for size in parameter.shape), set()
         if isinstance(parameter, DTensor):
             names, placements = parameter.device_mesh.mesh_dim_names, parameter.placements
             cut = {name for name, placement in zip(names, placements) if not placement.is_replicate()}
             boxes = [
-                tuple(slice(first, first + size) for size, first in zip(*extent(parameter, place))) for place in places
+                tuple(slice(first, first + size) for size, first in zip(*local_extent(parameter, place)))
+                for place in places
             ]
         else:
             boxes = [whole] * len(places)
@@ -118,13 +119,13 @@ class Orthogonaliser:
 
     def __init__(self, matrices: dict[str, Tensor], config: MuonConfig, world: World | None):
         self.steps, self.dtype = config.steps, DTYPES[config.compute]
-        self.device = world.device if world else local(next(iter(matrices.values()))).device
+        self.device = world.device if world else local_values(next(iter(matrices.values()))).device
         self.group = world.peers if world else None
         places = world.peer_places if world else [{}]
         self.ranks, self.rank = len(places), dist.get_rank(self.group) if world else 0
         self.rounds = [
-            [Matrix.of(name, matrices[name], owner, places) for name, owner in some]
-            for some in deal({name: matrix.shape for name, matrix in matrices.items()}, self.ranks)
+            [ShardedMatrix.of(name, matrices[name], owner, places) for name, owner in some]
+            for some in assign_matrices({name: matrix.shape for name, matrix in matrices.items()}, self.ranks)
         ]
 
     def run(self, direction: Callable[[str], Tensor], apply: Callable[[str, Tensor], None]) -> None:
@@ -140,17 +141,17 @@ class Orthogonaliser:
             wholes = arriving()
             if number + 1 < len(self.rounds):
                 arriving = self._gather(self.rounds[number + 1], direction)
-            done = [orthogonalise(whole, self.steps) for whole in wholes]
+            done = [orthogonalise_matrix(whole, self.steps) for whole in wholes]
             for finish in leaving:
                 finish()
             leaving = [self._scatter(some, done, apply)]
         for finish in leaving:
             finish()
 
-    def _own(self, some: list[Matrix]) -> list[Matrix]:
+    def _own(self, some: list[ShardedMatrix]) -> list[ShardedMatrix]:
         return [matrix for matrix in some if matrix.owner == self.rank]
 
-    def _gather(self, some: list[Matrix], direction: Callable[[str], Tensor]) -> Callable[[], list[Tensor]]:
+    def _gather(self, some: list[ShardedMatrix], direction: Callable[[str], Tensor]) -> Callable[[], list[Tensor]]:
         """Starts to put together the matrices of a round; what it returns waits for those that this rank owns."""
         parts: list[list[Tensor]] = [[] for _ in range(self.ranks)]
         for matrix in some:
@@ -172,7 +173,7 @@ class Orthogonaliser:
         return finish
 
     def _scatter(
-        self, some: list[Matrix], done: list[Tensor], apply: Callable[[str, Tensor], None]
+        self, some: list[ShardedMatrix], done: list[Tensor], apply: Callable[[str, Tensor], None]
     ) -> Callable[[], None]:
         """Starts to send every rank its part of what this one has orthogonalised; what it returns waits for this
         rank's own parts of the round, and applies them."""

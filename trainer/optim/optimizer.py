@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from trainer.config import ConfigError, OptimizerConfig
 from trainer.config.registry import OPTIMIZERS
-from trainer.distributed.tensors import like, local
+from trainer.distributed.tensors import local_values, with_values
 from trainer.distributed.world import World
-from trainer.optim.groups import Policy
+from trainer.optim.groups import ParameterPolicy
 from trainer.optim.muon import Orthogonaliser, lr_factor
-from trainer.planning.cost.updates import moments
+from trainer.planning.cost.updates import moment_count
 
 
-class Update(NamedTuple):
+class ParameterUpdate(NamedTuple):
     """What a registered optimizer gets of a parameter: this rank's part of it, in fp32.
 
     gradient: unscaled and clipped. moments: by name. rate, number: the learning rate, and the number of the update from
@@ -48,21 +48,21 @@ class Optimizer:
     def __init__(
         self,
         parameters: dict[str, nn.Parameter],
-        policies: dict[str, Policy],
+        policies: dict[str, ParameterPolicy],
         config: OptimizerConfig,
         world: World | None = None,
     ):
         self.parameters, self.policies, self.config = parameters, policies, config
-        self.groups: dict[Policy, list[str]] = {}
+        self.groups: dict[ParameterPolicy, list[str]] = {}
         for name in parameters:
             self.groups.setdefault(policies[name], []).append(name)
-        device = local(next(iter(parameters.values()))).device
+        device = local_values(next(iter(parameters.values()))).device
         self.updates = torch.zeros((), device=device)  # steps that were not skipped
         self.state = {
-            (name, moment): torch.zeros_like(local(parameters[name]), dtype=policy.state_dtype)
+            (name, moment): torch.zeros_like(local_values(parameters[name]), dtype=policy.state_dtype)
             for policy, names in self.groups.items()
             for name in names
-            for moment in moments(policy.optimizer)
+            for moment in moment_count(policy.optimizer)
         }
         matrices = {name: parameter for name, parameter in parameters.items() if policies[name].optimizer == "muon"}
         self.orthogonaliser = Orthogonaliser(matrices, config.muon, world) if matrices or world else None
@@ -73,7 +73,7 @@ class Optimizer:
 
     def gradients(self) -> list[Tensor]:
         """This rank's part of every gradient, in the order of the parameters."""
-        return [local(parameter.grad) for parameter in self.parameters.values()]
+        return [local_values(parameter.grad) for parameter in self.parameters.values()]
 
     @torch.no_grad()
     def step(self, rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> Tensor:
@@ -90,7 +90,9 @@ class Optimizer:
         if self.orthogonaliser is not None:
             self._muon(rate, grad_scale, found_inf)
         for policy, names in self.groups.items():
-            names = [name for name in names if policy.optimizer != "muon" and local(self.parameters[name]).numel()]
+            names = [
+                name for name in names if policy.optimizer != "muon" and local_values(self.parameters[name]).numel()
+            ]
             if names and policy.optimizer in OPTIMIZERS.registered:
                 self._registered(policy, names, rate * policy.lr_scale, grad_scale, found_inf)
             elif names and self.updates.is_cuda:
@@ -100,25 +102,29 @@ class Optimizer:
                     policy, names, rate * policy.lr_scale, grad_scale, found_inf
                 )
 
-    def _launch(self, policy: Policy, names: list[str], rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
+    def _launch(
+        self, policy: ParameterPolicy, names: list[str], rate: Tensor, grad_scale: Tensor, found_inf: Tensor
+    ) -> None:
         from trainer.kernels import multi_tensor  # Triton, which is needed on a GPU only
 
         beta1, beta2 = self.config.beta1, self.config.beta2
-        multi_tensor.update(
+        multi_tensor.update_parameters(
             policy.optimizer,
-            [local(self.parameters[name]) for name in names],
-            [local(self.parameters[name].grad) for name in names],
-            [[self.state[name, moment] for name in names] for moment in moments(policy.optimizer)],
-            multi_tensor.scalars(rate, grad_scale, found_inf, self.updates + 1, (beta1, beta2)),
+            [local_values(self.parameters[name]) for name in names],
+            [local_values(self.parameters[name].grad) for name in names],
+            [[self.state[name, moment] for name in names] for moment in moment_count(policy.optimizer)],
+            multi_tensor.update_scalars(rate, grad_scale, found_inf, self.updates + 1, (beta1, beta2)),
             (beta1, beta2),
             self.config.eps,
             policy.weight_decay,
         )
 
-    def _adamw(self, policy: Policy, names: list[str], rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
-        first, second = ([self.state[name, moment] for name in names] for moment in moments("adamw"))
-        weights = [local(self.parameters[name]) for name in names]
-        gradients = [local(self.parameters[name].grad) for name in names]
+    def _adamw(
+        self, policy: ParameterPolicy, names: list[str], rate: Tensor, grad_scale: Tensor, found_inf: Tensor
+    ) -> None:
+        first, second = ([self.state[name, moment] for name in names] for moment in moment_count("adamw"))
+        weights = [local_values(self.parameters[name]) for name in names]
+        gradients = [local_values(self.parameters[name].grad) for name in names]
         groups = [(weights, gradients, first, second)]
         # The kernel takes one type: moments in another are widened, one parameter at a time.
         if policy.state_dtype is not torch.float32:
@@ -145,7 +151,9 @@ class Optimizer:
                 first[index].copy_(m[0])
                 second[index].copy_(v[0])
 
-    def _lion(self, policy: Policy, names: list[str], rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
+    def _lion(
+        self, policy: ParameterPolicy, names: list[str], rate: Tensor, grad_scale: Tensor, found_inf: Tensor
+    ) -> None:
         for name in names:
             weight, moment, gradient = self._inputs(name, "exp_avg", grad_scale, found_inf)
             direction = torch.sign(moment.float().lerp(gradient, 1 - self.config.beta1)) + policy.weight_decay * weight
@@ -154,7 +162,9 @@ class Optimizer:
                 torch.where(found_inf > 0, moment.float(), moment.float().lerp(gradient, 1 - self.config.beta2))
             )
 
-    def _sgd(self, policy: Policy, names: list[str], rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
+    def _sgd(
+        self, policy: ParameterPolicy, names: list[str], rate: Tensor, grad_scale: Tensor, found_inf: Tensor
+    ) -> None:
         for name in names:
             weight, moment, gradient = self._inputs(name, "momentum", grad_scale, found_inf)
             updated = torch.where(found_inf > 0, moment.float(), self.config.beta1 * moment.float() + gradient)
@@ -172,7 +182,7 @@ class Optimizer:
 
         def apply(name: str, part: Tensor) -> None:
             parameter, policy = self.parameters[name], self.policies[name]
-            weight, step = local(parameter), rate * policy.lr_scale * applied
+            weight, step = local_values(parameter), rate * policy.lr_scale * applied
             weight.mul_(1 - step * policy.weight_decay)
             weight.sub_(part.to(weight) * (step * lr_factor(config.adjust_lr, parameter.shape)))
 
@@ -180,16 +190,18 @@ class Optimizer:
         self.orthogonaliser.run(direction, apply)
 
     def _registered(
-        self, policy: Policy, names: list[str], rate: Tensor, grad_scale: Tensor, found_inf: Tensor
+        self, policy: ParameterPolicy, names: list[str], rate: Tensor, grad_scale: Tensor, found_inf: Tensor
     ) -> None:
         entry, number = OPTIMIZERS[policy.optimizer], self.updates + 1
         settings = entry.chosen(self.config.settings)
         for name in names:
-            weight = local(self.parameters[name])
-            gradient = torch.where(found_inf > 0, 0, local(self.parameters[name].grad) / grad_scale)
-            before = {moment: self.state[name, moment] for moment in moments(policy.optimizer)}
+            weight = local_values(self.parameters[name])
+            gradient = torch.where(found_inf > 0, 0, local_values(self.parameters[name].grad) / grad_scale)
+            before = {moment: self.state[name, moment] for moment in moment_count(policy.optimizer)}
             kept = {moment: value.float() for moment, value in before.items()}
-            updated, after = entry.made(settings, Update(weight, gradient, kept, rate, number, policy.weight_decay))
+            updated, after = entry.made(
+                settings, ParameterUpdate(weight, gradient, kept, rate, number, policy.weight_decay)
+            )
             if set(after) != set(before):
                 raise ConfigError(
                     f"the optimizer '{entry.name}' ({entry.home}) returns the moments {', '.join(after)}, and is "
@@ -200,8 +212,8 @@ class Optimizer:
 
     def _inputs(self, name: str, moment: str, grad_scale: Tensor, found_inf: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         parameter = self.parameters[name]
-        gradient = torch.where(found_inf > 0, 0, local(parameter.grad) / grad_scale)
-        return local(parameter), self.state[name, moment], gradient
+        gradient = torch.where(found_inf > 0, 0, local_values(parameter.grad) / grad_scale)
+        return local_values(parameter), self.state[name, moment], gradient
 
     def zero_grad(self) -> None:
         for parameter in self.parameters.values():
@@ -211,7 +223,7 @@ class Optimizer:
         """What a checkpoint holds of the optimizer: moments in the layout of their parameters, and the update count."""
         named: dict[str, Tensor] = {"optimizer.updates": self.updates}
         for (name, moment), value in self.state.items():
-            named[f"optimizer.{moment}.{name}"] = like(self.parameters[name], value)
+            named[f"optimizer.{moment}.{name}"] = with_values(self.parameters[name], value)
         return named
 
     @torch.no_grad()
@@ -219,7 +231,7 @@ class Optimizer:
         """After `tensors` and the parameters have been filled: brings copies, which a checkpoint does not hold, into
         line."""
         for name, copy in copies:
-            local(self.parameters[copy]).copy_(local(self.parameters[name]))
+            local_values(self.parameters[copy]).copy_(local_values(self.parameters[name]))
             for (other, moment), value in self.state.items():
                 if other == copy:
                     value.copy_(self.state[name, moment])

@@ -25,7 +25,7 @@ NAMES, LETTERS = 400, 200
 
 
 @dataclass
-class Points:
+class MetricPoints:
     """The points of one metric: numbers of lines, and a value for each, NaN where it is null."""
 
     lines: array = field(default_factory=lambda: array("q"))
@@ -42,7 +42,7 @@ class Points:
         return values[numpy.isfinite(values)]
 
 
-class Curves:
+class MetricCurves:
     """What stands in a run's metrics.jsonl. `read` goes on where it stopped, so that a run can be followed.
 
     places: by name of `PLACES`, a value for each line. points: by metric. damaged: lines that are none, left out."""
@@ -54,7 +54,7 @@ class Curves:
     def _begin(self) -> None:
         self.position, self.line, self.damaged = 0, b"", 0
         self.places = {name: array("d") for name in PLACES}
-        self.points: dict[str, Points] = {}
+        self.points: dict[str, MetricPoints] = {}
 
     def __len__(self) -> int:
         return len(self.places["step"])
@@ -91,7 +91,7 @@ class Curves:
             column.append(math.nan if value is None else value)
         for name, value in record.items():
             if name in self.points or len(self.points) < NAMES and len(name) <= LETTERS:
-                self.points.setdefault(name, Points()).add(line, value)
+                self.points.setdefault(name, MetricPoints()).add(line, value)
 
     @property
     def names(self) -> list[str]:
@@ -115,7 +115,7 @@ class Curves:
 
     def by_step(self, name: str) -> list[tuple[int, float]]:
         """The numbers of a metric, each with its step."""
-        points = self.points.get(name, Points())
+        points = self.points.get(name, MetricPoints())
         found = zip((self.places["step"][line] for line in points.lines), points.values, strict=True)
         return [(int(step), value) for step, value in found if math.isfinite(step) and math.isfinite(value)]
 
@@ -130,7 +130,7 @@ class Curves:
         `series`, each with its `name`, the indices `i` of its lines in `x`, and its values `v`, None for a gap. Every
         number is one of the file's: of more than `most` points of a metric, the smallest and the largest of each
         stretch are taken."""
-        kept = {name: few(self.points[name], most) for name in self.names if name not in left_out}
+        kept = {name: thin_curve(self.points[name], most) for name in self.names if name not in left_out}
         lines = numpy.unique(numpy.concatenate([lines for lines, _ in kept.values()] or [numpy.empty(0, int)]))
         times = numpy.array(self.places["time"])
         begin = next((time for time in times.tolist() if math.isfinite(time)), math.nan)
@@ -138,15 +138,15 @@ class Curves:
             "hours": (times[lines] - begin) / 3600
         }
         return {
-            "x": {name: plain(values) for name, values in x.items()},
+            "x": {name: plain_numbers(values) for name, values in x.items()},
             "series": [
-                {"name": name, "i": numpy.searchsorted(lines, at).tolist(), "v": plain(values)}
+                {"name": name, "i": numpy.searchsorted(lines, at).tolist(), "v": plain_numbers(values)}
                 for name, (at, values) in kept.items()
             ],
         }
 
 
-def few(points: Points, most: int) -> tuple[numpy.ndarray, numpy.ndarray]:
+def thin_curve(points: MetricPoints, most: int) -> tuple[numpy.ndarray, numpy.ndarray]:
     """Lines and values of at most `most` points: the first, the last, and of each stretch the least and the largest."""
     lines, values = numpy.array(points.lines), numpy.array(points.values)
     if len(values) <= most:
@@ -163,7 +163,7 @@ def few(points: Points, most: int) -> tuple[numpy.ndarray, numpy.ndarray]:
     return lines[chosen], values[chosen]
 
 
-def plain(values: numpy.ndarray) -> list[float | int | None]:
+def plain_numbers(values: numpy.ndarray) -> list[float | int | None]:
     """Numbers for JSON: whole ones without a point, NaN as None."""
     return [
         None if not math.isfinite(value) else int(value) if value.is_integer() and abs(value) < 2**53 else value

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from trainer.config import ConfigError
 from trainer.util.lines import read_lines
-from trainer.util.reading import Shape, brief, mismatch, parse_json
+from trainer.util.reading import Shape, find_mismatch, parse_json, shorten_foreign
 
 
-class Found(NamedTuple):
+class FoundFile(NamedTuple):
     """What a file was when it was looked at: a stamp that grows with it, None where there is none; its value, None
     where there is none or it is damaged; and the problem with it."""
 
@@ -21,12 +21,12 @@ class Found(NamedTuple):
     problem: str | None = None
 
 
-class Files:
+class WatchedFiles:
     """Some files of a folder. sources: by name what reads one. `read` looks again at what has changed since."""
 
     def __init__(self, folder: Path, sources: dict[str, Callable[[Path], Any]]):
         self.folder, self._sources = folder, sources
-        self._found = dict.fromkeys(sources, Found())
+        self._found = dict.fromkeys(sources, FoundFile())
 
     def read(self) -> bool:
         """Reads the files that have changed since the last call, and says whether any has."""
@@ -34,16 +34,16 @@ class Files:
         self._found = {name: self._look(name, before[name]) for name in self._sources}
         return any(self._found[name] is not before[name] for name in before)
 
-    def _look(self, name: str, before: Found) -> Found:
+    def _look(self, name: str, before: FoundFile) -> FoundFile:
         path, stamp = self.folder / name, None
         try:
             status = path.stat()
             stamp = (status.st_mtime_ns, status.st_ino, status.st_size)
-            return before if stamp == before.stamp else Found(stamp, self._sources[name](path))
+            return before if stamp == before.stamp else FoundFile(stamp, self._sources[name](path))
         except FileNotFoundError:
-            return Found() if before.stamp else before
+            return FoundFile() if before.stamp else before
         except (OSError, ConfigError, ValueError) as error:
-            return Found(stamp, None, f"{name}: {brief(error)}")
+            return FoundFile(stamp, None, f"{name}: {shorten_foreign(error)}")
 
     @property
     def problems(self) -> list[str]:
@@ -59,6 +59,6 @@ def json_lines(path: Path, shape: Shape, most: int) -> list[dict[str, Any]]:
             line = parse_json(text)
         except ValueError:
             continue
-        if not mismatch(line, shape):
+        if not find_mismatch(line, shape):
             found.append(line)
     return [*found]

@@ -10,17 +10,17 @@ from typing import Any
 
 from trainer.config import ConfigError, typed
 from trainer.diagnosis import account
-from trainer.diagnosis.typical import Typical, at_pace, pace, typical
+from trainer.diagnosis.typical import StepProfile, build_profile, ordinary_seconds, scale_profile
 from trainer.diagnosis.verdict import to_json
-from trainer.observe.examine import examine
+from trainer.observe.examine import diagnose_run
 from trainer.pages import verdict
-from trainer.pages.curves import Curves
-from trainer.pages.files import Files, Found, json_lines
+from trainer.pages.curves import MetricCurves
+from trainer.pages.files import FoundFile, WatchedFiles, json_lines
 from trainer.planning.schedules.ir import Action
-from trainer.planning.schedules.timeline import measure, read_timeline
+from trainer.planning.schedules.timeline import measure_timeline, read_timeline
 from trainer.util.lines import count_lines
 from trainer.util.memory_errors import lacks_memory
-from trainer.util.reading import Shape, mismatch, printable, read_bytes, read_json
+from trainer.util.reading import Shape, find_mismatch, make_printable, read_bytes, read_json
 from trainer.util.run_folder import DIAGNOSIS, EARLIER, LOG, METRICS_FILE, REPLACED, RUN_FILES, STARTS, STATUS
 
 START: Shape = {"time": str, "step": int, "processes": int, "settings": dict}
@@ -36,14 +36,14 @@ STARTS_SHOWN, SPANS, NOTICES, LETTERS = 100, 20_000, 300, 600
 """The most starts, the most actions of a timeline, the most notices, and the most letters of one, that a page shows."""
 
 
-class Run(Files):
+class RunFolder(WatchedFiles):
     """A run as its folder has it.
 
     label: a short name. curves: of metrics.jsonl. hardware: a file of `configs/hardware`, or its path, whose peaks it
     is held against; '': that of its device."""
 
     def __init__(self, label: str, folder: Path, hardware: str = ""):
-        self.label, self.hardware, self.curves = label, hardware, Curves(folder)
+        self.label, self.hardware, self.curves = label, hardware, MetricCurves(folder)
         sources: dict[str, Callable[[Path], Any]] = {
             METRICS_FILE: lambda path: self.curves.read(),
             STATUS: lambda path: read_json(path, STATUS_SHAPE, "it is left out"),
@@ -52,11 +52,11 @@ class Run(Files):
             REPLACED: count_lines,
             EARLIER: lambda path: sorted((found.name for found in path.iterdir() if found.name.isdecimal()), key=int),
             DIAGNOSIS: lambda path: read_json(path, verdict.SHAPE, "python -m trainer.diagnose writes it anew"),
-            account.ACCOUNTS: lambda path: typical(account.read(path.parent)),
+            account.ACCOUNTS: lambda path: build_profile(account.read_breakdowns(path.parent)),
             **{f"schedule/{name}.json": partial(drawn_timeline, name) for name in TIMELINES},
         }
         super().__init__(folder, sources)
-        self._examined: tuple[Found, dict[str, Any] | None] = (Found(), None)
+        self._examined: tuple[FoundFile, dict[str, Any] | None] = (FoundFile(), None)
 
     @property
     def exists(self) -> bool:
@@ -98,10 +98,10 @@ class Run(Files):
         return self._found[EARLIER].value or []
 
     @property
-    def profile(self) -> Typical | None:
+    def profile(self) -> StepProfile | None:
         """The typical step of the newest profiled ones, at the pace of the others; None without any."""
         profile = self._found[account.ACCOUNTS].value
-        return profile and at_pace(profile, pace(self.curves.by_step("step_seconds"), profile))
+        return profile and scale_profile(profile, ordinary_seconds(self.curves.by_step("step_seconds"), profile))
 
     @property
     def diagnosis(self) -> dict[str, Any] | None:
@@ -116,7 +116,7 @@ class Run(Files):
 
     def _examine(self) -> dict[str, Any] | None:
         try:
-            return to_json(examine(self.folder, self.hardware))
+            return to_json(diagnose_run(self.folder, self.hardware))
         except (ConfigError, OSError, ValueError):  # what is damaged is named by whoever reads it
             return None
 
@@ -133,7 +133,9 @@ class Run(Files):
     @property
     def settings(self) -> dict[str, Any]:
         """All settings of the last start, and its processes, as {name: value}."""
-        return {"processes": self.start["processes"]} | typed.flat(self.start["settings"]) if self.starts else {}
+        return (
+            {"processes": self.start["processes"]} | typed.flatten_values(self.start["settings"]) if self.starts else {}
+        )
 
     @property
     def steps(self) -> tuple[int, int | None]:
@@ -148,7 +150,7 @@ def read_starts(path: Path) -> list[dict[str, Any]]:
 
 def table_of(value: Any) -> dict[str, list[list[str]]]:
     """The table of a start; empty where it has none, or something else."""
-    rows = [] if mismatch(value, TABLE) else [row for section in value.values() for row in section]
+    rows = [] if find_mismatch(value, TABLE) else [row for section in value.values() for row in section]
     return value if rows and all(len(row) == 2 for row in rows) else {}
 
 
@@ -157,14 +159,14 @@ def read_notices(path: Path) -> list[tuple[str, str]]:
     bytes."""
     text = read_bytes(path, start=max(0, path.stat().st_size - TAIL)).decode(errors="replace")
     found = [match for line in text.splitlines() if (match := NOTICE.fullmatch(line))]
-    return [(match[1], printable(match[2][:LETTERS])) for match in found[-NOTICES:]]
+    return [(match[1], make_printable(match[2][:LETTERS])) for match in found[-NOTICES:]]
 
 
 def drawn_timeline(name: str, path: Path) -> dict[str, Any]:
     """The timeline of a file as the page draws it: by rank, [kind, chunk, micro-batch, start, end, stage, part] of each
     action. An overlap is two actions, the parts 1 and 2; any other is part 0. Of many ranks the first are taken."""
     ranks, makespan = read_timeline(path)
-    _, bubble, bubbles = measure(ranks, makespan)
+    _, bubble, bubbles = measure_timeline(ranks, makespan)
     rows: list[list[list[Any]]] = []
     left = SPANS
     for spans in ranks:

@@ -18,10 +18,10 @@ import jinja2
 
 from trainer.config import ConfigError
 from trainer.pages import numbers, settings, steps
-from trainer.pages.folder import Run
-from trainer.pages.panels import NOT_DRAWN, OF_ONE_VALUE, panels
-from trainer.pages.shown import Shown, open_folders
-from trainer.pages.verdict import verdict
+from trainer.pages.folder import RunFolder
+from trainer.pages.panels import NOT_DRAWN, OF_ONE_VALUE, arrange_panels
+from trainer.pages.shown import PageRuns, open_folders
+from trainer.pages.verdict import verdict_context
 from trainer.util import tables
 from trainer.util.files import write_atomic
 
@@ -31,14 +31,14 @@ POINTS, FEWEST = 1500, 300
 """The most points of a curve in a page of one run, and in one of many."""
 
 
-class Section(NamedTuple):
+class PageSection(NamedTuple):
     id: str
     title: str
     present: bool
 
 
 @cache
-def environment() -> jinja2.Environment:
+def template_environment() -> jinja2.Environment:
     made = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -47,26 +47,26 @@ def environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     made.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
-    made.filters |= {"count": tables.count, "duration": tables.duration, "percent": tables.percent}
-    made.filters["si"] = lambda value: tables.count(value).replace("B", "G")  # what units are counted in
+    made.filters |= {"count": tables.format_count, "duration": tables.format_duration, "percent": tables.format_percent}
+    made.filters["si"] = lambda value: tables.format_count(value).replace("B", "G")  # what units are counted in
     return made
 
 
 @cache
-def own(*names: str) -> str:
+def own_assets(*names: str) -> str:
     """Style and script of the page: with the sections made before, the only texts that are not escaped."""
     return "\n".join((TEMPLATES / name).read_text() for name in names)
 
 
 @cache
-def policy(live: bool) -> str:
+def security_policy(live: bool) -> str:
     """What the page may do, as a Content-Security-Policy: run its script, use its style."""
-    digest = base64.b64encode(hashlib.sha256(own(*SCRIPTS).encode()).digest()).decode()
+    digest = base64.b64encode(hashlib.sha256(own_assets(*SCRIPTS).encode()).digest()).decode()
     rules = ("default-src 'none'", f"script-src 'sha256-{digest}'", "style-src 'unsafe-inline'", "img-src data:")
     return "; ".join((*rules, "base-uri 'none'", "form-action 'none'", *["connect-src 'self'"] * live))
 
 
-def drawn_panels(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def drawn_panels(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
     """The panels of curves; a metric that never changes is left out where that says nothing."""
     names = dict.fromkeys(name for run in runs for name in run.curves.names)
     still = {
@@ -74,11 +74,11 @@ def drawn_panels(runs: Sequence[Run]) -> list[dict[str, Any]]:
         for name in OF_ONE_VALUE
         if len({value for run in runs for value in (run.curves.best(name, True), run.curves.best(name, False))}) <= 1
     }
-    found = panels(name for name in names if name not in still)
+    found = arrange_panels(name for name in names if name not in still)
     return [{"place": place, **dataclasses.asdict(panel)} for place, panel in enumerate(found)]
 
 
-def data_of(shown: Shown) -> dict[str, Any]:
+def data_of(shown: PageRuns) -> dict[str, Any]:
     """What the script draws: curves, timelines and rooflines of every run, and the plans of searches."""
     runs = shown.runs
     most, found = (
@@ -100,7 +100,7 @@ def data_of(shown: Shown) -> dict[str, Any]:
     }
 
 
-def told(run: Run, place: int) -> dict[str, Any]:
+def run_context(run: RunFolder, place: int) -> dict[str, Any]:
     """What the templates say of a run. place: among those of the page."""
     return {
         "label": run.label,
@@ -108,15 +108,17 @@ def told(run: Run, place: int) -> dict[str, Any]:
         "folder": str(run.folder),
         "status": run.status,
         "steps": run.steps,
-        "about": settings.about(run),
-        "numbers": numbers.numbers(run),
+        "about": settings.describe_run(run),
+        "numbers": numbers.run_numbers(run),
         "tables": {title: rows for title, rows in run.start.get("table", {}).items() if title != "memory"},
         "memory": run.start.get("table", {}).get("memory", []),
-        "settings": settings.everything(run),
-        "changed": settings.changed(run),
-        "starts": settings.starts(run),
-        "command": settings.shown(run.start.get("command", "")),
-        "versions": [(name, settings.shown(one)) for name, one in settings.mapping(run.start.get("versions")).items()],
+        "settings": settings.all_settings(run),
+        "changed": settings.changed_settings(run),
+        "starts": settings.list_starts(run),
+        "command": settings.format_value(run.start.get("command", "")),
+        "versions": [
+            (name, settings.format_value(one)) for name, one in settings.as_mapping(run.start.get("versions")).items()
+        ],
         "replaced": run.replaced,
         "earlier": run.earlier,
         "notices": run.notices,
@@ -135,39 +137,39 @@ def plan_of(run: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def content_of(shown: Shown, data: dict[str, Any]) -> str:
+def content_of(shown: PageRuns, data: dict[str, Any]) -> str:
     """The page's sections as HTML. data: what the script will draw, with a place for each plot."""
-    runs, texts = shown.runs, [told(run, place) for place, run in enumerate(shown.runs)]
+    runs, texts = shown.runs, [run_context(run, place) for place, run in enumerate(shown.runs)]
     sweeps = [sweep.shown() for sweep in shown.sweeps]
     verdicts = [
-        {"label": run.label, "place": place, **verdict(run.diagnosis)}
+        {"label": run.label, "place": place, **verdict_context(run.diagnosis)}
         for place, run in enumerate(runs)
         if run.diagnosis
     ]
     account = steps.account_of(shown.single) if shown.single else None
     accounts = None if shown.single else steps.accounts_compared(runs)
     kernels = [found for place, run in enumerate(runs) if (found := steps.kernels_of(run, place))]
-    differing, lacking = ([], []) if shown.single else settings.differing(runs)
+    differing, lacking = ([], []) if shown.single else settings.differing_settings(runs)
     columns = [run["numbers"] for run in texts]
     groups: dict[str, list[dict[str, Any]]] = {}
     for panel in data["panels"]:
         groups.setdefault(panel["group"], []).append(panel)
     sections = [
-        Section("best", "The fastest plan", any(sweep["recipe"] for sweep in sweeps)),
-        Section("foretold", "Foretold and measured", any(data["searches"])),
-        Section("trials", "Trials", any(sweep["trials"] for sweep in sweeps)),
-        Section("compared", "Trials as runs", bool(sweeps and runs)),
-        Section("differ", "Settings that differ", bool(differing or lacking)),
-        Section("bound", "What bounds the run" if shown.single else "What bounds the runs", bool(verdicts)),
-        Section("account", "Where the step goes", bool(account or accounts)),
-        Section("curves", "Curves", bool(groups)),
-        Section("schedule", "Pipeline schedule", any(run["timelines"] for run in texts)),
-        Section("kernels", "Kernels", bool(kernels)),
-        Section("memory", "Memory", any(run["memory"] for run in texts)),
-        Section("plan", "Plan and settings", any(run["tables"] or run["settings"] for run in texts)),
-        Section("starts", "Starts, faults, notices", any(run["starts"] or run["notices"] for run in texts)),
+        PageSection("best", "The fastest plan", any(sweep["recipe"] for sweep in sweeps)),
+        PageSection("foretold", "Foretold and measured", any(data["searches"])),
+        PageSection("trials", "Trials", any(sweep["trials"] for sweep in sweeps)),
+        PageSection("compared", "Trials as runs", bool(sweeps and runs)),
+        PageSection("differ", "Settings that differ", bool(differing or lacking)),
+        PageSection("bound", "What bounds the run" if shown.single else "What bounds the runs", bool(verdicts)),
+        PageSection("account", "Where the step goes", bool(account or accounts)),
+        PageSection("curves", "Curves", bool(groups)),
+        PageSection("schedule", "Pipeline schedule", any(run["timelines"] for run in texts)),
+        PageSection("kernels", "Kernels", bool(kernels)),
+        PageSection("memory", "Memory", any(run["memory"] for run in texts)),
+        PageSection("plan", "Plan and settings", any(run["tables"] or run["settings"] for run in texts)),
+        PageSection("starts", "Starts, faults, notices", any(run["starts"] or run["notices"] for run in texts)),
     ]
-    return environment().get_template("content.html").render(
+    return template_environment().get_template("content.html").render(
         runs=texts,
         single=shown.single is not None,
         sweeps=sweeps,
@@ -179,8 +181,8 @@ def content_of(shown: Shown, data: dict[str, Any]) -> str:
         kernels=kernels,
         differing=differing,
         lacking=lacking,
-        memory=settings.beside([run["memory"] for run in texts]),
-        plans=settings.beside([plan_of(run) for run in texts], alike=False),
+        memory=settings.merge_tables([run["memory"] for run in texts]),
+        plans=settings.merge_tables([plan_of(run) for run in texts], alike=False),
         groups=groups,
         compared=[column[0].name for column in zip(*columns) if any(one.value is not None for one in column)],
         best=numbers.best_of(columns),
@@ -188,14 +190,14 @@ def content_of(shown: Shown, data: dict[str, Any]) -> str:
     )  # fmt: skip
 
 
-def render(shown: Shown, version: str | None = None, seconds: float = 0.0) -> str:
+def render_page(shown: PageRuns, version: str | None = None, seconds: float = 0.0) -> str:
     """The whole page. version: of one that is served while its runs go on, and asks for what is new every `seconds`."""
     data = data_of(shown)
-    return environment().get_template("page.html").render(
+    return template_environment().get_template("page.html").render(
         title=shown.title,
-        policy=policy(version is not None),
-        style=own("style.css"),
-        script=own(*SCRIPTS),
+        policy=security_policy(version is not None),
+        style=own_assets("style.css"),
+        script=own_assets(*SCRIPTS),
         content=content_of(shown, data),
         data=data,
         version=version,
@@ -206,7 +208,7 @@ def render(shown: Shown, version: str | None = None, seconds: float = 0.0) -> st
 def write_page(folders: Sequence[Path], out: Path, hardware: str = "") -> None:
     """Writes the page of what stands in these folders to a file; see `open_folders`. Raises `ConfigError`, also where
     the file cannot be written."""
-    page = render(open_folders(folders, hardware))
+    page = render_page(open_folders(folders, hardware))
     try:
         write_atomic(out, page)
     except OSError as error:

@@ -11,8 +11,8 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from trainer.config import ConfigError
-from trainer.pages.page import content_of, data_of, policy, render
-from trainer.pages.shown import Shown
+from trainer.pages.page import content_of, data_of, render_page, security_policy
+from trainer.pages.shown import PageRuns
 
 HOST = "127.0.0.1"
 NAMES = ("localhost", "127.0.0.1", "[::1]")
@@ -24,10 +24,10 @@ class PageServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, shown: Shown, port: int, seconds: float):
+    def __init__(self, shown: PageRuns, port: int, seconds: float):
         self.shown = shown
         self.version, self.seconds, self.lock = 0, seconds, threading.Lock()
-        super().__init__((HOST, port), Handler)
+        super().__init__((HOST, port), PageHandler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Says nothing of a connection that its client has dropped, and of all else what Python says."""
@@ -45,7 +45,7 @@ class PageServer(ThreadingHTTPServer):
     def page(self) -> str:
         with self.lock:
             self.look()
-            return render(self.shown, str(self.version), self.seconds)
+            return render_page(self.shown, str(self.version), self.seconds)
 
     def live(self, version: str) -> str | None:
         """What is new as JSON; None where nothing is."""
@@ -58,7 +58,7 @@ class PageServer(ThreadingHTTPServer):
             return json.dumps(fresh | {"data": data}, allow_nan=False)
 
 
-class Handler(BaseHTTPRequestHandler):
+class PageHandler(BaseHTTPRequestHandler):
     """One request. There are no files to ask for: a path is one of two, or unknown."""
 
     server: PageServer
@@ -90,7 +90,7 @@ class Handler(BaseHTTPRequestHandler):
         for name, value in {
             "Content-Type": f"{kind}; charset=utf-8",
             "Content-Length": str(len(content)),
-            "Content-Security-Policy": f"{policy(live=True)}; frame-ancestors 'none'",
+            "Content-Security-Policy": f"{security_policy(live=True)}; frame-ancestors 'none'",
             "X-Content-Type-Options": "nosniff",
             "Cross-Origin-Resource-Policy": "same-origin",
             "Referrer-Policy": "no-referrer",
@@ -105,7 +105,7 @@ class Handler(BaseHTTPRequestHandler):
         """Requests are not worth a line each."""
 
 
-def serve(shown: Shown, port: int, seconds: float) -> PageServer:
+def start_server(shown: PageRuns, port: int, seconds: float) -> PageServer:
     """A server that is ready for `serve_forever`; open pages ask every `seconds`. Raises `ConfigError` for a port that
     cannot be had."""
     try:

@@ -8,9 +8,9 @@ from functools import cache
 from typing import Any
 
 from trainer.config import typed
-from trainer.pages.folder import Run
+from trainer.pages.folder import RunFolder
 from trainer.pages.numbers import NONE
-from trainer.util.reading import printable
+from trainer.util.reading import make_printable
 
 LETTERS = 600
 """The most of a value that is shown."""
@@ -19,10 +19,10 @@ NAMES = ("run.name", "run.dir")
 
 
 @cache
-def defaults() -> dict[str, Any]:
+def default_settings() -> dict[str, Any]:
     """Every setting of the schema with its default, as JSON has it; those of entries by the word for their name."""
     entries = [setting for path in typed.ENTRIES for setting in typed.entry_settings(path)]
-    return {setting.path: json.loads(json.dumps(setting.default)) for setting in (*typed.settings(), *entries)}
+    return {setting.path: json.loads(json.dumps(setting.default)) for setting in (*typed.list_settings(), *entries)}
 
 
 def default_of(name: str) -> Any:
@@ -31,24 +31,24 @@ def default_of(name: str) -> Any:
     for path, (word, _) in typed.ENTRIES.items():
         if name.startswith(f"{path}."):
             name = ".".join([path, word, *name.removeprefix(f"{path}.").split(".")[1:]])
-    return defaults().get(name, name)
+    return default_settings().get(name, name)
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A setting for people, on one line."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return printable(text if len(text) <= LETTERS else f"{text[:LETTERS]}...")
+    return make_printable(text if len(text) <= LETTERS else f"{text[:LETTERS]}...")
 
 
-def everything(run: Run) -> list[tuple[str, str]]:
+def all_settings(run: RunFolder) -> list[tuple[str, str]]:
     """All settings of a run."""
-    return [(printable(name), shown(value)) for name, value in run.settings.items()]
+    return [(make_printable(name), format_value(value)) for name, value in run.settings.items()]
 
 
-def changed(run: Run) -> list[tuple[str, str]]:
+def changed_settings(run: RunFolder) -> list[tuple[str, str]]:
     """The settings of a run that are not the default, but for its name and folder."""
     return [
-        (printable(name), shown(value))
+        (make_printable(name), format_value(value))
         for name, value in run.settings.items()
         if name not in (*NAMES, "processes") and default_of(name) != value
     ]
@@ -58,7 +58,7 @@ Rows = list[tuple[str, list[str]]]
 """A name, and the value of each run for people."""
 
 
-def differing(runs: Sequence[Run]) -> tuple[Rows, Rows]:
+def differing_settings(runs: Sequence[RunFolder]) -> tuple[Rows, Rows]:
     """The settings in which runs differ, with the value of each; names and folders differ anyway. And those that some
     runs do not have, as other versions wrote them, and in which the others agree."""
     everyone = [run.settings for run in runs]
@@ -67,7 +67,10 @@ def differing(runs: Sequence[Run]) -> tuple[Rows, Rows]:
     lacking: Rows = []
     for name in names:
         known = [settings[name] for settings in everyone if name in settings]
-        row = printable(name), [shown(settings[name]) if name in settings else NONE for settings in everyone]
+        row = (
+            make_printable(name),
+            [format_value(settings[name]) if name in settings else NONE for settings in everyone],
+        )
         if any(value != known[0] for value in known):
             differ.append(row)
         elif len(known) < len(everyone):
@@ -75,7 +78,7 @@ def differing(runs: Sequence[Run]) -> tuple[Rows, Rows]:
     return differ, lacking
 
 
-def beside(tables: Sequence[Sequence[Sequence[str]]], alike: bool = True) -> Rows:
+def merge_tables(tables: Sequence[Sequence[Sequence[str]]], alike: bool = True) -> Rows:
     """Tables of labels and values as one, with a value of each run. alike: with the rows in which all agree."""
     given = [{label: value for label, value in table} for table in tables]
     labels = dict.fromkeys(label for one in given for label in one)
@@ -83,17 +86,17 @@ def beside(tables: Sequence[Sequence[Sequence[str]]], alike: bool = True) -> Row
     return [row for row in rows if alike or len(set(row[1])) > 1]
 
 
-def starts(run: Run) -> list[dict[str, Any]]:
+def list_starts(run: RunFolder) -> list[dict[str, Any]]:
     """The starts of a run, for the template."""
     return [
         {
-            **{name: shown(start[name]) for name in ("time", "step")},
-            **{name: shown(start.get(name) or "") for name in ("resumed", "set_aside", "job")},
-            "places": "; ".join(dict.fromkeys(map(counted, (start.get("hosts"), start.get("devices"))))),
-            "code": commit(start.get("code")),
+            **{name: format_value(start[name]) for name in ("time", "step")},
+            **{name: format_value(start.get(name) or "") for name in ("resumed", "set_aside", "job")},
+            "places": "; ".join(dict.fromkeys(map(count_names, (start.get("hosts"), start.get("devices"))))),
+            "code": short_commit(start.get("code")),
             "changes": [
-                (printable(name), *map(shown, pair))
-                for name, pair in mapping(start.get("changed")).items()
+                (make_printable(name), *map(format_value, pair))
+                for name, pair in as_mapping(start.get("changed")).items()
                 if isinstance(pair, list) and len(pair) == 2
             ],
         }
@@ -101,23 +104,23 @@ def starts(run: Run) -> list[dict[str, Any]]:
     ]
 
 
-def mapping(value: Any) -> dict[str, Any]:
+def as_mapping(value: Any) -> dict[str, Any]:
     """A value that should be a mapping; empty where it is something else."""
     return value if isinstance(value, dict) else {}
 
 
-def counted(value: Any) -> str:
+def count_names(value: Any) -> str:
     """How often each name occurs: `8 x NVIDIA H200`."""
-    return ", ".join(f"{shown(number)} x {shown(name)}" for name, number in mapping(value).items())
+    return ", ".join(f"{format_value(number)} x {format_value(name)}" for name, number in as_mapping(value).items())
 
 
-def commit(code: Any) -> str:
+def short_commit(code: Any) -> str:
     """The version of the code, short."""
-    known = mapping(code)
-    return f"{shown(known.get('commit', ''))[:10]}{' + changes' if known.get('dirty') else ''}"
+    known = as_mapping(code)
+    return f"{format_value(known.get('commit', ''))[:10]}{' + changes' if known.get('dirty') else ''}"
 
 
-def about(run: Run) -> str:
+def describe_run(run: RunFolder) -> str:
     """A line under a run's name: model, plan and devices, as it said at its start."""
     table = run.start.get("table", {})
     model, plan = dict(table.get("model", [])), dict(table.get("plan", []))

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.pages.files import Files, json_lines
-from trainer.pages.numbers import GIB, NONE, exact
+from trainer.pages.files import WatchedFiles, json_lines
+from trainer.pages.numbers import GIB, NONE, format_exact
 from trainer.pages.verdict import NUMBER
-from trainer.util.reading import Shape, printable, read_bytes, read_json
+from trainer.util.reading import Shape, make_printable, read_bytes, read_json
 from trainer.util.run_folder import BEST, RESULTS, SEARCH, TRIALS
-from trainer.util.tables import count, duration, number, percent, size
+from trainer.util.tables import format_bytes, format_count, format_duration, format_number, format_percent
 
 LINE: Shape = {
     **dict.fromkeys(("trial", "status"), str),
@@ -37,27 +37,27 @@ MOST, LETTERS = 1000, 400
 """The most trials, and plans, that are shown, and the most letters of a reason."""
 
 COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    ("step time", "step_seconds_p50", duration),
-    ("expected", "expected_seconds", duration),
-    ("predicted", "predicted_seconds", duration),
-    ("loss", "loss", exact),
-    ("evaluation loss", "eval_loss", exact),
-    ("tokens/s", "tokens_per_second", count),
-    ("MFU", "mfu", percent),
-    ("memory", "memory_gib", lambda value: size(value * GIB)),
-    ("predicted memory", "predicted_memory_gib", lambda value: size(value * GIB)),
+    ("step time", "step_seconds_p50", format_duration),
+    ("expected", "expected_seconds", format_duration),
+    ("predicted", "predicted_seconds", format_duration),
+    ("loss", "loss", format_exact),
+    ("evaluation loss", "eval_loss", format_exact),
+    ("tokens/s", "tokens_per_second", format_count),
+    ("MFU", "mfu", format_percent),
+    ("memory", "memory_gib", lambda value: format_bytes(value * GIB)),
+    ("predicted memory", "predicted_memory_gib", lambda value: format_bytes(value * GIB)),
 )
 """Numbers of a trial: title, key, and how it is written."""
 
 
-class Sweep(Files):
+class SweepFolder(WatchedFiles):
     """A sweep, or a search if it has search.json."""
 
     def __init__(self, folder: Path):
         super().__init__(
             folder,
             {
-                **dict.fromkeys((RESULTS, TRIALS), lambda path: [*map(finite, json_lines(path, LINE, MOST))]),
+                **dict.fromkeys((RESULTS, TRIALS), lambda path: [*map(finite_line, json_lines(path, LINE, MOST))]),
                 SEARCH: lambda path: read_json(path, SEARCH_SHAPE, "the same search writes it anew"),
                 BEST: lambda path: read_bytes(path).decode(errors="replace"),
             },
@@ -77,11 +77,11 @@ class Sweep(Files):
     def recipe(self) -> str:
         """The fastest plan of a search as a recipe; empty where there is none."""
         lines = (self._found[BEST].value or "").splitlines()
-        return "\n".join(map(printable, lines)) if self.search and self.search.get("best") else ""
+        return "\n".join(map(make_printable, lines)) if self.search and self.search.get("best") else ""
 
     def drawn(self) -> list[dict[str, Any]]:
         """The plans of a search as points of its pictures: what was foretold of each, and of those that were tried,
-        what was measured; `front` says whether it is fastest in its memory."""
+        what was measured; `pareto_points` says whether it is fastest in its memory."""
         lines = {line["trial"]: line for line in self.lines}
         points = [
             {
@@ -90,13 +90,15 @@ class Sweep(Files):
                 "measured": line.get("step_seconds_p50") if line.get("status") == "done" else None,
                 "memory": line.get("memory_gib"),
             }
-            for one in map(finite, (self.search or {"foretold": []})["foretold"][:MOST])
+            for one in map(finite_line, (self.search or {"foretold": []})["foretold"][:MOST])
             for line in [lines.get(one["plan"], {})]
             if None not in one.values() and min(one[name] for name in ("predicted", "expected", "low")) > 0
         ]
-        best = set(front([(one["memory"], one["tokens"] / one["measured"]) for one in points if placed(one)]))
+        best = set(
+            pareto_points([(one["memory"], one["tokens"] / one["measured"]) for one in points if is_measured(one)])
+        )
         return [
-            one | {"front": bool(placed(one) and (one["memory"], one["tokens"] / one["measured"]) in best)}
+            one | {"front": bool(is_measured(one) and (one["memory"], one["tokens"] / one["measured"]) in best)}
             for one in points
         ]
 
@@ -108,14 +110,14 @@ class Sweep(Files):
         return {
             "name": self.folder.resolve().name,
             "folder": str(self.folder),
-            "search": self.search and standing(self.search, self.lines),
+            "search": self.search and describe_search(self.search, self.lines),
             "recipe": self.recipe,
             "columns": [title for title, *_ in columns],
             "trials": [
                 {
-                    "name": printable(line["trial"]),
-                    "status": printable(line["status"].replace("_", " ")),
-                    "reason": printable((line.get("reason") or "")[:LETTERS]),
+                    "name": make_printable(line["trial"]),
+                    "status": make_printable(line["status"].replace("_", " ")),
+                    "reason": make_printable((line.get("reason") or "")[:LETTERS]),
                     "best": bool(self.search and line["trial"] == self.search.get("best")),
                     "numbers": [NONE if line.get(key) is None else write(line[key]) for _, key, write in columns],
                 }
@@ -125,19 +127,19 @@ class Sweep(Files):
         }
 
 
-def finite(line: dict[str, Any]) -> dict[str, Any]:
+def finite_line(line: dict[str, Any]) -> dict[str, Any]:
     """The line with None for numbers that are none."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in line.items()
     }
 
 
-def placed(point: dict[str, Any]) -> bool:
+def is_measured(point: dict[str, Any]) -> bool:
     """Whether a plan has a measured time and memory."""
     return bool(point["measured"] and point["memory"])
 
 
-def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def pareto_points(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """The points (memory, speed) than which no other is as fast in as little memory; least memory first."""
     kept: list[tuple[float, float]] = []
     for memory, speed in sorted(points, key=lambda point: (point[0], -point[1])):
@@ -146,20 +148,20 @@ def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return kept
 
 
-def standing(search: dict[str, Any], lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def describe_search(search: dict[str, Any], lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """How a search stands, in words. lines: its trials."""
     best = next((line for line in lines if line["trial"] == search.get("best")), None)
     timed = [line["step_seconds_p50"] for line in lines if line["status"] == "done" and line.get("step_seconds_p50")]
-    words = [f"{number(len(lines), 'trial')} of {search['plans']} plans", f"budget {search['budget']}"]
+    words = [f"{format_number(len(lines), 'trial')} of {search['plans']} plans", f"budget {search['budget']}"]
     return {
-        "about": " · ".join([*words, printable(search["machine"])]),
-        "ended": printable(search.get("ended") or ""),
-        "best": best and printable(best["trial"]),
+        "about": " · ".join([*words, make_printable(search["machine"])]),
+        "ended": make_printable(search.get("ended") or ""),
+        "best": best and make_printable(best["trial"]),
         "numbers": [
             (title, write(best[key]))
             for title, key, write in COLUMNS
             if best and key in ("step_seconds_p50", "tokens_per_second", "memory_gib", "mfu") and best.get(key)
         ],
-        "slowest": duration(max(timed)) if len(timed) > 1 else "",
-        "command": printable(search.get("command") or ""),
+        "slowest": format_duration(max(timed)) if len(timed) > 1 else "",
+        "command": make_printable(search.get("command") or ""),
     }

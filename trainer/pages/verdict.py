@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainer.util.reading import Shape, printable
-from trainer.util.tables import duration, percent
+from trainer.util.reading import Shape, make_printable
+from trainer.util.tables import format_duration, format_percent
 
 NUMBER = (int, float, type(None))
 SHAPE: Shape = {
@@ -29,34 +29,37 @@ TOP, LINES = 3, 8
 """Costs, and lines of each kind, that are shown."""
 
 
-def verdict(found: dict[str, Any]) -> dict[str, Any]:
+def verdict_context(found: dict[str, Any]) -> dict[str, Any]:
     """A diagnosis for the template. found: of the shape above."""
     seconds, predicted = found["step"].get("seconds"), found["step"].get("predicted")
     return {
-        "text": printable(found["verdict"]["text"]),
-        "step": duration(seconds),
-        "predicted": predicted and duration(predicted),
-        "findings": [finding(one, seconds) for one in found["findings"][:TOP]],
-        "shapes": [(percent(one.get("waste")), printable(one["text"])) for one in found["shapes"][:LINES]],
-        "stalled": [printable(text) for text in found["stalled"][:LINES]],
-        "notes": [printable(text) for text in found["notes"][:LINES]],
+        "text": make_printable(found["verdict"]["text"]),
+        "step": format_duration(seconds),
+        "predicted": predicted and format_duration(predicted),
+        "findings": [finding_context(one, seconds) for one in found["findings"][:TOP]],
+        "shapes": [(format_percent(one.get("waste")), make_printable(one["text"])) for one in found["shapes"][:LINES]],
+        "stalled": [make_printable(text) for text in found["stalled"][:LINES]],
+        "notes": [make_printable(text) for text in found["notes"][:LINES]],
     }
 
 
-def finding(one: dict[str, Any], seconds: float | None) -> dict[str, Any]:
+def finding_context(one: dict[str, Any], seconds: float | None) -> dict[str, Any]:
     """A cost. seconds: of the step that has it."""
     share, without = one.get("share"), one.get("without")
     return {
-        **{name: printable(one[name]) for name in ("kind", "layer", "title", "advice")},
+        **{name: make_printable(one[name]) for name in ("kind", "layer", "title", "advice")},
         "share": share and min(1.0, max(0.0, share)),
-        "without": without and duration(without),
-        "faster": percent(1 - without / seconds) if without and seconds and without < seconds else None,
-        "evidence": [printable(text) for text in one["evidence"][:LINES]],
-        "overrides": [{"text": printable(other["text"]), "told": _told(other)} for other in one["overrides"][:TOP]],
+        "without": without and format_duration(without),
+        "faster": format_percent(1 - without / seconds) if without and seconds and without < seconds else None,
+        "evidence": [make_printable(text) for text in one["evidence"][:LINES]],
+        "overrides": [
+            {"text": make_printable(other["text"]), "told": _describe_finding(other)}
+            for other in one["overrides"][:TOP]
+        ],
     }
 
 
-def _told(override: dict[str, Any]) -> str:
+def _describe_finding(override: dict[str, Any]) -> str:
     seconds = override.get("seconds")
-    predicted = f"{duration(seconds)} a step predicted" if seconds else ""
-    return ", ".join(filter(None, [predicted, printable(override["note"])]))
+    predicted = f"{format_duration(seconds)} a step predicted" if seconds else ""
+    return ", ".join(filter(None, [predicted, make_printable(override["note"])]))

@@ -31,9 +31,9 @@ def share_sequences(model: Stage, config: Config, spec: ModelSpec, plan: Plan, w
         keys = world.context.get_group()
     else:
         heads, keys = world.split_context(context.inner)
-    model.context = ContextGroup(context, world.context.get_local_rank(), member(heads), member(keys))
+    model.context = ContextGroup(context, world.context.get_local_rank(), make_member(heads), make_member(keys))
 
 
-def member(group: dist.ProcessGroup | None, kind: type[Member] = TensorGroup) -> Member | None:
+def make_member(group: dist.ProcessGroup | None, kind: type[Member] = TensorGroup) -> Member | None:
     """This rank in a process group."""
     return None if group is None else kind(group.group_name, dist.get_rank(group), dist.get_world_size(group))

@@ -15,12 +15,12 @@ from trainer.distributed.world import World
 from trainer.model.axes import ParameterInfo
 from trainer.model.initial import Weights
 from trainer.model.stage import Stage
-from trainer.optim.groups import Policy
+from trainer.optim.groups import ParameterPolicy
 from trainer.parallel import deepspeed
-from trainer.parallel.compress.reduction import Compression, Uncompressed
+from trainer.parallel.compress.reduction import Compression, NoCompression
 from trainer.parallel.fsdp import FSDP
 from trainer.parallel.gradients import SharedParameters
-from trainer.parallel.pipeline.runtime import Sharding
+from trainer.parallel.pipeline.runtime import StageSharding
 from trainer.planning.plan import Plan
 from trainer.precision.scaler import LossScale
 
@@ -77,7 +77,7 @@ class Engine(Protocol):
     def __init__(self, config: Config, plan: Plan, world: World): ...
 
     @property
-    def compression(self) -> Compression | Uncompressed: ...
+    def compression(self) -> Compression | NoCompression: ...
 
     def shard(self, model: Stage) -> None:
         """Prepares a stage on the meta device, already cut over the tensor-parallel ranks."""
@@ -90,7 +90,7 @@ class Engine(Protocol):
         stages: dict[int, Stage],
         parameters: dict[str, nn.Parameter],
         infos: dict[str, ParameterInfo],
-        policies: dict[str, Policy],
+        policies: dict[str, ParameterPolicy],
         shared: SharedParameters,
         weights: Weights,
     ) -> tuple[EngineOptimizer, LossScale]:
@@ -101,13 +101,13 @@ class Engine(Protocol):
         """Tensors in memory at this moment beside those of the optimizer, by category of the estimator; None where they
         cannot be known. Some may be views of the same memory. Nothing is allocated or sent."""
 
-    def sharding(self, reductions: int) -> Sharding:
+    def sharding(self, reductions: int) -> StageSharding:
         """What happens around the computation of stages whose gradients are reduced so many times in a step."""
 
 
 ENGINES: dict[str, Callable[[torch.device], type[Any]]] = {
     "torch": lambda device: FSDP,
-    "deepspeed": lambda device: deepspeed.load(device).DeepSpeed,
+    "deepspeed": lambda device: deepspeed.import_engine(device).DeepSpeed,
 }
 """`parallel.zero.engine` -> its class, loaded for the kind of the run's device."""
 

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.model.compiled import compiled
+from trainer.model.compiled import compile_function
 from trainer.model.layers import Linear
 from trainer.parallel.fsdp_internals import fsdp_units, sharded_sizes
-from trainer.precision.float8 import E4M3, Float8, scale_of
+from trainer.precision.float8 import E4M3, Float8Multiply, scale_of
 
 
-class Float8Gather:
+class Float8AllGather:
     """FSDP's custom all-gather of a unit: a flat buffer of every rank's shards, one parameter behind the other.
 
     narrow: whether each parameter travels in fp8; lengths: elements of its shard, with padding; compiling: whether
@@ -28,8 +28,8 @@ class Float8Gather:
 
     def __init__(self, lengths: Sequence[int], narrow: Sequence[bool], compiling: bool):
         self.lengths, self.narrow = list(lengths), list(narrow)
-        self.encode: Callable = compiled(encode) if compiling else encode
-        self.decode: Callable = compiled(decode) if compiling else decode
+        self.encode: Callable = compile_function(encode_shards) if compiling else encode_shards
+        self.decode: Callable = compile_function(decode_shards) if compiling else decode_shards
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
@@ -52,7 +52,7 @@ class Float8Gather:
         self.decode(codes, ordered, largest)
 
 
-def encode(plain: list[Tensor], narrow: list[Tensor], largest: Tensor) -> Tensor:
+def encode_shards(plain: list[Tensor], narrow: list[Tensor], largest: Tensor) -> Tensor:
     """A rank's bytes: the parameters that travel as they are, which begin at whole elements, then the others in fp8,
     and a byte that fills up the last element."""
     scales, bytes_ = scale_of(largest, E4M3), [part.view(torch.uint8) for part in plain]
@@ -61,7 +61,7 @@ def encode(plain: list[Tensor], narrow: list[Tensor], largest: Tensor) -> Tensor
     return torch.cat([*bytes_, bytes_[-1].new_zeros(missing)])
 
 
-def decode(codes: Tensor, targets: list[Tensor], largest: Tensor) -> None:
+def decode_shards(codes: Tensor, targets: list[Tensor], largest: Tensor) -> None:
     """Every rank's bytes [ranks, bytes] -> parameters [ranks, elements], in the order in which they travelled."""
     back, first = scale_of(largest, E4M3).double().reciprocal().float(), 0
     for number, target in enumerate(targets, len(largest) - len(targets)):
@@ -76,10 +76,10 @@ def gather_in_float8(model: nn.Module, compiling: bool) -> None:
     narrow = {
         module.weight
         for module in model.modules()
-        if isinstance(module, Linear) and isinstance(module.multiply, Float8) and not module.multiply.rowwise
+        if isinstance(module, Linear) and isinstance(module.multiply, Float8Multiply) and not module.multiply.rowwise
     }
     for unit in fsdp_units(model):
         parameters, lengths = zip(*sharded_sizes(unit))
         chosen = [parameter in narrow for parameter in parameters]
         if any(chosen):
-            unit.set_custom_all_gather(Float8Gather(lengths, chosen, compiling))
+            unit.set_custom_all_gather(Float8AllGather(lengths, chosen, compiling))

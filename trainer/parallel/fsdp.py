@@ -26,11 +26,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from trainer.config import Config
 from trainer.distributed.world import World
 from trainer.model.axes import ParameterInfo
-from trainer.model.initial import Weights, fill
+from trainer.model.initial import Weights, fill_parameters
 from trainer.model.stage import Stage
-from trainer.optim.groups import Policy
+from trainer.optim.groups import ParameterPolicy
 from trainer.optim.optimizer import Optimizer
-from trainer.parallel.compress.reduction import Compression, Uncompressed, compression_of
+from trainer.parallel.compress.reduction import Compression, NoCompression, compression_of
 from trainer.parallel.float8_gather import gather_in_float8
 from trainer.parallel.fsdp_internals import (
     accumulate_gradients,
@@ -39,13 +39,13 @@ from trainer.parallel.fsdp_internals import (
     end_backward,
     end_reductions_in_forward,
     fsdp_units,
-    held_by,
     is_set_up,
     reduce_accumulated,
+    unit_tensors,
 )
 from trainer.parallel.gradients import SharedParameters
 from trainer.planning.cost.memory import sums_on_device
-from trainer.planning.cost.updates import Updates
+from trainer.planning.cost.updates import UpdateSettings
 from trainer.planning.plan import Plan
 from trainer.precision.dtypes import DTYPES
 from trainer.precision.scaler import GradScaler
@@ -110,21 +110,21 @@ class FSDP:
         stages: dict[int, Stage],
         parameters: dict[str, nn.Parameter],
         infos: dict[str, ParameterInfo],
-        policies: dict[str, Policy],
+        policies: dict[str, ParameterPolicy],
         shared: SharedParameters,
         weights: Weights,
     ) -> tuple[Optimizer, GradScaler]:
         self.modules.update(stages)
         for model in stages.values():
-            fill(model, weights)
+            fill_parameters(model, weights)
             self.compression.attach(model, policies)
         # Of a whole model's ranks, some may hold no matrix of Muon; they make its groups with the others.
-        muon = "muon" in Updates.of(self.config).names()
+        muon = "muon" in UpdateSettings.of(self.config).names()
         optimizer = Optimizer(parameters, policies, self.config.optimizer, self.world if muon else None)
         return optimizer, GradScaler(self.config.precision, self.world.device)
 
     def holds(self) -> dict[str, Iterable[Tensor]]:
-        held = held_by([unit for model in self.modules.values() for unit in fsdp_units(model)])
+        held = unit_tensors([unit for model in self.modules.values() for unit in fsdp_units(model)])
         return {
             "gradients": [*held.gradients, *self.compression.partial_sums],
             "gathered parameters": held.gathered,
@@ -143,7 +143,7 @@ class FSDPSharding:
     """
 
     def __init__(
-        self, stages: dict[int, nn.Module], plan: Plan, reductions: int, compression: Compression | Uncompressed
+        self, stages: dict[int, nn.Module], plan: Plan, reductions: int, compression: Compression | NoCompression
     ):
         self.stages, self.gather_again = stages, plan.stage == 3
         self.units = {stage: fsdp_units(model) for stage, model in stages.items()}

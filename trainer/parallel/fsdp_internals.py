@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
 
-from trainer.distributed.shards import Shards, copy_together, go_on
+from trainer.distributed.shards import CopyEngineShards, copy_together, go_on
 from trainer.model.stage import Stage
 
 
@@ -90,7 +90,7 @@ def fill_missing(group: Any, last: bool) -> None:
         )
 
 
-class Held(NamedTuple):
+class UnitTensors(NamedTuple):
     """Tensors that units have in memory, some of them views of the same memory. messages: sent and received by FSDP."""
 
     gradients: list[Tensor]
@@ -98,7 +98,7 @@ class Held(NamedTuple):
     messages: list[Tensor]
 
 
-def held_by(units: list[FSDPModule]) -> Held:
+def unit_tensors(units: list[FSDPModule]) -> UnitTensors:
     """What units hold beside their shards at this moment, in the middle of a step too. Nothing is allocated."""
     gradients: list[Tensor | None] = []
     gathered: list[Tensor | None] = []
@@ -113,12 +113,12 @@ def held_by(units: list[FSDPModule]) -> Held:
         context = group.comm_ctx  # of all units
         kept = getattr(context.all_gather_state, "all_gather_result", None)
         messages += [getattr(result, "all_gather_output", None) for result in (group._all_gather_result, kept)]
-        messages += [state.reduce_scatter_input for state in reductions(context)]
+        messages += [state.reduce_scatter_input for state in pending_reductions(context)]
         messages.append(getattr(group._all_reduce_state, "all_reduce_input", None))
-    return Held(*([tensor for tensor in some if tensor is not None] for some in (gradients, gathered, messages)))
+    return UnitTensors(*([tensor for tensor in some if tensor is not None] for some in (gradients, gathered, messages)))
 
 
-def reductions(context: Any) -> list[Any]:
+def pending_reductions(context: Any) -> list[Any]:
     """Of all units of a root: the reductions whose messages FSDP still has."""
     if hasattr(context, "reduce_scatter_states"):
         return context.reduce_scatter_states
@@ -136,7 +136,7 @@ def end_reductions_in_forward(model: Stage) -> None:
 
     def end(*_: object) -> None:
         context = parameter_group(last).comm_ctx  # of all units
-        for state in reductions(context):
+        for state in pending_reductions(context):
             if state.event is not None:
                 state.event.wait()
         if hasattr(context, "reduce_scatter_states"):
@@ -152,14 +152,14 @@ def end_backward(model: FSDPModule) -> None:
     model._get_fsdp_state()._root_post_backward_final_callback()
 
 
-class CopiedShards:
+class CopyEngineCollectives:
     """FSDP's custom all-gather and reduce-scatter by copies between GPUs (`distributed/shards.py`).
 
     FSDP calls `allocate` for a message and then for its result, and this object with both. It has its own gradients in
     place of a message."""
 
     def __init__(self, group: dist.ProcessGroup):
-        self.shards = Shards(group)
+        self.shards = CopyEngineShards(group)
         self.message: Tensor | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -174,7 +174,7 @@ class CopiedShards:
         go_on(self.shards.sum(input_tensor.gradients, output_tensor))
 
 
-class WholeShards:
+class WholeShardReduce:
     """FSDP's custom reduce-scatter of a rank whose shards are whole. FSDP calls `allocate` for a message and then for
     its result, to which it copies it: here they are one."""
 
@@ -194,8 +194,8 @@ class WholeShards:
 
 def copy_shards(units: list[FSDPModule], group: dist.ProcessGroup) -> None:
     """Has FSDP gather and reduce units by copies between GPUs, each while the one before it computes."""
-    take_over()
-    comm = CopiedShards(group)
+    patch_collectives()
+    comm = CopyEngineCollectives(group)
     for unit, following in zip(units, [*units[1:], None]):
         unit.set_custom_all_gather(comm)
         unit.set_custom_reduce_scatter(comm)
@@ -206,24 +206,26 @@ def copy_shards(units: list[FSDPModule], group: dist.ProcessGroup) -> None:
 def cast_shards(units: list[FSDPModule]) -> None:
     """Of a rank whose shards are whole: has FSDP cast parameters to where they are used, and gradients to where they
     are added up, where its own goes through a buffer each time."""
-    take_over()
+    patch_collectives()
     for unit in units:
-        unit.set_custom_reduce_scatter(WholeShards())
+        unit.set_custom_reduce_scatter(WholeShardReduce())
         if (group := parameter_group(unit)) is not None:
             group.wait_for_unshard = partial(cast_parameters, group)
 
 
 @cache
-def take_over() -> None:
-    """Puts what units of `CopiedShards` and `WholeShards` do in the place of FSDP's copies into and out of flat
-    buffers."""
+def patch_collectives() -> None:
+    """Puts what units of `CopyEngineCollectives` and `WholeShardReduce` do in the place of FSDP's copies into and out
+    of flat buffers."""
     group, collectives = _fsdp_param_group, _fsdp_collectives
-    group.foreach_all_gather = instead(group.foreach_all_gather, gather)
-    group.foreach_all_gather_copy_out = instead(group.foreach_all_gather_copy_out, end_gather)
-    collectives.foreach_reduce_scatter_copy_in = instead(collectives.foreach_reduce_scatter_copy_in, take_gradients)
+    group.foreach_all_gather = fall_back_on(group.foreach_all_gather, gather_parameters)
+    group.foreach_all_gather_copy_out = fall_back_on(group.foreach_all_gather_copy_out, end_gather)
+    collectives.foreach_reduce_scatter_copy_in = fall_back_on(
+        collectives.foreach_reduce_scatter_copy_in, take_gradients
+    )
 
 
-def instead(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+def fall_back_on(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
     """A function that does what `ours` does; where that is NotImplemented, what FSDP's own does."""
 
     @wraps(theirs)
@@ -235,19 +237,19 @@ def instead(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..
 
 
 @torch.no_grad()
-def gather(parameters: list[Any], group: dist.ProcessGroup, *more: Any) -> Any:
+def gather_parameters(parameters: list[Any], group: dist.ProcessGroup, *more: Any) -> Any:
     """Starts gathering a unit's parameters to where they are used. Memory for them is the current stream's, of which
     the other one waits for what is done by now: not for the layer before, whose kernels are yet to be launched."""
     *_, device, comm = more
-    if not isinstance(comm, CopiedShards):
+    if not isinstance(comm, CopyEngineCollectives):
         return NotImplemented
-    shards, wholes = places(parameters, group.size(), device)
+    shards, wholes = shard_places(parameters, group.size(), device)
     with torch.autograd._unsafe_preserve_version_counter(tuple(wholes)):
         ended = comm.shards.gather(shards, [whole.view(group.size(), -1) for whole in wholes])
     return SimpleNamespace(all_gather_event=ended, all_gather_work=None)
 
 
-def places(parameters: list[Any], ranks: int, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
+def shard_places(parameters: list[Any], ranks: int, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
     """This rank's shards of a unit's parameters, and the memory of the whole ones, which it allocates: flat."""
     for parameter in parameters:
         dtype = parameter.param_dtype or parameter.orig_dtype
@@ -263,7 +265,7 @@ def cast_parameters(group: Any) -> None:
     """A group's `wait_for_unshard`: FSDP's own, of one rank, with the cast and the copy of each parameter in one."""
     if group._all_gather_result is None:
         return
-    shards, wholes = places(group.fsdp_params, 1, group.device)
+    shards, wholes = shard_places(group.fsdp_params, 1, group.device)
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(wholes)):
         copy_together(wholes, shards)
     for parameter in group.fsdp_params:

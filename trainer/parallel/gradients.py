@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.distributed.tensors import local
+from trainer.distributed.tensors import local_values
 from trainer.distributed.world import World
 from trainer.parallel.tensor import is_split
 
@@ -52,16 +52,16 @@ class SharedParameters:
         tensor = self.world.dimensions["tp"]
         if tensor.size() > 1:
             sum_flat(
-                [local(parameter.grad) for parameter in self.parameters.values() if not is_split(parameter)],
+                [local_values(parameter.grad) for parameter in self.parameters.values() if not is_split(parameter)],
                 self.world.device,
                 lambda flat: dist.all_reduce(flat, group=tensor.get_group()),
             )
         for name, copy in self.copies:
-            mine, other = local(self.parameters[name].grad), local(self.parameters[copy].grad)
+            mine, other = local_values(self.parameters[name].grad), local_values(self.parameters[copy].grad)
             other.copy_(mine.add_(other))
         if self.ends is not None:
             sum_flat(
-                [local(self.parameters[name].grad) for name in self.tied],
+                [local_values(self.parameters[name].grad) for name in self.tied],
                 self.world.device,
                 lambda flat: self.ends.allreduce([flat]).wait(),
             )

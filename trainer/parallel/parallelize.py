@@ -17,7 +17,7 @@ from trainer.config import Config, ConfigError, PrecisionConfig
 from trainer.config.model import ModelSpec
 from trainer.distributed.world import World
 from trainer.model.axes import parameter_infos
-from trainer.model.compiled import compiled
+from trainer.model.compiled import compile_function
 from trainer.model.layers import Linear
 from trainer.model.linear import DeferredGrads
 from trainer.model.loss import loss_terms
@@ -26,10 +26,10 @@ from trainer.model.transformer import Transformer
 from trainer.parallel import tensor
 from trainer.parallel.context import share_sequences
 from trainer.parallel.engine import Engine
-from trainer.planning.cost.parameters import declarations
+from trainer.planning.cost.parameters import declare_parameters
 from trainer.planning.float8 import float8_linears
 from trainer.planning.plan import Plan
-from trainer.precision.float8 import Float8, Quantise, check_device, quantise
+from trainer.precision.float8 import Float8Multiply, Quantise, check_device, quantise_operand
 
 
 def check_compiler(config: Config, device: torch.device) -> None:
@@ -74,7 +74,7 @@ def check_model(config: Config, spec: ModelSpec, device: torch.device) -> None:
 def check_declared(model: Transformer, spec: ModelSpec) -> None:
     """Memory, FLOPs and checkpoints follow from what is said of parameters without modules: registered blocks have to
     declare the same. Raises `ConfigError`."""
-    said, declared = declarations(spec), parameter_infos(model)
+    said, declared = declare_parameters(spec), parameter_infos(model)
     wrong = [name for name in {**said, **declared} if said.get(name) != declared.get(name)]
     if wrong or list(said) != list(declared):
         name = next(iter(wrong), "their order")
@@ -122,11 +122,11 @@ def parallelize(
     # Where weight gradients may be put off, backward is an operator in which the compiler does not look, and fused
     # products are.
     inside = deferred is not None or config.parallel.fusion != "off"
-    casts = compiled(quantise) if config.compile and inside else quantise
+    casts = compile_function(quantise_operand) if config.compile and inside else quantise_operand
     multiply_in_float8(model, spec, config.precision, casts)
     if config.compile:
         compile_layers(model, deferred is not None)
-    tensor.split(model, world.dimensions["tp"], backend)
+    tensor.shard_model(model, world.dimensions["tp"], backend)
     share_sequences(model, config, spec, plan, world)
     engine.shard(model)
     engine.materialize(model)
@@ -135,11 +135,11 @@ def parallelize(
 
 
 def multiply_in_float8(
-    model: nn.Module, spec: ModelSpec, precision: PrecisionConfig, casts: Quantise = quantise
+    model: nn.Module, spec: ModelSpec, precision: PrecisionConfig, casts: Quantise = quantise_operand
 ) -> None:
-    """Has the linear layers that the settings name multiply in fp8. casts: `quantise`, or its compiled form."""
+    """Has the linear layers that the settings name multiply in fp8. casts: `quantise_operand`, or its compiled form."""
     chosen = float8_linears(precision, spec)
-    by_recipe = {recipe: Float8(recipe, casts) for recipe in {one.recipe for one in chosen.values()}}
+    by_recipe = {recipe: Float8Multiply(recipe, casts) for recipe in {one.recipe for one in chosen.values()}}
     for name, module in model.named_modules():
         if name in chosen and isinstance(module, Linear):
             module.multiply = by_recipe[chosen[name].recipe]
@@ -152,9 +152,9 @@ def compile_layers(model: Stage, deferring: bool) -> None:
     # Of each function that is recomputed in part it says to be careful with operations in place.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     for layer in model.layers.values():
-        layer.run = compiled(layer.run)  # layers of one kind share a graph
+        layer.run = compile_function(layer.run)  # layers of one kind share a graph
         if layer.tile:
-            layer.run_tile = compiled(layer.run_tile)
+            layer.run_tile = compile_function(layer.run_tile)
 
 
 def keep_buffers(model: Stage, device: torch.device) -> None:

@@ -13,33 +13,37 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from trainer.distributed.collectives import TensorGroup
-from trainer.distributed.copied import Copied
-from trainer.distributed.fused import Fused
-from trainer.model.axes import Declared
+from trainer.distributed.copied import CopyEngineGroup
+from trainer.distributed.fused import FusedKernelGroup
+from trainer.model.axes import DeclaredModule
 from trainer.model.layers import Linear
 from trainer.model.stage import Stage
 
-BACKENDS: dict[str, type[TensorGroup]] = {"off": TensorGroup, "copy_engine": Copied, "triton": Fused}
+BACKENDS: dict[str, type[TensorGroup]] = {
+    "off": TensorGroup,
+    "copy_engine": CopyEngineGroup,
+    "triton": FusedKernelGroup,
+}
 """What tensor-parallel ranks communicate by, by the value of `parallel.fusion`."""
 
 
-def split(model: Stage, mesh: DeviceMesh, backend: type[TensorGroup] = TensorGroup) -> None:
+def shard_model(model: Stage, mesh: DeviceMesh, backend: type[TensorGroup] = TensorGroup) -> None:
     """Cuts a model on the meta device over the ranks of `mesh` (one dimension), which communicate by `backend`."""
     if mesh.size() == 1:
         return
     group = backend(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size())
     model.group = group
     for module in model.modules():
-        if isinstance(module, Declared):
+        if isinstance(module, DeclaredModule):
             split_module(module, mesh, group)
     model.tie()
 
 
-def split_module(module: Declared, mesh: DeviceMesh, group: TensorGroup) -> None:
+def split_module(module: DeclaredModule, mesh: DeviceMesh, group: TensorGroup) -> None:
     for name, info in module.declared.items():
         dimension = info.tensor_dimension(group.size)
         if dimension is not None:
-            setattr(module, name, nn.Parameter(cut(getattr(module, name), dimension, mesh)))
+            setattr(module, name, nn.Parameter(shard_parameter(getattr(module, name), dimension, mesh)))
         elif info.axes[0] == "kv_heads":  # each rank uses the one head that its queries look at
             rows = info.shape[0] // info.units
             first = group.rank * info.units // group.size * rows
@@ -51,7 +55,7 @@ def split_module(module: Declared, mesh: DeviceMesh, group: TensorGroup) -> None
             module.by_rows = dimension == 1
 
 
-def cut(parameter: torch.Tensor, dimension: int, mesh: DeviceMesh) -> DTensor:
+def shard_parameter(parameter: torch.Tensor, dimension: int, mesh: DeviceMesh) -> DTensor:
     """This rank's part of a meta tensor as a DTensor: equal parts, the last ones smaller."""
     part = -(-parameter.shape[dimension] // mesh.size())
     first = min(parameter.shape[dimension], part * mesh.get_local_rank())

@@ -15,23 +15,31 @@ import torch
 from trainer.config import BatchConfig, Config, ConfigError, PrecisionConfig
 from trainer.config.model import ModelSpec
 from trainer.config.options import escape_unprintable
-from trainer.data.batches import Batch, Loader
-from trainer.data.corpus import Samples, open_corpus
-from trainer.data.progress import say
-from trainer.distributed.world import World, join, local_device
+from trainer.data.batches import BatchLoader, MicroBatch
+from trainer.data.corpus import CorpusSide, open_corpus
+from trainer.data.progress import print_notice
+from trainer.distributed.world import World, join_world, local_device
 from trainer.model.initial import Weights, initial_value
 from trainer.optim.groups import parameter_policies
-from trainer.parity.compare import FP8, Comparison, PlanResult, coarsest, compare, judge, show
-from trainer.parity.plans import generated, make_case
-from trainer.parity.reference import Trajectory, reference
-from trainer.parity.watch import train
+from trainer.parity.compare import (
+    FP8,
+    PlanResult,
+    RunComparison,
+    coarsest_tolerance,
+    compare_runs,
+    judge_plan,
+    print_comparison,
+)
+from trainer.parity.plans import generate_plans, make_case
+from trainer.parity.reference import Trajectory, train_reference
+from trainer.parity.watch import train_plan
 from trainer.planning.batch import BatchPlan, resolve_batch
-from trainer.planning.cost.parameters import declarations
-from trainer.planning.variants import compose, global_size, plan_list, split_words
+from trainer.planning.cost.parameters import declare_parameters
+from trainer.planning.variants import compose_variant, global_size, plan_list, split_words
 from trainer.precision.dtypes import DTYPES
 from trainer.training.run import starting_point
 from trainer.training.session import numeric_mode
-from trainer.util.exit_codes import refuse
+from trainer.util.exit_codes import refuse_config
 
 USAGE = """\
 usage: torchrun --nproc-per-node N -m trainer.parity +config=RECIPE [SETTING=VALUE ...]
@@ -52,10 +60,10 @@ the plan unless the plan names their size or number. Exit code: 0 all pass, 1 on
 
 
 def first_steps(
-    samples: Samples, config: Config, batch: BatchPlan, rank: int, ranks: int, steps: int, device: torch.device
-) -> Iterator[list[Batch]]:
+    samples: CorpusSide, config: Config, batch: BatchPlan, rank: int, ranks: int, steps: int, device: torch.device
+) -> Iterator[list[MicroBatch]]:
     """The first steps of a run's data, as a data-parallel rank sees them."""
-    loader = Loader(
+    loader = BatchLoader(
         samples,
         batch,
         rank,
@@ -74,7 +82,7 @@ def first_steps(
 
 def check_reference(config: Config, spec: ModelSpec, steps: int) -> None:
     """Raises `ConfigError` for settings that the reference does not have."""
-    policies = parameter_policies(declarations(spec), config.precision.types, config.optimizer).values()
+    policies = parameter_policies(declare_parameters(spec), config.precision.types, config.optimizer).values()
     problems = [
         f"optimizer.name={name}: the reference is AdamW, or Muon; set optimizer=adamw or optimizer=muon"
         for name in dict.fromkeys(policy.optimizer for policy in policies)
@@ -99,7 +107,7 @@ def run(
     """Runs all plans and prints the table. Returns the exit code; raises `ConfigError`, also where all plans are
     refused."""
     processes, rank = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0)))
-    base = compose(overrides, config_dir, processes)
+    base = compose_variant(overrides, config_dir, processes)
     spec, weights = starting_point(base)
     check_reference(base, spec, steps)
     if json_path and not Path(json_path).absolute().parent.is_dir():
@@ -107,7 +115,7 @@ def run(
     device, size = local_device(base.run), global_size(base.batch, processes)
     cases = [
         make_case(text, base, spec, overrides, config_dir, size, processes, device)
-        for text in plans or generated(spec, processes)
+        for text in plans or generate_plans(spec, processes)
     ]
     legal = [(index, case) for index, case in enumerate(cases) if not case.reasons]
     if not legal:
@@ -118,52 +126,55 @@ def run(
         )
     samples, expected, plain = open_corpus(base).train, Trajectory(), {}
     if rank == 0:
-        say(f"reference: one process, fp32, {steps} steps")
+        print_notice(f"reference: one process, fp32, {steps} steps")
         whole = resolve_batch(BatchConfig(base.batch.sequence_length, size), 1)
         with numeric_mode(dataclasses.replace(base, precision=PrecisionConfig())):
-            expected = reference(base, spec, first_steps(samples, base, whole, 0, 1, steps, device), device, weights)
+            expected = train_reference(
+                base, spec, first_steps(samples, base, whole, 0, 1, steps, device), device, weights
+            )
         kinds = {
-            coarsest(case.config.precision, case.config.parallel.grad_comm): case.config.precision for _, case in legal
+            coarsest_tolerance(case.config.precision, case.config.parallel.grad_comm): case.config.precision
+            for _, case in legal
         }
         for kind, precision in kinds.items():
             with numeric_mode(
                 dataclasses.replace(base, precision=PrecisionConfig(matmul="high" if kind == "tf32" else "highest"))
             ):
-                again = reference(
+                again = train_reference(
                     base,
                     spec,
-                    halved(first_steps(samples, base, whole, 0, 1, steps, device)),
+                    halve_microbatches(first_steps(samples, base, whole, 0, 1, steps, device)),
                     device,
-                    nudged(weights or partial(initial_value, spec, base.run.seed, device=device)),
+                    perturb_weights(weights or partial(initial_value, spec, base.run.seed, device=device)),
                     torch.bfloat16 if kind == FP8 else DTYPES.get(kind, torch.float32),
                     precision if kind == FP8 else None,
                 )
-            plain[kind] = compare(again, expected)
+            plain[kind] = compare_runs(again, expected)
     worlds: dict[tuple[int, ...], World] = {}
     results = [PlanResult(case.text, "REFUSED", case.reasons) for case in cases]
     for number, (index, case) in enumerate(legal, start=1):
         plan, batch, pipeline = case.layout.plan, case.layout.batch, case.layout.pipeline
         mesh = plan.cp, *plan.mesh.values()
         if mesh not in worlds:
-            worlds[mesh] = join(plan.mesh, device, cp=plan.cp)
+            worlds[mesh] = join_world(plan.mesh, device, cp=plan.cp)
         world = worlds[mesh]
         if rank == 0:
-            say(f"plan {number} of {len(legal)}: {'; '.join(case.describe())}")
+            print_notice(f"plan {number} of {len(legal)}: {'; '.join(case.describe())}")
         data = first_steps(samples, case.config, batch, world.data.get_local_rank(), plan.dp, steps, device)
-        seen = train(case.config, spec, plan, pipeline, world, data, weights)
-        kind = coarsest(case.config.precision, case.config.parallel.grad_comm)
-        results[index] = world.agree(lambda: judge(case.text, case.describe(), kind, seen, expected, plain[kind]))
+        seen = train_plan(case.config, spec, plan, pipeline, world, data, weights)
+        kind = coarsest_tolerance(case.config.precision, case.config.parallel.grad_comm)
+        results[index] = world.agree(lambda: judge_plan(case.text, case.describe(), kind, seen, expected, plain[kind]))
     world.agree(
-        lambda: report(expected, results, plain, json_path)
+        lambda: report_results(expected, results, plain, json_path)
     )  # all ranks wait for the report: when one ends, torchrun ends the others
     return int(any(result.verdict == "FAIL" for result in results))
 
 
-def halved(steps: Iterable[list[Batch]]) -> Iterator[list[Batch]]:
+def halve_microbatches(steps: Iterable[list[MicroBatch]]) -> Iterator[list[MicroBatch]]:
     """The same sequences in micro-batches of half the size, last first, so that sums are taken in another order."""
     for batches in steps:
         yield [
-            Batch(
+            MicroBatch(
                 *(
                     None if part is None else part[rows]
                     for part in (batch.tokens, batch.targets, batch.documents, batch.ids)
@@ -176,16 +187,16 @@ def halved(steps: Iterable[list[Batch]]) -> Iterator[list[Batch]]:
         ]
 
 
-def nudged(weights: Weights) -> Weights:
+def perturb_weights(weights: Weights) -> Weights:
     """The same weights, each rounded up to the next number of its type."""
     return lambda name, info: torch.nextafter(value := weights(name, info), torch.full_like(value, math.inf))
 
 
-def report(
-    expected: Trajectory, results: list[PlanResult], plain: dict[str, Comparison], json_path: str | None
+def report_results(
+    expected: Trajectory, results: list[PlanResult], plain: dict[str, RunComparison], json_path: str | None
 ) -> None:
     """Prints the table, and writes the results to `json_path` if it is given."""
-    show(expected, results, plain)
+    print_comparison(expected, results, plain)
     if json_path:
         Path(json_path).write_text(
             json.dumps(
@@ -216,4 +227,4 @@ def main(arguments: Sequence[str]) -> int:
     try:
         return run(*parse_arguments(arguments))
     except ConfigError as error:
-        return refuse(error)
+        return refuse_config(error)

@@ -17,7 +17,7 @@ from trainer.planning.float8_settings import float8_settings
 from trainer.util.tables import console_for, print_table, titled_table
 
 
-class Limits(NamedTuple):
+class ErrorLimits(NamedTuple):
     """The largest relative errors: loss, gradient norm, any parameter's gradient, any parameter after the last step."""
 
     loss: float
@@ -29,14 +29,14 @@ class Limits(NamedTuple):
 FP8 = "fp8 products"
 
 TOLERANCES = {
-    "fp32": Limits(1e-6, 1e-6, 5e-6, 1e-5),
-    "tf32": Limits(1e-4, 2e-3, 3e-2, 2e-2),
-    "fp16": Limits(1e-4, 2e-3, 3e-2, 2e-2),
-    "bf16": Limits(2e-4, 1e-2, 5e-2, 3e-2),
-    "int8": Limits(1e-3, 1.5e-2, 8e-2, 6e-2),
-    "fp8": Limits(2e-3, 3e-2, 0.15, 0.12),
-    FP8: Limits(2e-3, 5e-2, 0.3, 0.15),
-    "int4": Limits(1e-2, 8e-2, 0.4, 0.3),
+    "fp32": ErrorLimits(1e-6, 1e-6, 5e-6, 1e-5),
+    "tf32": ErrorLimits(1e-4, 2e-3, 3e-2, 2e-2),
+    "fp16": ErrorLimits(1e-4, 2e-3, 3e-2, 2e-2),
+    "bf16": ErrorLimits(2e-4, 1e-2, 5e-2, 3e-2),
+    "int8": ErrorLimits(1e-3, 1.5e-2, 8e-2, 6e-2),
+    "fp8": ErrorLimits(2e-3, 3e-2, 0.15, 0.12),
+    FP8: ErrorLimits(2e-3, 5e-2, 0.3, 0.15),
+    "int4": ErrorLimits(1e-2, 8e-2, 0.4, 0.3),
 }
 """By the coarsest type in which forward, backward or reduction compute, or gradients are sent: fp8, gradients sent
 so. Those of fp32 allow only for sums in another order."""
@@ -58,7 +58,7 @@ at least five times the largest errors of 108 models of all families on CPUs, of
 was off by up to 0.6 (bf16) and 0.05 (fp16) at 8,192 tokens."""
 
 
-def coarsest(precision: PrecisionConfig, grad_comm: GradCommConfig | None = None) -> str:
+def coarsest_tolerance(precision: PrecisionConfig, grad_comm: GradCommConfig | None = None) -> str:
     """The row of `TOLERANCES` for a plan's numeric types, and for the codecs of its gradients."""
     codecs = {hop.codec for hop in (grad_comm.inner, grad_comm.outer)} if grad_comm is not None else set()
     if float8_settings(precision):
@@ -71,7 +71,7 @@ def coarsest(precision: PrecisionConfig, grad_comm: GradCommConfig | None = None
     return "tf32" if precision.compute == "fp32" and precision.matmul == "high" else precision.compute
 
 
-class Errors(NamedTuple):
+class StepErrors(NamedTuple):
     """The relative errors of a step. gradient: of the parameter `where`, whose error is the largest."""
 
     loss: float
@@ -81,27 +81,31 @@ class Errors(NamedTuple):
 
 
 @dataclass
-class Comparison:
+class RunComparison:
     """The errors of each step. weights: the error after the last step of the parameter `where`, the largest."""
 
-    steps: list[Errors]
+    steps: list[StepErrors]
     weights: float
     where: str
 
 
-def compare(seen: Trajectory, expected: Trajectory) -> Comparison:
+def compare_runs(seen: Trajectory, expected: Trajectory) -> RunComparison:
     steps = [
-        Errors(
-            relative(loss, expected.losses[number]),
-            relative(norm, expected.norms[number]),
-            *worst(seen.gradients[number], expected.gradients[number]),
+        StepErrors(
+            relative_error(loss, expected.losses[number]),
+            relative_error(norm, expected.norms[number]),
+            *largest_tensor_error(seen.gradients[number], expected.gradients[number]),
         )
         for number, (loss, norm) in enumerate(zip(seen.losses, seen.norms))
     ]
-    return Comparison(steps, *worst(seen.parameters, expected.parameters, skip=vanishing(expected)))
+    return RunComparison(
+        steps, *largest_tensor_error(seen.parameters, expected.parameters, skip=vanishing_gradients(expected))
+    )
 
 
-def worst(seen: dict[str, Tensor], expected: dict[str, Tensor], skip: Iterable[str] = ()) -> tuple[float, str]:
+def largest_tensor_error(
+    seen: dict[str, Tensor], expected: dict[str, Tensor], skip: Iterable[str] = ()
+) -> tuple[float, str]:
     """The largest relative error of a tensor, and its name.
 
     Errors are relative to the tensor's norm, or to a hundredth of the global norm if that is larger."""
@@ -116,7 +120,7 @@ def worst(seen: dict[str, Tensor], expected: dict[str, Tensor], skip: Iterable[s
     return errors[name], name
 
 
-def vanishing(expected: Trajectory) -> set[str]:
+def vanishing_gradients(expected: Trajectory) -> set[str]:
     """Parameters whose gradient is zero but for rounding, so that Adam moves them in any direction.
 
     The bias of the keys is one, where attention does not depend on positions."""
@@ -128,11 +132,11 @@ def vanishing(expected: Trajectory) -> set[str]:
     }
 
 
-def relative(value: float, expected: float) -> float:
+def relative_error(value: float, expected: float) -> float:
     return abs(value - expected) / max(abs(expected), sys.float_info.min)
 
 
-def limits(kind: str, plain: Comparison | None = None) -> list[Limits]:
+def error_limits(kind: str, plain: RunComparison | None = None) -> list[ErrorLimits]:
     """The limits of each step in a numeric type; one element for all steps without `plain`.
 
     plain: the errors of one plain process in that type. A step's limits follow from the largest of its errors up to
@@ -144,20 +148,20 @@ def limits(kind: str, plain: Comparison | None = None) -> list[Limits]:
     for step in plain.steps:
         largest = [max(errors) for errors in zip(largest, step[:3])]
         errors = (*largest, plain.weights)
-        found.append(Limits(*(max(limit, SLACK[kind] * error) for limit, error in zip(table, errors))))
+        found.append(ErrorLimits(*(max(limit, SLACK[kind] * error) for limit, error in zip(table, errors))))
     return found
 
 
-def plain_problems(kind: str, plain: Comparison | None) -> list[str]:
+def plain_problems(kind: str, plain: RunComparison | None) -> list[str]:
     """What is wrong with the plain process that stands for a numeric type of 16 bits; see `PLAIN`."""
     if plain is None or kind not in PLAIN or not plain.steps:
         return []
     (loss, norm, gradient), first = PLAIN[kind], plain.steps[0]
     prefix = f"one plain process in {kind} is wrong by itself, step 1: the"
     return [
-        *exceeded(f"{prefix} loss is off", first.loss, loss),
-        *exceeded(f"{prefix} gradient norm is off", first.norm, norm),
-        *exceeded(f"{prefix} gradient of {first.where} is off", first.gradient, gradient),
+        *describe_excess(f"{prefix} loss is off", first.loss, loss),
+        *describe_excess(f"{prefix} gradient norm is off", first.norm, norm),
+        *describe_excess(f"{prefix} gradient of {first.where} is off", first.gradient, gradient),
     ]
 
 
@@ -175,17 +179,17 @@ class PlanResult:
     kind: str = ""
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
-    errors: Comparison | None = None
+    errors: RunComparison | None = None
     overflows: int = 0
 
 
-def judge(
+def judge_plan(
     plan: str,
     description: list[str],
     kind: str,
     seen: Trajectory,
     expected: Trajectory,
-    plain: Comparison | None = None,
+    plain: RunComparison | None = None,
 ) -> PlanResult:
     """The verdict on a plan, from what was `seen` under it."""
     reasons = [*plain_problems(kind, plain), *seen.problems]
@@ -196,19 +200,19 @@ def judge(
     ]
     if different:
         reasons.append(f"the initial weights differ in {', '.join(different[:5])}")
-    errors, allowed = compare(seen, expected), limits(kind, plain)
+    errors, allowed = compare_runs(seen, expected), error_limits(kind, plain)
     for number, step in enumerate(errors.steps):
         limit, prefix = allowed[min(number, len(allowed) - 1)], f"step {number + 1}: the"
-        reasons += exceeded(f"{prefix} loss is off", step.loss, limit.loss)
-        reasons += exceeded(f"{prefix} gradient norm is off", step.norm, limit.norm)
-        reasons += exceeded(f"{prefix} gradient of {step.where} is off", step.gradient, limit.gradient)
-    reasons += exceeded(f"after the last step {errors.where} is off", errors.weights, allowed[-1].weights)
+        reasons += describe_excess(f"{prefix} loss is off", step.loss, limit.loss)
+        reasons += describe_excess(f"{prefix} gradient norm is off", step.norm, limit.norm)
+        reasons += describe_excess(f"{prefix} gradient of {step.where} is off", step.gradient, limit.gradient)
+    reasons += describe_excess(f"after the last step {errors.where} is off", errors.weights, allowed[-1].weights)
     return PlanResult(
         plan, "FAIL" if reasons else "PASS", reasons, description, kind, seen.losses, seen.norms, errors, seen.overflows
     )
 
 
-def exceeded(text: str, error: float, limit: float) -> list[str]:
+def describe_excess(text: str, error: float, limit: float) -> list[str]:
     """A reason to fail where the error is above the limit."""
     return [] if error <= limit else [f"{text} by {error:.1e}, the limit is {limit:.1e}"]
 
@@ -228,7 +232,7 @@ COLUMNS = {
 COLOURS = {"PASS": "green", "FAIL": "bold red", "REFUSED": "yellow"}
 
 
-def show(expected: Trajectory, results: Sequence[PlanResult], plain: dict[str, Comparison]) -> None:
+def print_comparison(expected: Trajectory, results: Sequence[PlanResult], plain: dict[str, RunComparison]) -> None:
     """Prints one table with a row a step: the reference, the limits, the plans; then why plans did not pass."""
     console, frame = console_for(None)
     table = titled_table("parity with one process", frame)
@@ -248,7 +252,7 @@ def show(expected: Trajectory, results: Sequence[PlanResult], plain: dict[str, C
         ],
     )
     for kind in dict.fromkeys(result.kind for result in results if result.kind):
-        allowed = limits(kind, plain[kind])
+        allowed = error_limits(kind, plain[kind])
         add(
             [f"limits for {kind}"],
             [

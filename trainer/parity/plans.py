@@ -8,22 +8,22 @@ from dataclasses import dataclass, field
 import torch
 
 from trainer.config import Config, ConfigError, ParallelConfig
-from trainer.config.fields import divisors
+from trainer.config.fields import list_divisors
 from trainer.config.model import ModelSpec
 from trainer.parallel.engine import check_engine
 from trainer.parallel.parallelize import check_compiler, check_model
 from trainer.planning.float8 import numeric_types
-from trainer.planning.gradient_comm import describe
+from trainer.planning.gradient_comm import describe_codecs
 from trainer.planning.plan import check_plan, node_size, resolve_plan
-from trainer.planning.resolve import Layout, check, resolve
-from trainer.planning.variants import fit_batch, variant
+from trainer.planning.resolve import Layout, check_config, resolve_layout
+from trainer.planning.variants import build_variant, fit_batch
 
 SCHEDULES = ("1f1b", "zb_h1", "interleaved", "zb_v")
-"""The schedules that `generated` runs on each pipeline, where the model has enough layers."""
+"""The schedules that `generate_plans` runs on each pipeline, where the model has enough layers."""
 
 
 @dataclass
-class Case:
+class PlanCase:
     """A requested plan, with its configuration and layout, or with the reasons why it is refused."""
 
     text: str
@@ -36,7 +36,7 @@ class Case:
         precision, activation = self.config.precision, self.config.activation
         plan, batch = self.layout.plan, self.layout.batch
         extras = [f"{activation.mode} recompute"] * (activation.mode != "none") + ["compiled"] * self.config.compile
-        gradients = describe(self.config.parallel.grad_comm)
+        gradients = describe_codecs(self.config.parallel.grad_comm)
         extras += [f"gradients {gradients}"] * bool(gradients)
         pipe = self.layout.pipeline.describe() if plan.pp > 1 else f"{batch.accumulation} micro-batches"
         return [
@@ -54,10 +54,10 @@ def make_case(
     global_size: int,
     processes: int,
     device: torch.device,
-) -> Case:
+) -> PlanCase:
     """A plan's text as a case, refused or not."""
     try:
-        config, named = variant(text, base, overrides, config_dir, processes)
+        config, named = build_variant(text, base, overrides, config_dir, processes)
         if config.parallel.pipeline.schedule == "auto" and config.parallel.pp > 1:
             raise ConfigError(
                 "parallel.pipeline.schedule=auto is chosen while a run trains; name the CSV file that the run saved, "
@@ -69,26 +69,27 @@ def make_case(
                 "config.yaml of the run's folder has them"
             )
         fit_batch(config, resolve_plan(config.parallel, processes, spec, node_size(processes)), global_size, named)
-        problems = check(config, processes)
+        problems = check_config(config, processes)
         if problems:
             raise ConfigError(problems)
         check_compiler(config, device)
         check_engine(config, device)
         check_model(config, spec, device)
-        return Case(text, [], config, resolve(config, processes, spec))
+        return PlanCase(text, [], config, resolve_layout(config, processes, spec))
     except ConfigError as error:
-        return Case(text, error.problems)
+        return PlanCase(text, error.problems)
 
 
-def generated(spec: ModelSpec, processes: int) -> list[str]:
+def generate_plans(spec: ModelSpec, processes: int) -> list[str]:
     """Every (dp, tp, pp) that the model can be laid out in, each with ZeRO stages and schedules; and sequences shared
     by any number of ranks."""
     node, plain = node_size(processes), "parallel.dp=-1 parallel.shard=-1 parallel.zero.offload=false"
     plans = [
-        f"{plain} parallel.cp={cp} parallel.tp=1 parallel.pp=1 parallel.zero.stage=3" for cp in divisors(processes)[1:]
+        f"{plain} parallel.cp={cp} parallel.tp=1 parallel.pp=1 parallel.zero.stage=3"
+        for cp in list_divisors(processes)[1:]
     ]
-    for tp in divisors(processes):
-        for pp in divisors(processes // tp):
+    for tp in list_divisors(processes):
+        for pp in list_divisors(processes // tp):
             if check_plan(ParallelConfig(tp=tp, pp=pp), processes, spec, node):
                 continue
             stages = [0] if processes == tp * pp else [0, 1, 2, 3] if tp * pp == 1 else [0, 3]

@@ -15,11 +15,11 @@ from torch import Tensor
 from trainer.config import Config, PrecisionConfig
 from trainer.config.model import ModelSpec
 from trainer.config.schema import MuonConfig
-from trainer.data.batches import Batch
+from trainer.data.batches import MicroBatch
 from trainer.model.axes import parameter_infos
-from trainer.model.initial import Weights, initialize
+from trainer.model.initial import Weights, initialize_model
 from trainer.model.loss import loss_terms
-from trainer.model.stage import apart
+from trainer.model.stage import split_report
 from trainer.model.transformer import Transformer
 from trainer.optim.groups import parameter_policies
 from trainer.optim.lr_schedule import learning_rate
@@ -49,10 +49,10 @@ class Trajectory:
     overflows: int = 0
 
 
-def reference(
+def train_reference(
     config: Config,
     spec: ModelSpec,
-    steps: Iterable[list[Batch]],
+    steps: Iterable[list[MicroBatch]],
     device: torch.device,
     weights: Weights | None = None,
     compute: torch.dtype = torch.float32,
@@ -65,9 +65,9 @@ def reference(
     model = Transformer(spec).to(device)
     if float8 is not None:
         multiply_in_float8(model, spec, float8)
-    initialize(model, spec, config.run.seed, device, weights)
+    initialize_model(model, spec, config.run.seed, device, weights)
     optimizers = optimizers_of(model, config)
-    seen, scale = Trajectory(initial=snapshot(model)), LOSS_SCALE if compute is torch.float16 else 1.0
+    seen, scale = Trajectory(initial=copy_parameters(model)), LOSS_SCALE if compute is torch.float16 else 1.0
     for number, batches in enumerate(steps):
         valid = max(1, sum(int((batch.targets != IGNORE).sum()) for batch in batches))
         while True:
@@ -99,12 +99,12 @@ def reference(
                 group["lr"] = group["scale"] * rate
             optimizer.step()
             optimizer.zero_grad()
-    seen.parameters = snapshot(model)
+    seen.parameters = copy_parameters(model)
     return seen
 
 
 def optimizers_of(model: Transformer, config: Config) -> list[torch.optim.Optimizer]:
-    """torch's AdamW, and `Muon`, with a parameter group for each policy."""
+    """torch's AdamW, and `ReferenceMuon`, with a parameter group for each policy."""
     policies = parameter_policies(parameter_infos(model), config.precision.types, config.optimizer)
     groups: dict[Any, list[Tensor]] = {}
     for name, parameter in model.named_parameters():
@@ -116,7 +116,7 @@ def optimizers_of(model: Transformer, config: Config) -> list[torch.optim.Optimi
         )
     betas, eps = (config.optimizer.beta1, config.optimizer.beta2), config.optimizer.eps
     return [
-        Muon(some, config.optimizer.muon) if name == "muon" else torch.optim.AdamW(some, betas=betas, eps=eps)
+        ReferenceMuon(some, config.optimizer.muon) if name == "muon" else torch.optim.AdamW(some, betas=betas, eps=eps)
         for name, some in by_optimizer.items()
     ]
 
@@ -125,7 +125,7 @@ def losses_of(output: Any, targets: Tensor, config: Config) -> tuple[Tensor, Ten
     """The objective and the cross-entropy of a micro-batch, both sums over its valid targets.
 
     output: what the model returned, logits [batch, length, vocab]; targets: [batch x length]."""
-    logits, report = apart(output)
+    logits, report = split_report(output)
     logits, valid = logits.flatten(0, 1).float(), targets != IGNORE
     entropy = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
     auxiliary = 0.0 if report is None or report.objective is None else report.objective
@@ -134,7 +134,7 @@ def losses_of(output: Any, targets: Tensor, config: Config) -> tuple[Tensor, Ten
     return entropy + config.loss.z_loss * square + added + auxiliary, entropy
 
 
-class Muon(torch.optim.Optimizer):
+class ReferenceMuon(torch.optim.Optimizer):
     """Muon without its iteration: that changes singular values alone, which are changed here one by one, in fp64."""
 
     def __init__(self, groups: list[dict[str, Any]], config: MuonConfig):
@@ -160,5 +160,5 @@ class Muon(torch.optim.Optimizer):
                 weight.sub_(((left * values) @ right * (group["lr"] * factor)).to(weight.dtype))
 
 
-def snapshot(model: torch.nn.Module) -> dict[str, Tensor]:
+def copy_parameters(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach().to("cpu", copy=True) for name, parameter in model.named_parameters()}

@@ -14,20 +14,20 @@ from torch import Tensor
 
 from trainer.config import Config
 from trainer.config.model import ModelSpec
-from trainer.data.batches import Batch
-from trainer.distributed.tensors import boxes, local
-from trainer.distributed.world import World, gather
+from trainer.data.batches import MicroBatch
+from trainer.distributed.tensors import local_regions, local_values
+from trainer.distributed.world import World, gather_objects
 from trainer.model.initial import Weights
 from trainer.parity.reference import Trajectory
-from trainer.planning.cost.parameters import declarations
-from trainer.planning.pipeline import Pipeline
+from trainer.planning.cost.parameters import declare_parameters
+from trainer.planning.pipeline import PipelinePlan
 from trainer.planning.plan import Plan
 from trainer.training.session import numeric_mode
 from trainer.training.state import COPY, TrainState
 from trainer.training.step import train_step
 
 
-class TensorBox(NamedTuple):
+class TensorRegion(NamedTuple):
     """A rectangle of a recorded tensor. kind: "initial" or "parameters" (weights), or "gradient N" of step N."""
 
     kind: str
@@ -36,14 +36,14 @@ class TensorBox(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Watch:
+class StateRecorder:
     """Records a training state: what this rank holds of weights and gradients, and what is wrong with them.
 
     agreed: scalars that all ranks must have alike."""
 
     def __init__(self, state: TrainState):
         self.state, self.overflows = state, 0
-        self.boxes_held: list[tuple[TensorBox, Tensor]] = []
+        self.boxes_held: list[tuple[TensorRegion, Tensor]] = []
         self.problems: list[str] = []
         self.losses: list[float] = []
         self.norms: list[float] = []
@@ -52,12 +52,12 @@ class Watch:
         state.shared.sum, state.optimizer.step = self.sum, self.update
         self.record("initial")
 
-    def train(self, batches: list[Batch]) -> None:
+    def train(self, batches: list[MicroBatch]) -> None:
         """One optimizer step. A step that the loss scaler skips is repeated, with the lower scale."""
         state, number = self.state, len(self.losses) + 1
         while True:
             before = (
-                [local(parameter).detach().clone() for parameter in state.optimizer.parameters.values()]
+                [local_values(parameter).detach().clone() for parameter in state.optimizer.parameters.values()]
                 if state.scaler.enabled
                 else []
             )
@@ -69,7 +69,7 @@ class Watch:
             self.problems += [
                 f"step {number}: {name} changed although the step overflowed"
                 for old, (name, parameter) in zip(before, state.optimizer.parameters.items())
-                if not torch.equal(old, local(parameter))
+                if not torch.equal(old, local_values(parameter))
             ]
         if scalars["found_inf"]:
             self.problems.append(f"step {number}: the loss or a gradient is not finite")
@@ -96,12 +96,12 @@ class Watch:
     def record(self, kind: str) -> None:
         """Copies what this rank holds to the CPU: the weights, or the gradients without the loss scale."""
         for name, parameter in self.state.optimizer.parameters.items():
-            for offset, value in boxes(parameter.grad if kind.startswith("gradient") else parameter):
+            for offset, value in local_regions(parameter.grad if kind.startswith("gradient") else parameter):
                 if value.numel():
                     value = value / self.state.scaler.value.item() if kind.startswith("gradient") else value
                     self.boxes_held.append(
                         (
-                            TensorBox(kind, name.removesuffix(COPY), tuple(offset), tuple(value.shape)),
+                            TensorRegion(kind, name.removesuffix(COPY), tuple(offset), tuple(value.shape)),
                             value.to("cpu", copy=True),
                         )
                     )
@@ -109,8 +109,8 @@ class Watch:
     def trajectory(self) -> Trajectory:
         """The records of all ranks together; whole tensors on rank 0 only. All ranks call it together."""
         self.record("parameters")
-        whole, differing = assemble(
-            self.boxes_held, {name: info.shape for name, info in declarations(self.state.spec).items()}
+        whole, differing = assemble_tensors(
+            self.boxes_held, {name: info.shape for name, info in declare_parameters(self.state.spec).items()}
         )
         everyone = self.state.world.gather((self.agreed, self.problems))
         problems = [f"{box.kind}: {box.name} differs between ranks that hold the same part of it" for box in differing]
@@ -130,17 +130,17 @@ class Watch:
         )
 
 
-def assemble(
-    boxes_held: list[tuple[TensorBox, Tensor]], shapes: dict[str, tuple[int, ...]]
-) -> tuple[dict[str, dict[str, Tensor]], list[TensorBox]]:
+def assemble_tensors(
+    boxes_held: list[tuple[TensorRegion, Tensor]], shapes: dict[str, tuple[int, ...]]
+) -> tuple[dict[str, dict[str, Tensor]], list[TensorRegion]]:
     """Whole tensors by kind and name on rank 0 (none elsewhere), and the boxes of which ranks hold different bits.
 
     All replicas send a digest, and one of them its values. Boxes are gathered over the host as the ranks hold them, so
     that the mesh and uneven shards do not matter."""
     mine = [(box, hashlib.blake2b(value.contiguous().numpy(), digest_size=16).digest()) for box, value in boxes_held]
-    everyone = gather(mine)
-    owners: dict[TensorBox, tuple[int, bytes]] = {}
-    differing: list[TensorBox] = []
+    everyone = gather_objects(mine)
+    owners: dict[TensorRegion, tuple[int, bytes]] = {}
+    differing: list[TensorRegion] = []
     for rank, some in enumerate(everyone):
         differing += [box for box, digest in some if owners.setdefault(box, (rank, digest))[1] != digest]
     rank = dist.get_rank()
@@ -156,19 +156,19 @@ def assemble(
     return whole, differing
 
 
-def train(
+def train_plan(
     config: Config,
     spec: ModelSpec,
     plan: Plan,
-    pipeline: Pipeline,
+    pipeline: PipelinePlan,
     world: World,
-    steps: Iterable[list[Batch]],
+    steps: Iterable[list[MicroBatch]],
     weights: Weights | None = None,
 ) -> Trajectory:
     """Trains under a plan. steps: this rank's micro-batches. All ranks call it together; rank 0 gets the tensors."""
     with numeric_mode(config):
         state = TrainState.build(config, spec, plan, pipeline, world, weights)
-        watch = Watch(state)
+        watch = StateRecorder(state)
         for batches in steps:
             watch.train(batches)
         seen = watch.trajectory()

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from trainer.config import BatchConfig, ConfigError, RunConfig
-from trainer.config.fields import divisors
+from trainer.config.fields import list_divisors
 from trainer.config.typed import out_of_range
 
 MICRO_TOKENS = 8192
@@ -84,11 +84,13 @@ def resolve_batch(batch: BatchConfig, dp: int, tp: int = 1, pp: int = 1, cp: int
         legal = [f"batch.{named}={_either(_multiples(size, unit), scale)}"]
         if given and size % dp == 0:
             name, value = given[0]
-            legal.append(f"batch.{name}={_either(_around(value, divisors(size // dp)))}")
+            legal.append(f"batch.{name}={_either(_around(value, list_divisors(size // dp)))}")
         raise ConfigError(f"{stated} is not a multiple of {product}; legal: {', or '.join(legal)}")
     if micro is None:
         fitting = [
-            fit for fit in divisors(size // dp) if fit == 1 or fit * length <= MICRO_TOKENS and fit * dp * fill <= size
+            fit
+            for fit in list_divisors(size // dp)
+            if fit == 1 or fit * length <= MICRO_TOKENS and fit * dp * fill <= size
         ]
         micro = size // (dp * accumulation) if accumulation else max(fitting)
     return _within_limits(BatchPlan(length, size, micro, size // (micro * dp)), pp)

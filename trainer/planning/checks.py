@@ -9,28 +9,28 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from trainer.config import ActivationConfig, Config, CorpusConfig, GenerateConfig, SourceConfig
-from trainer.config.registry import ATTENTION, FEED_FORWARD, OPTIMIZERS, SCHEDULES, SOURCES, Registry
-from trainer.config.typed import join, out_of_range
+from trainer.config.registry import ATTENTION, FEED_FORWARD, OPTIMIZERS, SCHEDULES, SOURCES, KindRegistry
+from trainer.config.typed import join_path, out_of_range
 from trainer.planning import documents
 from trainer.planning.cost import saved
 from trainer.planning.cost.parameters import layer_specs
-from trainer.planning.cost.updates import Updates
+from trainer.planning.cost.updates import UpdateSettings
 from trainer.planning.deepspeed import check_settings
 from trainer.planning.float8_settings import float8_setting
-from trainer.planning.gradient_comm import asked
+from trainer.planning.gradient_comm import enabled_codecs
 from trainer.planning.plan import Plan
 
 
-def check(config: Config) -> list[str]:
+def config_problems(config: Config) -> list[str]:
     """Everything that is wrong with a typed configuration on any number of processes, one sentence each."""
     model = [] if config.model.from_hf else config.model.check()
     unused = [text for used in _chosen(config) for text in _unused(*used)]
     return [*out_of_range(config), *model, *_contradictions(config), *unused, *check_settings(config)]
 
 
-def _chosen(config: Config) -> Iterator[tuple[Registry, str, dict, set[str]]]:
+def _chosen(config: Config) -> Iterator[tuple[KindRegistry, str, dict, set[str]]]:
     """Where settings of registered kinds stand: the registry, section, settings by kind, and the kinds in use."""
-    yield OPTIMIZERS, "optimizer", config.optimizer.settings, Updates.of(config).names()
+    yield OPTIMIZERS, "optimizer", config.optimizer.settings, UpdateSettings.of(config).names()
     yield SCHEDULES, "lr", config.lr.settings, {config.lr.schedule}
     if not config.model.from_hf and not config.model.check():
         for kinds, name in ((ATTENTION, "attention"), (FEED_FORWARD, "feed_forward")):
@@ -45,7 +45,7 @@ def _chosen(config: Config) -> Iterator[tuple[Registry, str, dict, set[str]]]:
 
 def check_optimizers(config: Config, plan: Plan) -> list[str]:
     """Registered optimizers that cannot update what a rank holds under the plan."""
-    registered = [OPTIMIZERS[name] for name in Updates.of(config).names() & OPTIMIZERS.registered.keys()]
+    registered = [OPTIMIZERS[name] for name in UpdateSettings.of(config).names() & OPTIMIZERS.registered.keys()]
     if (plan.shard, plan.tp, plan.engine) == (1, 1, "torch"):
         return []
     return [
@@ -72,9 +72,9 @@ def check_graphs(config: Config, plan: Plan, world_size: int) -> list[str]:
     return [f"run.cuda_graphs=true with {reason}, {without}" for reason, applies in reasons.items() if applies]
 
 
-def _unused(registry: Registry, section: str, settings: dict, used: set[str]) -> Iterator[str]:
+def _unused(registry: KindRegistry, section: str, settings: dict, used: set[str]) -> Iterator[str]:
     for name in settings.keys() - used:
-        place = join(section, f"settings.{name}")
+        place = join_path(section, f"settings.{name}")
         yield f"{place}: the {registry.kind} '{name}' is not chosen; choose it, or leave its settings out"
 
 
@@ -147,7 +147,7 @@ def _narrow(config: Config) -> Iterator[str]:
             f"parallel.fusion=triton multiplies in the compute type, and {narrow} in fp8; set "
             f"parallel.fusion=copy_engine or off, or {plain}"
         )
-    if config.parallel.zero.transport != "collectives" and (codecs := asked(config.parallel.grad_comm)):
+    if config.parallel.zero.transport != "collectives" and (codecs := enabled_codecs(config.parallel.grad_comm)):
         yield (
             f"parallel.zero.transport={config.parallel.zero.transport} sends gradients as they are, and "
             + ", ".join(f"parallel.grad_comm.{name}.codec={hop.codec}" for name, hop in codecs.items())
@@ -216,7 +216,7 @@ def _conversations(config: Config, corpora: dict[str, CorpusConfig]) -> Iterator
     chats, data = [name for name, source in corpora.items() if source.kind == "chat"], config.data
     if chats and not data.mask_documents:
         yield f"{chats[0]}.kind=chat needs data.mask_documents=true, so that conversations do not see each other"
-    yield from documents.problems(data)
+    yield from documents.length_problems(data)
     if data.chat_template and not chats:
         yield f"data.chat_template={data.chat_template} is for conversations, and no corpus has kind=chat; leave it out"
 
@@ -225,13 +225,15 @@ def _recompute(config: Config) -> Iterator[str]:
     """What `activation.save` cannot mean, and settings that the mode has no use for."""
     activation, unset = config.activation, ActivationConfig()
     if activation.mode == "selective" and not activation.modules:
-        yield from saved.problems(activation.save, None if config.model.from_hf else config.model.depth)
+        yield from saved.entry_problems(activation.save, None if config.model.from_hf else config.model.depth)
     if activation.mode == "auto":
         for name in ("save", "modules", "every"):
             if (value := getattr(activation, name)) != getattr(unset, name):
                 yield (
-                    f"activation.{name}={shown(value)}: activation.mode=auto chooses by itself what is recomputed; "
-                    f"leave it out (set activation.{name}={shown(getattr(unset, name))} where a recipe has it), or set "
+                    f"activation.{name}={format_setting(value)}: activation.mode=auto chooses by itself what is "
+                    "recomputed; "
+                    f"leave it out (set activation.{name}={format_setting(getattr(unset, name))} where a recipe "
+                    "has it), or set "
                     "activation.mode=selective"
                 )
     elif activation.hardware is not None:
@@ -247,7 +249,7 @@ def _recompute(config: Config) -> Iterator[str]:
         )
 
 
-def shown(value: object) -> str:
+def format_setting(value: object) -> str:
     """As on a command line."""
     return f"[{','.join(value)}]" if isinstance(value, list) else str(value)
 

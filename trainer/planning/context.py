@@ -17,7 +17,7 @@ from typing import NamedTuple
 from trainer.config.model import AttentionSpec
 from trainer.planning.cost.flops import seen_keys
 from trainer.planning.cost.masks import block_size
-from trainer.planning.documents import Documents, computed_keys, packed
+from trainer.planning.documents import DocumentLengths, computed_keys, draw_documents
 
 DRAWS = 8
 """How often documents are drawn, where an order's balance depends on them."""
@@ -27,7 +27,7 @@ ROWS = {"contiguous": 1, "zigzag": 2}
 
 
 @dataclass(frozen=True)
-class Context:
+class ContextPlan:
     """How the ranks of a group share sequences.
 
     inner x outer: see above. order: of tokens over the outer ranks; block: of order blocks. halo: whether layers with a
@@ -61,7 +61,7 @@ class Context:
         where their keys are gathered."""
         if self.outer == 1 or self.fetched(attention.window, length):
             return 1
-        return divided(max(max(attention.kv_heads // tp, 1) // self.inner, 1), self.groups)
+        return divide_heads(max(max(attention.kv_heads // tp, 1) // self.inner, 1), self.groups)
 
     def describe(self) -> str:
         order = f"{self.order} order" + f" of {self.block}" * (self.order == "blocks")
@@ -71,14 +71,14 @@ class Context:
         return f"{exchanged}keys gathered over {self.outer} ranks, {order}"
 
 
-def divided(heads: int, most: int) -> int:
+def divide_heads(heads: int, most: int) -> int:
     """Into how many equal groups heads are divided: as many as go, and at most `most`."""
     while heads % most:
         most -= 1
     return most
 
 
-class Passes(NamedTuple):
+class PassElements(NamedTuple):
     """Elements that a rank receives for one sequence in a layer's forward pass, and in its backward pass."""
 
     forward: float
@@ -89,20 +89,20 @@ class Passes(NamedTuple):
         return self.forward + self.backward
 
 
-class Traffic(NamedTuple):
+class ContextTraffic(NamedTuple):
     """What a rank receives among the inner and among the outer ranks."""
 
-    inner: Passes
-    outer: Passes
+    inner: PassElements
+    outer: PassElements
 
     @property
     def all(self) -> float:
         return self.inner.both + self.outer.both
 
 
-def traffic(
-    attention: AttentionSpec, context: Context, length: int, tp: int, again: float, compiled: bool = False
-) -> Traffic:
+def context_traffic(
+    attention: AttentionSpec, context: ContextPlan, length: int, tp: int, again: float, compiled: bool = False
+) -> ContextTraffic:
     """What a layer sends. length: of the whole sequence; tp: tensor-parallel ranks; again: how often the backward pass
     runs attention's block again, and with it all that is sent in the forward pass (`Remaining.attends`).
 
@@ -110,20 +110,20 @@ def traffic(
     inner, outer, size = context.inner, context.outer, attention.head_dim
     own, heads, keys = length / (inner * outer), attention.heads / tp, max(attention.kv_heads / tp, 1)
     exchanged = (2 * heads + 2 * max(keys, inner)) * size * own * (inner - 1) / inner
-    among_inner = Passes(exchanged, (1 + again) * exchanged)
+    among_inner = PassElements(exchanged, (1 + again) * exchanged)
     token = 2 * max(keys / inner, 1) * size  # keys and values
     if before := context.fetched(attention.window, length):
         moved = token * before * min(context.rows(length), outer - 1)  # of two ranks one has neighbouring runs
-        return Traffic(among_inner, Passes(moved, (1 + again) * moved))
+        return ContextTraffic(among_inner, PassElements(moved, (1 + again) * moved))
     gathered = token * own * inner * (outer - 1)
     # Gradients are summed over ranks.
-    return Traffic(among_inner, Passes(gathered, (1 + (again if compiled else 1)) * gathered))
+    return ContextTraffic(among_inner, PassElements(gathered, (1 + (again if compiled else 1)) * gathered))
 
 
 KERNELS = ("attention", "last_queries", "block_mask")
 
 
-def kernel(attention: AttentionSpec, context: Context | None, length: int, masked: bool) -> str:
+def attention_kernel(attention: AttentionSpec, context: ContextPlan | None, length: int, masked: bool) -> str:
     """What computes a layer's attention on a GPU: `attention` for whole sequences, `last_queries` for queries that are
     not the first of their keys, `block_mask` for any mask. What they reach: `AchievedConfig.of_attention`. masked:
     whether documents are."""
@@ -135,17 +135,17 @@ def kernel(attention: AttentionSpec, context: Context | None, length: int, maske
 
 
 @lru_cache(1024)
-def balance(context: Context | None, length: int, window: int, documents: Documents | None) -> float:
+def load_imbalance(context: ContextPlan | None, length: int, window: int, documents: DocumentLengths | None) -> float:
     """Keys that the queries of the busiest rank see in a layer with this window (0: none), over the mean of all ranks.
     documents: that are masked, of which some are drawn."""
     if context is None or context.outer == 1:
         return 1.0
-    drawn = [packed(documents, length, draw) for draw in range(DRAWS)] if documents else [[0]]
+    drawn = [draw_documents(documents, length, draw) for draw in range(DRAWS)] if documents else [[0]]
     work = [_work(context, length, window or length, starts) for starts in drawn]
     return mean(max(ranks) * context.outer / sum(ranks) for ranks in work)
 
 
-def _work(context: Context, length: int, window: int, starts: list[int]) -> list[float]:
+def _work(context: ContextPlan, length: int, window: int, starts: list[int]) -> list[float]:
     """Keys that the queries of each outer rank see. starts: first places of documents."""
 
     def own(queries: int) -> float:  # of the first queries of a document
@@ -167,27 +167,29 @@ def _work(context: Context, length: int, window: int, starts: list[int]) -> list
 
 def computed_share(
     attention: AttentionSpec,
-    context: Context | None,
+    context: ContextPlan | None,
     length: int,
     micro_size: int,
-    documents: Documents | None,
+    documents: DocumentLengths | None,
     on_cpu: bool = False,
 ) -> tuple[str, float]:
     """The kernel that computes a layer's attention, and what it computes on the rank with most, over what each would if
     a sequence were one document and all were left out that is not seen. documents: that are masked; on_cpu: where a
     mask leaves out no key."""
     window = attention.window
-    by, seen = kernel(attention, context, length, documents is not None), seen_keys(length, window)
+    by, seen = attention_kernel(attention, context, length, documents is not None), seen_keys(length, window)
     if by != "block_mask":
-        return by, balance(context, length, window, None)
+        return by, load_imbalance(context, length, window, None)
     if on_cpu:
         return by, length / seen
     rows = length // context.outer if context else length
     size = block_size(micro_size if documents else 1, rows, length)
-    return by, computed_keys(length, window, documents, size) / seen * balance(context, length, window, documents)
+    return by, computed_keys(length, window, documents, size) / seen * load_imbalance(
+        context, length, window, documents
+    )
 
 
-def gathered(attention: AttentionSpec, context: Context, length: int, tp: int) -> float:
+def gathered_elements(attention: AttentionSpec, context: ContextPlan, length: int, tp: int) -> float:
     """Elements of the keys and values that one rank has before it at once, of one sequence; 0 where none travel."""
     if context.outer == 1 or context.fetched(attention.window, length):
         return 0.0

@@ -11,17 +11,17 @@ from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from trainer.config import Config, ConfigError, ContextConfig, ParallelConfig
-from trainer.config.fields import divisors
+from trainer.config.fields import list_divisors
 from trainer.config.hardware import AchievedConfig
 from trainer.config.model import AttentionSpec, ModelSpec
 from trainer.config.schema import BatchConfig
 from trainer.planning.batch import resolve_batch
-from trainer.planning.context import ROWS, Context, computed_share, traffic
+from trainer.planning.context import ROWS, ContextPlan, computed_share, context_traffic
 from trainer.planning.cost.flops import attention_flops, seen_keys
 from trainer.planning.cost.layers import ATTENTION_BACKWARD
 from trainer.planning.cost.parameters import layer_specs
 from trainer.planning.documents import USUAL
-from trainer.planning.plan import Plan, check_plan, cuts
+from trainer.planning.plan import Plan, check_plan, divides_heads
 
 BETWEEN_NODES = 8.0
 """What a byte between nodes costs over one inside a node where no hardware is named: 370 over 45 GB/s, H200 with
@@ -38,7 +38,7 @@ Way = dict[str, Any]
 """Settings by name."""
 
 
-class Request(NamedTuple):
+class ContextRequest(NamedTuple):
     """What is asked, and what it depends on. masked: whether documents are; node: processes of a machine."""
 
     parallel: ParallelConfig
@@ -59,15 +59,15 @@ class Request(NamedTuple):
     @property
     def legal(self) -> list[int]:
         """Numbers of ranks that can exchange heads."""
-        ranks = divisors(self.plan.cp)
-        return [n for n in ranks if all(cuts(a.heads, a.kv_heads, self.plan.tp * n) for a in self.layers)]
+        ranks = list_divisors(self.plan.cp)
+        return [n for n in ranks if all(divides_heads(a.heads, a.kv_heads, self.plan.tp * n) for a in self.layers)]
 
     @property
     def inside(self) -> int:
         """Neighbours of a sequence on one node."""
         return math.gcd(self.plan.cp, max(self.node // self.plan.tp, 1))
 
-    def set(self, way: Way) -> Request:
+    def set(self, way: Way) -> ContextRequest:
         """The same with other settings."""
         asked = {name.removeprefix(f"{SECTION}."): value for name, value in way.items() if name.startswith(SECTION)}
         cp, length = way.get("parallel.cp", self.plan.cp), way.get("batch.sequence_length", self.length)
@@ -90,7 +90,7 @@ class Request(NamedTuple):
         return True
 
 
-class Fault(NamedTuple):
+class ContextFault(NamedTuple):
     """What is wrong, and ways out: of each group the first that is legal is named. unused: settings that have no
     meaning beside the others, at their defaults."""
 
@@ -99,48 +99,52 @@ class Fault(NamedTuple):
     unused: Way = {}
 
 
-def resolve_context(config: Config, spec: ModelSpec, plan: Plan, node: int) -> Context | None:
+def resolve_context(config: Config, spec: ModelSpec, plan: Plan, node: int) -> ContextPlan | None:
     """How sequences are shared under a plan on nodes of `node` processes; None where they are not. Raises `ConfigError`
     with the way out."""
     request = request_of(config, spec, plan, node)
-    chosen = choose(request)
-    if found := list(faults(request, chosen)):
-        raise ConfigError([explain(request, fault) for fault in found])
+    chosen = choose_context(request)
+    if found := list(find_faults(request, chosen)):
+        raise ConfigError([explain_fault(request, fault) for fault in found])
     return chosen if plan.cp > 1 else None
 
 
-def request_of(config: Config, spec: ModelSpec, plan: Plan, node: int) -> Request:
+def request_of(config: Config, spec: ModelSpec, plan: Plan, node: int) -> ContextRequest:
     layers = tuple(layer.attention for layer in layer_specs(spec))
-    return Request(config.parallel, config.batch, config.data.mask_documents, layers, plan, node)
+    return ContextRequest(config.parallel, config.batch, config.data.mask_documents, layers, plan, node)
 
 
-def choose(request: Request) -> Context:
+def choose_context(request: ContextRequest) -> ContextPlan:
     """What is asked for, or the best of what `auto` allows."""
     asked, cp = request.asked, request.plan.cp
     match asked.method:
         case "gather" | "halo":
-            return shared(request, 1)
+            return build_context(request, 1)
         case "heads":
-            return shared(request, cp)
+            return build_context(request, cp)
         case "both":
-            between = [n for n in divisors(cp)[1:-1] if n in request.legal and request.inside % n == 0]
+            between = [n for n in list_divisors(cp)[1:-1] if n in request.legal and request.inside % n == 0]
             inner = asked.inner or (between[-1] if between else 1)
-            return shared(request, inner if cp % inner == 0 else 1)  # which is refused
+            return build_context(request, inner if cp % inner == 0 else 1)  # which is refused
     gathers = any(getattr(asked, name) != UNSET[name] for name in ("order", "block", "groups"))
-    ways = [shared(request, n) for n in request.legal if request.inside % n == 0 and (n < cp or n == 1 or not gathers)]
-    return fastest(request, dealt(request, ways))
+    ways = [
+        build_context(request, n)
+        for n in request.legal
+        if request.inside % n == 0 and (n < cp or n == 1 or not gathers)
+    ]
+    return fastest_order(request, usable_orders(request, ways))
 
 
-def dealt(request: Request, ways: list[Context]) -> list[Context]:
+def usable_orders(request: ContextRequest, ways: list[ContextPlan]) -> list[ContextPlan]:
     """The ways in which the sequence can be dealt out; the first way if there are none."""
-    return [one for one in ways if request.length % unit(one, request.plan) == 0] or ways[:1]
+    return [one for one in ways if request.length % length_multiple(one, request.plan) == 0] or ways[:1]
 
 
-def fastest(request: Request, ways: list[Context]) -> Context:
-    return min(ways, key=lambda one: cost(request, one)) if len(ways) > 1 else ways[0]
+def fastest_order(request: ContextRequest, ways: list[ContextPlan]) -> ContextPlan:
+    return min(ways, key=lambda one: context_cost(request, one)) if len(ways) > 1 else ways[0]
 
 
-def shared(request: Request, inner: int) -> Context:
+def build_context(request: ContextRequest, inner: int) -> ContextPlan:
     """Sequences shared as asked, with heads exchanged among `inner` ranks. order=auto: the faster of zigzag and blocks;
     for documents blocks, which stand any lengths, unless zigzag spares gathering."""
     asked, outer = request.asked, request.plan.cp // inner
@@ -152,18 +156,20 @@ def shared(request: Request, inner: int) -> Context:
     elif asked.order == "auto":
         orders = ("zigzag", "blocks") if asked.block == UNSET["block"] else ("blocks",)
     halo = asked.method != "gather"
-    ways = dealt(request, [Context(inner, outer, order, asked.block, halo, asked.groups) for order in orders])
+    ways = usable_orders(
+        request, [ContextPlan(inner, outer, order, asked.block, halo, asked.groups) for order in orders]
+    )
     spared = any(ways[0].fetched(layer.window, request.length) for layer in request.layers)
-    return fastest(request, ways) if spared or not request.masked else ways[-1]
+    return fastest_order(request, ways) if spared or not request.masked else ways[-1]
 
 
-def unit(context: Context, plan: Plan) -> int:
+def length_multiple(context: ContextPlan, plan: Plan) -> int:
     """What the length of a sequence must be a multiple of."""
     dealt = context.outer * (context.block if context.order == "blocks" else ROWS[context.order])
     return math.lcm(dealt, plan.cp * plan.tp)
 
 
-def cost(request: Request, context: Context) -> float:
+def context_cost(request: ContextRequest, context: ContextPlan) -> float:
     """What attention of all layers and what is sent for it take, in FLOPs of attention of whole sequences. As if
     all were recomputed: what is, may be decided later, by what fits. Masked documents are as long as usual, so that a
     run shares its sequences in one way, whether or not their lengths are known yet."""
@@ -174,29 +180,29 @@ def cost(request: Request, context: Context) -> float:
         computed = attention_flops(layer, seen_keys(length, layer.window), plan.tp) * length / plan.cp
         by, share = computed_share(layer, context, length, request.batch.micro_size or 1, documents)
         computed *= share / reached.of_attention(by)
-        sent = traffic(layer, context, length, plan.tp, again)
+        sent = context_traffic(layer, context, length, plan.tp, again)
         total += (1 + again + ATTENTION_BACKWARD) * computed + ELEMENT * (sent.inner.both + far * sent.outer.both)
     return total
 
 
-def explain(request: Request, fault: Fault) -> str:
+def explain_fault(request: ContextRequest, fault: ContextFault) -> str:
     """The fault, and its ways out that are legal; settings that a way leaves without a meaning are reset by it."""
     named = [way for group in fault.ways if (way := _first(request, group))] or [_first(request, GATHER)]
-    ways = (" ".join(f"{name}={_shown(value)}" for name, value in way.items()) for way in named)
+    ways = (" ".join(f"{name}={_format_way(value)}" for name, value in way.items()) for way in named)
     return f"{fault.text}; set {', or '.join(ways)}"
 
 
-def _first(request: Request, ways: Iterable[Way]) -> Way:
+def _first(request: ContextRequest, ways: Iterable[Way]) -> Way:
     """The first that is legal; empty for none."""
     return next((found for way in ways if (found := _legal(request, way))), {})
 
 
-def _legal(request: Request, way: Way) -> Way | None:
+def _legal(request: ContextRequest, way: Way) -> Way | None:
     for _ in range(2):
         changed = request.set(way)
         if {"parallel.cp", "batch.sequence_length"} & way.keys() and not changed.possible:
             return None
-        left = list(faults(changed, choose(changed)))
+        left = list(find_faults(changed, choose_context(changed)))
         if not left:
             return way
         if not all(fault.unused for fault in left):
@@ -205,11 +211,11 @@ def _legal(request: Request, way: Way) -> Way | None:
     return None
 
 
-def _shown(value: Any) -> str:
+def _format_way(value: Any) -> str:
     return "null" if value is None else str(value)
 
 
-def faults(request: Request, chosen: Context) -> Iterator[Fault]:
+def find_faults(request: ContextRequest, chosen: ContextPlan) -> Iterator[ContextFault]:
     """What is wrong with a request, for which `chosen` was found."""
     if request.plan.cp == 1:
         yield from _alone(request.asked)
@@ -223,30 +229,30 @@ def _way(**values: Any) -> Way:
     return {f"{SECTION}.{name}": value for name, value in values.items()}
 
 
-def _smaller(request: Request) -> list[Way]:
-    return [{"parallel.cp": n} for n in reversed(divisors(request.plan.cp)[:-1])]
+def _smaller(request: ContextRequest) -> list[Way]:
+    return [{"parallel.cp": n} for n in reversed(list_divisors(request.plan.cp)[:-1])]
 
 
 GATHER = [_way(method="gather"), _way(method="gather", order="contiguous")]
 
 
-def _alone(asked: ContextConfig) -> Iterator[Fault]:
+def _alone(asked: ContextConfig) -> Iterator[ContextFault]:
     given = {name: value for name in UNSET if (value := getattr(asked, name)) != UNSET[name]}
     if given:
         names = ", ".join(f"{SECTION}.{name}={value}" for name, value in given.items())
         unset = _way(**{name: UNSET[name] for name in given})
         text = f"{names}: for ranks that share sequences, and parallel.cp=1 has none"
-        yield Fault(text, [[unset], [{"parallel.cp": 2}]], unset)
+        yield ContextFault(text, [[unset], [{"parallel.cp": 2}]], unset)
 
 
-def _unused(asked: ContextConfig, chosen: Context) -> Iterator[Fault]:
+def _unused(asked: ContextConfig, chosen: ContextPlan) -> Iterator[ContextFault]:
     """Settings that what was chosen has no use for."""
     method = f"{SECTION}.method={asked.method}"
 
-    def unused(name: str, why: str, *ways: Iterable[Way]) -> Iterator[Fault]:
+    def unused(name: str, why: str, *ways: Iterable[Way]) -> Iterator[ContextFault]:
         if (value := getattr(asked, name)) != UNSET[name]:
             reset = _way(**{name: UNSET[name]})
-            yield Fault(f"{SECTION}.{name}={value} {why}", [[reset], *map(list, ways)], reset)
+            yield ContextFault(f"{SECTION}.{name}={value} {why}", [[reset], *map(list, ways)], reset)
 
     if asked.method != "both":
         yield from unused("inner", f"is for {SECTION}.method=both, not for {asked.method}", [_way(method="both")])
@@ -259,48 +265,48 @@ def _unused(asked: ContextConfig, chosen: Context) -> Iterator[Fault]:
         yield from unused("block", why, [_way(order="blocks"), _way(method="gather", order="blocks")])
 
 
-def _heads(request: Request, chosen: Context) -> Iterator[Fault]:
+def _heads(request: ContextRequest, chosen: ContextPlan) -> Iterator[ContextFault]:
     asked, plan, layer = request.asked, request.plan, request.layers[0]
     name = f"{SECTION}.method={asked.method}"
     heads = f"heads={layer.heads}, kv_heads={layer.kv_heads}" + f" and parallel.tp={plan.tp}" * (plan.tp > 1)
     if asked.method == "heads" and plan.cp not in request.legal:
         text = f"{name} cannot share {heads} over parallel.cp={plan.cp} ranks"
-        yield Fault(text, [_smaller(request), GATHER])
+        yield ContextFault(text, [_smaller(request), GATHER])
     if asked.method == "both" and not (1 < chosen.inner < plan.cp and chosen.inner in request.legal):
         given = f"with {SECTION}.inner={asked.inner} " if asked.inner else ""
         between = [_way(inner=n) for n in reversed(request.legal) if 1 < n < plan.cp]
         text = f"{name} {given}needs some of parallel.cp={plan.cp} ranks on a node to share {heads}"
-        yield Fault(text, [between, GATHER, [_way(method="heads")]])
+        yield ContextFault(text, [between, GATHER, [_way(method="heads")]])
 
 
-def _dealing(request: Request, chosen: Context) -> Iterator[Fault]:
-    length, plan, whole = request.length, request.plan, unit(chosen, request.plan)
+def _dealing(request: ContextRequest, chosen: ContextPlan) -> Iterator[ContextFault]:
+    length, plan, whole = request.length, request.plan, length_multiple(chosen, request.plan)
     if length % whole == 0:
         return
     below = length // whole * whole
     near = [[{"batch.sequence_length": n}] for n in (below, below + whole) if n]
     blocks = []
     if chosen.order == "blocks" and length % chosen.outer == 0:
-        sizes = divisors(length // chosen.outer)
+        sizes = list_divisors(length // chosen.outer)
         blocks = [_way(block=size) for size in reversed(sizes) if size < chosen.block]
     text = f"batch.sequence_length={length} cannot be dealt out to parallel.cp={plan.cp} ranks in {chosen.order} order"
-    yield Fault(text, [*near, _smaller(request), blocks])
+    yield ContextFault(text, [*near, _smaller(request), blocks])
 
 
-def _halo(request: Request, chosen: Context) -> Iterator[Fault]:
+def _halo(request: ContextRequest, chosen: ContextPlan) -> Iterator[ContextFault]:
     plan, name = request.plan, f"{SECTION}.method=halo"
     if request.asked.method != "halo" or any(chosen.fetched(a.window, request.length) for a in request.layers):
         return
     if chosen.order == "blocks":
-        yield Fault(f"{name} has too little in blocks to attend to", [[_way(order="zigzag")], GATHER])
+        yield ContextFault(f"{name} has too little in blocks to attend to", [[_way(order="zigzag")], GATHER])
         return
     windows = sorted({layer.window for layer in request.layers if layer.window > 1})
     why = f"windows of {', '.join(map(str, windows))}" if windows else "no window in any layer"
-    step = unit(chosen, plan)
+    step = length_multiple(chosen, plan)
     needed = (windows[0] - 1) * chosen.outer * ROWS[chosen.order] if windows else 0
     text = (
         f"{name} needs a layer whose window is at most {chosen.run(request.length) + 1}, one more than the run of "
         f"tokens that parallel.cp={plan.cp} ranks in {chosen.order} order hold, and this model has {why}"
     )
     longer = [{"batch.sequence_length": -(-needed // step) * step}] if windows else []
-    yield Fault(text, [GATHER, longer, _smaller(request)])
+    yield ContextFault(text, [GATHER, longer, _smaller(request)])

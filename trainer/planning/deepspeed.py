@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from trainer.config import Config, ParallelConfig
-from trainer.config.fields import divisors
-from trainer.planning.cost.updates import Updates
+from trainer.config.fields import list_divisors
+from trainer.planning.cost.updates import UpdateSettings
 from trainer.planning.float8_settings import float8_setting
 
 FLAG, COUNT, SIZE, NAMES = "true or false", "a whole number from 0 on", "a whole number from 1 on", "a list of names"
@@ -19,25 +19,25 @@ FLAG, COUNT, SIZE, NAMES = "true or false", "a whole number from 0 on", "a whole
 STAGE_3, OFFLOAD, NVME = "parallel.zero.stage=3", "parallel.zero.offload=true", "parallel.zero.nvme=FOLDER"
 
 
-class Key(NamedTuple):
+class DeepSpeedKey(NamedTuple):
     """What may be given for a key of DeepSpeed's configuration, and the settings without which it does nothing."""
 
-    value: str | dict[str, Key]
+    value: str | dict[str, DeepSpeedKey]
     needs: tuple[str, ...] = ()
 
 
-OWN = Key(
+OWN = DeepSpeedKey(
     {
-        "zero_optimization": Key(
+        "zero_optimization": DeepSpeedKey(
             {
-                "reduce_bucket_size": Key(SIZE),
-                "contiguous_gradients": Key(FLAG),
-                "overlap_comm": Key(FLAG, (STAGE_3,)),
-                "sub_group_size": Key(SIZE, (STAGE_3,)),
-                "zero_hpz_partition_size": Key(COUNT, (STAGE_3,)),
-                "zero_quantized_weights": Key(FLAG, (STAGE_3,)),
+                "reduce_bucket_size": DeepSpeedKey(SIZE),
+                "contiguous_gradients": DeepSpeedKey(FLAG),
+                "overlap_comm": DeepSpeedKey(FLAG, (STAGE_3,)),
+                "sub_group_size": DeepSpeedKey(SIZE, (STAGE_3,)),
+                "zero_hpz_partition_size": DeepSpeedKey(COUNT, (STAGE_3,)),
+                "zero_quantized_weights": DeepSpeedKey(FLAG, (STAGE_3,)),
                 **{
-                    f"stage3_{name}": Key(COUNT, (STAGE_3,))
+                    f"stage3_{name}": DeepSpeedKey(COUNT, (STAGE_3,))
                     for name in (
                         "prefetch_bucket_size",
                         "param_persistence_threshold",
@@ -48,49 +48,49 @@ OWN = Key(
                     )
                 },
                 **{
-                    f"stage3_{name}": Key(FLAG, (STAGE_3,))
+                    f"stage3_{name}": DeepSpeedKey(FLAG, (STAGE_3,))
                     for name in ("use_all_reduce_for_fetch_params", "allgather_sequential")
                 },
-                "offload_optimizer": Key(
+                "offload_optimizer": DeepSpeedKey(
                     {
-                        "pin_memory": Key(FLAG),
-                        "buffer_count": Key(SIZE, (NVME,)),
-                        "pipeline_read": Key(FLAG, (NVME,)),
-                        "pipeline_write": Key(FLAG, (NVME,)),
+                        "pin_memory": DeepSpeedKey(FLAG),
+                        "buffer_count": DeepSpeedKey(SIZE, (NVME,)),
+                        "pipeline_read": DeepSpeedKey(FLAG, (NVME,)),
+                        "pipeline_write": DeepSpeedKey(FLAG, (NVME,)),
                     },
                     (OFFLOAD,),
                 ),
-                "offload_param": Key(
+                "offload_param": DeepSpeedKey(
                     {
-                        "pin_memory": Key(FLAG),
-                        **{name: Key(SIZE, (NVME,)) for name in ("buffer_count", "buffer_size", "max_in_cpu")},
+                        "pin_memory": DeepSpeedKey(FLAG),
+                        **{name: DeepSpeedKey(SIZE, (NVME,)) for name in ("buffer_count", "buffer_size", "max_in_cpu")},
                     },
                     (STAGE_3, OFFLOAD),
                 ),
             }
         ),
-        "aio": Key(
+        "aio": DeepSpeedKey(
             {
-                "block_size": Key(SIZE),
-                "queue_depth": Key(SIZE),
-                "intra_op_parallelism": Key(SIZE),
-                "single_submit": Key(FLAG),
-                "overlap_events": Key(FLAG),
+                "block_size": DeepSpeedKey(SIZE),
+                "queue_depth": DeepSpeedKey(SIZE),
+                "intra_op_parallelism": DeepSpeedKey(SIZE),
+                "single_submit": DeepSpeedKey(FLAG),
+                "overlap_events": DeepSpeedKey(FLAG),
             },
             (NVME,),
         ),
-        "comms_logger": Key(
+        "comms_logger": DeepSpeedKey(
             {
-                "enabled": Key(FLAG),
-                "prof_all": Key(FLAG),
-                "prof_ops": Key(NAMES),
-                "verbose": Key(FLAG),
-                "debug": Key(FLAG),
+                "enabled": DeepSpeedKey(FLAG),
+                "prof_all": DeepSpeedKey(FLAG),
+                "prof_ops": DeepSpeedKey(NAMES),
+                "verbose": DeepSpeedKey(FLAG),
+                "debug": DeepSpeedKey(FLAG),
             }
         ),
-        "wall_clock_breakdown": Key(FLAG),
-        "memory_breakdown": Key(FLAG),
-        "steps_per_print": Key(SIZE),
+        "wall_clock_breakdown": DeepSpeedKey(FLAG),
+        "memory_breakdown": DeepSpeedKey(FLAG),
+        "steps_per_print": DeepSpeedKey(SIZE),
     }
 )
 """What may be added to DeepSpeed's configuration. The rest follows from our settings, has no effect here, or trains
@@ -202,18 +202,20 @@ def _check_own(parallel: ParallelConfig, dp: int, nodes: int) -> Iterator[str]:
             "it out, or parallel.zero.nvme"
         )
     elif (node := dp // nodes) % size:
-        yield f"{path} does not divide the {node} processes of a node; legal: {', '.join(map(str, divisors(node)))}"
+        yield (
+            f"{path} does not divide the {node} processes of a node; legal: {', '.join(map(str, list_divisors(node)))}"
+        )
 
 
-def _check_key(given: Any, key: Key, present: set[str], path: str) -> Iterator[str]:
+def _check_key(given: Any, key: DeepSpeedKey, present: set[str], path: str) -> Iterator[str]:
     """present: settings that keys may need."""
     if missing := [setting for setting in key.needs if setting not in present]:
         yield f"{path} acts with {' and '.join(missing)} only; leave it out, or set that"
     elif isinstance(key.value, str):
         if not _fits(given, key.value):
-            yield f"{path}={_shown(given)} must be {key.value}"
+            yield f"{path}={_format_yaml(given)} must be {key.value}"
     elif not isinstance(given, dict):
-        yield f"{path}={_shown(given)} must be a mapping with some of {', '.join(key.value)}"
+        yield f"{path}={_format_yaml(given)} must be a mapping with some of {', '.join(key.value)}"
     else:
         for name, value in given.items():
             if name in key.value:
@@ -234,7 +236,7 @@ def _fits(value: Any, kind: str) -> bool:
     return type(value) in (int, float) and value % 1 == 0 and value >= (kind == SIZE)
 
 
-def _shown(value: Any) -> str:
+def _format_yaml(value: Any) -> str:
     """As in YAML."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
@@ -252,7 +254,7 @@ def check_settings(config: Config) -> Iterator[str]:
     narrow, plain = float8_setting(precision)
     if narrow:
         yield f"{narrow}: DeepSpeed's engine multiplies in precision.compute alone; set {TORCH}, or {plain}"
-    if "muon" in Updates.of(config).names():
+    if "muon" in UpdateSettings.of(config).names():
         yield (
             "optimizer muon needs whole matrices, and DeepSpeed shares parameters out without regard to rows; set "
             f"{TORCH}, or optimizer=adamw (in precision.types too)"

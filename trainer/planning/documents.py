@@ -23,7 +23,7 @@ LEAST, SEQUENCES = 8, 2048
 """Sequences of them that are looked at, at least and at most."""
 
 
-class Documents(NamedTuple):
+class DocumentLengths(NamedTuple):
     """Tokens of a document: their mean, and their median, which is no larger. Lengths are lognormal."""
 
     mean: float
@@ -35,20 +35,20 @@ class Documents(NamedTuple):
         return math.sqrt(2 * math.log(self.mean / self.median))
 
 
-USUAL = Documents(18900.0, 8100.0)
+USUAL = DocumentLengths(18900.0, 8100.0)
 """What documents are taken for of which nothing is known: as long as those for which sequences are shared."""
 
 
-def documents_of(data: DataConfig) -> Documents | None:
+def documents_of(data: DataConfig) -> DocumentLengths | None:
     """The documents that are masked; None if none are. Raises `ConfigError` for lengths without a meaning."""
-    if wrong := list(problems(data)):
+    if wrong := list(length_problems(data)):
         raise ConfigError(wrong)
     if not data.mask_documents:
         return None
     given = data.documents
     if given.mean is None:
         return USUAL
-    return Documents(given.mean, given.median or given.mean * USUAL.median / USUAL.mean)
+    return DocumentLengths(given.mean, given.median or given.mean * USUAL.median / USUAL.mean)
 
 
 def are_unknown(data: DataConfig) -> bool:
@@ -56,7 +56,7 @@ def are_unknown(data: DataConfig) -> bool:
     return data.mask_documents and data.documents.mean is None
 
 
-def with_documents(config: Config, found: Documents | None) -> Config:
+def with_documents(config: Config, found: DocumentLengths | None) -> Config:
     """The configuration with lengths that were measured, where it says nothing of masked ones."""
     if found is None or not are_unknown(config.data):
         return config
@@ -64,7 +64,7 @@ def with_documents(config: Config, found: Documents | None) -> Config:
     return replace(config, data=replace(config.data, documents=documents))
 
 
-def problems(data: DataConfig) -> Iterator[str]:
+def length_problems(data: DataConfig) -> Iterator[str]:
     """What is wrong with the lengths that are given."""
     mean, median = data.documents.mean, data.documents.median
     given = f"data.documents.mean={mean:g}" if mean is not None else f"data.documents.median={median}"
@@ -78,7 +78,7 @@ def problems(data: DataConfig) -> Iterator[str]:
         yield f"data.documents.median={median:g} must not be above {given}"
 
 
-def packed(documents: Documents, length: int, seed: int) -> list[int]:
+def draw_documents(documents: DocumentLengths, length: int, seed: int) -> list[int]:
     """First places of the documents of a sequence, drawn."""
     generator, starts = random.Random(seed), [0]
     middle, spread = math.log(documents.median), documents.spread
@@ -87,7 +87,7 @@ def packed(documents: Documents, length: int, seed: int) -> list[int]:
     return starts
 
 
-def runs(documents: Documents, length: int) -> Iterator[tuple[int, int]]:
+def document_ranges(documents: DocumentLengths, length: int) -> Iterator[tuple[int, int]]:
     """First and last place (exclusive) of documents in sequences of `length` tokens, which they fill without a gap, cut
     at the ends: of lengths that are evenly drawn, in some order, each equally often, in `LEAST` to `SEQUENCES`
     sequences."""
@@ -108,12 +108,12 @@ def runs(documents: Documents, length: int) -> Iterator[tuple[int, int]]:
 
 
 @lru_cache(1024)
-def computed_keys(length: int, window: int, documents: Documents | None, block: int) -> float:
+def computed_keys(length: int, window: int, documents: DocumentLengths | None, block: int) -> float:
     """Keys that attention computes for a token, on average over the places of a sequence, in a kernel that leaves out
     blocks of `block` queries and keys of which no query sees a key, and takes others whole (FlexAttention). window: of
     the layer, 0 for none; documents: that are masked."""
     reach = -(-(window - 1) // block) if 0 < window < length else length
-    parts = runs(documents, length) if documents else [(0, length)]
+    parts = document_ranges(documents, length) if documents else [(0, length)]
     blocks = tokens = 0.0
     for start, end in parts:
         tokens += end - start
@@ -125,20 +125,20 @@ def computed_keys(length: int, window: int, documents: Documents | None, block: 
     return blocks * block * block / tokens
 
 
-def mean_keys(length: int, window: int, documents: Documents | None) -> float:
+def mean_keys(length: int, window: int, documents: DocumentLengths | None) -> float:
     """Keys that a token sees, on average over the places of a sequence."""
     if documents is None:
         return seen_keys(length, window)
     return computed_keys(length, window, documents, 1)
 
 
-def like(mean: float, keys: float, length: int) -> Documents:
+def fit_documents(mean: float, keys: float, length: int) -> DocumentLengths:
     """Documents of this mean, of which a token sees so many keys on average in sequences of `length`; as near as comes,
     with lengths between all the same and a median of a thousandth."""
     low, high = mean / 1000, mean
-    if mean_keys(length, 0, Documents(mean, high)) >= keys:
-        return Documents(mean, high)
+    if mean_keys(length, 0, DocumentLengths(mean, high)) >= keys:
+        return DocumentLengths(mean, high)
     for _ in range(16):
         middle = math.sqrt(low * high)
-        low, high = (middle, high) if mean_keys(length, 0, Documents(mean, middle)) > keys else (low, middle)
-    return Documents(mean, math.sqrt(low * high))
+        low, high = (middle, high) if mean_keys(length, 0, DocumentLengths(mean, middle)) > keys else (low, middle)
+    return DocumentLengths(mean, math.sqrt(low * high))

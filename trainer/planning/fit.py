@@ -12,61 +12,69 @@ from trainer.config import Config, ConfigError
 from trainer.config.model import ModelSpec
 from trainer.planning.cost.feedback import feedback_bytes
 from trainer.planning.cost.memory import StateBytes, fullest_rank
-from trainer.planning.gradient_comm import reduces_once
-from trainer.planning.resolve import Layout, resolve
-from trainer.util.tables import number, size, sizes
+from trainer.planning.gradient_comm import reduces_at_step_end
+from trainer.planning.resolve import Layout, resolve_layout
+from trainer.util.tables import format_bytes, format_number, format_sizes
 
 TOO_BIG = "the model's states do not fit"
 """How the refusal begins: by these words a sweep knows it from others."""
 
 
 @dataclass(frozen=True)
-class Memory:
+class MachineMemory:
     """Bytes of memory. device: of one GPU, None where processes compute on CPUs; host: of this machine."""
 
     device: int | None
     host: int
 
 
-def kept(config: Config, layout: Layout, node: int) -> StateBytes:
+def persistent_bytes(config: Config, layout: Layout, node: int) -> StateBytes:
     """What the rank that has most keeps from step to step, without activations. node: processes on this machine."""
     spec, plan, pipeline = layout.spec, layout.plan, layout.pipeline
-    once = reduces_once(config.parallel.grad_comm, plan, node)
+    once = reduces_at_step_end(config.parallel.grad_comm, plan, node)
     feedback = feedback_bytes(config, spec, plan, pipeline, node)
     return fullest_rank(config, spec, plan, pipeline, layout.batch, once, feedback)
 
 
-def lacking(states: StateBytes, node: int, memory: Memory) -> str | None:
+def find_missing_memory(states: StateBytes, node: int, memory: MachineMemory) -> str | None:
     """Which memory does not hold the states of `node` processes like this one; None where they fit."""
     device, host = (0, states.total) if memory.device is None else (states.device, states.host)
     if memory.device is not None and device > memory.device:
-        return f"{size(device)} on each GPU, which has {size(memory.device)}"
+        return f"{format_bytes(device)} on each GPU, which has {format_bytes(memory.device)}"
     if host * node > memory.host:
-        return f"{size(host * node)} on a machine with {number(node, 'process', 'es')}, which has {size(memory.host)}"
+        return (
+            f"{format_bytes(host * node)} on a machine with {format_number(node, 'process', 'es')}, which "
+            f"has {format_bytes(memory.host)}"
+        )
     return None
 
 
-def check_fit(config: Config, layout: Layout, world: int, node: int, memory: Memory) -> None:
+def check_fit(config: Config, layout: Layout, world: int, node: int, memory: MachineMemory) -> None:
     """Raises `ConfigError`, with the smallest override that fits, where the plan's states alone do not."""
-    states = kept(config, layout, node)
-    if config.run.force or (lack := lacking(states, node, memory)) is None:
+    states = persistent_bytes(config, layout, node)
+    if config.run.force or (lack := find_missing_memory(states, node, memory)) is None:
         return
     names, values = zip(*states.rows())
-    parts = ", ".join(f"{name} {value}" for name, value in zip(names, sizes(values)))
+    parts = ", ".join(f"{name} {value}" for name, value in zip(names, format_sizes(values)))
     raise ConfigError(
         f"{TOO_BIG}: {lack}, and activations come on top (a rank keeps {parts}); "
         f"{_way_out(config, layout.spec, world, node, memory)}, or go on all the same with run.force=true"
     )
 
 
-def _way_out(config: Config, spec: ModelSpec, world: int, node: int, memory: Memory) -> str:
+def _way_out(config: Config, spec: ModelSpec, world: int, node: int, memory: MachineMemory) -> str:
     def fits(changes: dict[str, Any], processes: int) -> bool:
         changed = copy.deepcopy(config)
         for name, value in changes.items():
             section, _, leaf = name.rpartition(".")
             setattr(changed.parallel.zero if section else changed.parallel, leaf, value)
         try:
-            return lacking(kept(changed, resolve(changed, processes, spec, node), node), node, memory) is None
+            return (
+                find_missing_memory(
+                    persistent_bytes(changed, resolve_layout(changed, processes, spec, node), node), node, memory
+                )
+                is None
+            )
         except ConfigError:
             return False
 

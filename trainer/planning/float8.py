@@ -10,7 +10,7 @@ from typing import NamedTuple
 from trainer.config import Config, PrecisionConfig
 from trainer.config.model import ModelSpec
 from trainer.planning.cost.parameters import ROLES, ParameterInfo, layer_tables
-from trainer.planning.cost.updates import Updates
+from trainer.planning.cost.updates import UpdateSettings
 from trainer.planning.float8_settings import float8_setting, float8_settings
 from trainer.planning.plan import Plan
 
@@ -21,7 +21,7 @@ WIDE = "rowwise_with_gw_hp"
 """The recipe whose weight gradients are not in fp8."""
 
 
-class Narrow(NamedTuple):
+class Float8Linear(NamedTuple):
     """A linear layer that multiplies in fp8: by which recipe, and facts of its matrix."""
 
     recipe: str
@@ -36,10 +36,10 @@ def numeric_types(precision: PrecisionConfig) -> str:
     return ", ".join([precision.compute, *products, *reduction])
 
 
-def float8_linears(precision: PrecisionConfig, spec: ModelSpec) -> dict[str, Narrow]:
+def float8_linears(precision: PrecisionConfig, spec: ModelSpec) -> dict[str, Float8Linear]:
     """Global name of each linear layer that multiplies in fp8 -> how. Which layers can, `precision.float8` says; by
     which recipe, the parameter-type map, and where that leaves it open `precision.float8` again."""
-    float8, types, found = precision.float8, Updates(types=precision.types), {}
+    float8, types, found = precision.float8, UpdateSettings(types=precision.types), {}
     if not float8_settings(precision):
         return {}
     tables = layer_tables(spec)
@@ -47,7 +47,7 @@ def float8_linears(precision: PrecisionConfig, spec: ModelSpec) -> dict[str, Nar
         for name, info in _projections(index, tables[index]):
             recipe = types.chosen(f"{name}.weight", info).float8 or float8.recipe
             if recipe != "none" and any(fnmatchcase(name, pattern) for pattern in float8.linears):
-                found[name] = Narrow(recipe, info)
+                found[name] = Float8Linear(recipe, info)
     return found
 
 
@@ -128,7 +128,7 @@ def _gathering(config: Config, plan: Plan, recipes: set[str]) -> Iterator[str]:
         )
 
 
-def _sizes(config: Config, plan: Plan, chosen: Mapping[str, Narrow]) -> Iterator[str]:
+def _sizes(config: Config, plan: Plan, chosen: Mapping[str, Float8Linear]) -> Iterator[str]:
     """The first matrix whose rows or columns on a rank the tensor cores do not take."""
     for name, (_, info) in chosen.items():
         others = "attention" if ".feed_forward." in name else "feed_forward"
@@ -142,7 +142,7 @@ def _sizes(config: Config, plan: Plan, chosen: Mapping[str, Narrow]) -> Iterator
             return
 
 
-def _tokens(config: Config, plan: Plan, chosen: Mapping[str, Narrow]) -> Iterator[str]:
+def _tokens(config: Config, plan: Plan, chosen: Mapping[str, Float8Linear]) -> Iterator[str]:
     """Tokens on a rank that weight gradients in fp8 cannot be added up over."""
     if all(one.recipe == WIDE for one in chosen.values()):  # sums over tokens in the compute type
         return

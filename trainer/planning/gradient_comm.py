@@ -14,7 +14,7 @@ thousands)."""
 
 
 @dataclass(frozen=True)
-class Route:
+class ReductionRoute:
     """How a reduction over one kind of group goes. Ranks [nodes, ranks on each node] of every group of that kind in the
     world.
 
@@ -25,7 +25,7 @@ class Route:
     hops: tuple[tuple[str, int], ...]
 
 
-def routes(plan: Plan, node: int) -> tuple[Route | None, Route | None]:
+def reduction_routes(plan: Plan, node: int) -> tuple[ReductionRoute | None, ReductionRoute | None]:
     """The routes of the reduce-scatter within the shard groups and of the all-reduce over replicas, on nodes of `node`
     ranks; None where such groups have one rank. Raises `ValueError` where a group lies unevenly on nodes."""
     return (
@@ -34,7 +34,7 @@ def routes(plan: Plan, node: int) -> tuple[Route | None, Route | None]:
     )
 
 
-def _route(groups: list[list[int]], node: int, what: str, within: str) -> Route:
+def _route(groups: list[list[int]], node: int, what: str, within: str) -> ReductionRoute:
     laid = [
         [[rank for rank in group if rank // node == place] for place in dict.fromkeys(rank // node for rank in group)]
         for group in groups
@@ -50,25 +50,25 @@ def _route(groups: list[list[int]], node: int, what: str, within: str) -> Route:
         if local == 1
         else (("inner", local), ("outer", nodes))
     )
-    return Route(tuple(tuple(map(tuple, group)) for group in laid), hops)
+    return ReductionRoute(tuple(tuple(map(tuple, group)) for group in laid), hops)
 
 
-def asked(settings: GradCommConfig) -> dict[str, HopConfig]:
+def enabled_codecs(settings: GradCommConfig) -> dict[str, HopConfig]:
     """The kinds of hops that have a codec."""
     return {name: hop for name in ("inner", "outer") if (hop := getattr(settings, name)).codec != "none"}
 
 
-def reduces_once(settings: GradCommConfig, plan: Plan, node: int) -> bool:
+def reduces_at_step_end(settings: GradCommConfig, plan: Plan, node: int) -> bool:
     """Whether gradients are reduced once a step whatever the ZeRO stage, since their reduce-scatter is quantised."""
-    coded = asked(settings)
-    scattered = routes(plan, node)[0] if coded else None
+    coded = enabled_codecs(settings)
+    scattered = reduction_routes(plan, node)[0] if coded else None
     return scattered is not None and any(kind in coded for kind, _ in scattered.hops)
 
 
-def describe(settings: GradCommConfig) -> str:
+def describe_codecs(settings: GradCommConfig) -> str:
     """The form of the gradients on their way, for people; empty where nothing is quantised."""
     words = []
-    for name, hop in asked(settings).items():
+    for name, hop in enabled_codecs(settings).items():
         extra = [f"{hop.error_feedback} error feedback"] if hop.error_feedback != "none" else []
         extra += [f"rotated by {hop.hadamard}"] * bool(hop.hadamard) + ["stochastic rounding"] * hop.stochastic
         words.append(f"{hop.codec} {name}" + f" ({', '.join(extra)})" * bool(extra))
@@ -83,17 +83,17 @@ def check_grad_comm(settings: GradCommConfig, types: ParameterTypes, plan: Plan,
         for name in ("inner", "outer")
         for problem in _check_hop(f"parallel.grad_comm.{name}", getattr(settings, name))
     ]
-    if not asked(settings):
+    if not enabled_codecs(settings):
         return problems
     try:
-        there = {kind for route in routes(plan, node) if route for kind, _ in route.hops}
+        there = {kind for route in reduction_routes(plan, node) if route for kind, _ in route.hops}
     except ValueError as error:
         return [
             *problems,
             f"parallel.grad_comm: {error}, and quantised gradients would cross the network several times over; set "
             "parallel.shard, or the processes on each node, such that a group has as many on every node, or codec=none",
         ]
-    for name, hop in asked(settings).items():
+    for name, hop in enabled_codecs(settings).items():
         if name not in there:
             other = "outer" if name == "inner" else "inner"
             way = (
@@ -115,7 +115,7 @@ def check_grad_comm(settings: GradCommConfig, types: ParameterTypes, plan: Plan,
         for rule in (policy.values() if isinstance(policy, dict) else [vars(policy)])
     ]
     if not any(rule.get("quantise") for rule in rules):
-        name, hop = next(iter(asked(settings).items()))
+        name, hop = next(iter(enabled_codecs(settings).items()))
         problems.append(
             f"parallel.grad_comm.{name}.codec={hop.codec}: precision.types lets no parameter's gradients be "
             "quantised; set precision.types.matrix.quantise=true, or codec=none"

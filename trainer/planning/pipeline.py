@@ -13,13 +13,13 @@ from trainer.planning.cost.stages import LayerCosts
 from trainer.planning.plan import Plan
 from trainer.planning.schedules import ir
 from trainer.planning.schedules.ir import Schedule
-from trainer.planning.schedules.partition import even, explicit, partition
-from trainer.planning.schedules.templates import TEMPLATES, build_schedule, greedy, place_stages
-from trainer.planning.schedules.validate import validate
+from trainer.planning.schedules.partition import even_split, explicit_split, partition_layers
+from trainer.planning.schedules.templates import TEMPLATES, build_greedy, build_schedule, place_stages
+from trainer.planning.schedules.validate import validate_schedule
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class PipelinePlan:
     """Who computes what, and when. split: by stage, the layers it holds."""
 
     schedule: Schedule
@@ -42,7 +42,7 @@ class Pipeline:
         return any(action.kind == "W" for order in self.schedule.orders for action in order)
 
 
-def resolve_pipeline(config: Config, spec: ModelSpec, plan: Plan, batch: BatchPlan) -> Pipeline:
+def resolve_pipeline(config: Config, spec: ModelSpec, plan: Plan, batch: BatchPlan) -> PipelinePlan:
     """The pipeline that the configuration asks for. Raises `ConfigError`."""
     settings = config.parallel.pipeline
     placement, schedule = check_pipeline(config, spec.depth, plan, batch)
@@ -50,10 +50,10 @@ def resolve_pipeline(config: Config, spec: ModelSpec, plan: Plan, batch: BatchPl
     split = resolve_split(settings.split, costs, placement)
     if schedule is None:
         stages = costs.stage(split)
-        schedule = greedy(
+        schedule = build_greedy(
             stages, placement, batch.accumulation, (settings.memory_cap or plan.pp) * stages.share(placement)
         )
-    return Pipeline(schedule, split)
+    return PipelinePlan(schedule, split)
 
 
 def check_pipeline(config: Config, depth: int, plan: Plan, batch: BatchPlan) -> tuple[tuple[int, ...], Schedule | None]:
@@ -86,7 +86,7 @@ def check_pipeline(config: Config, depth: int, plan: Plan, batch: BatchPlan) -> 
             "parallel.pipeline.schedule=1f1b"
         )
     if isinstance(settings.split, list):
-        explicit(settings.split, depth, len(placement))
+        explicit_split(settings.split, depth, len(placement))
     return placement, schedule
 
 
@@ -129,7 +129,7 @@ def named_schedule(settings: PipelineConfig, depth: int, plan: Plan, batch: Batc
         return build_schedule(name, plan.pp, batch.accumulation, chunks, settings.group_size)
     path = Path(name)
     try:
-        schedule = ir.load(path, name=path.stem)
+        schedule = ir.load_schedule(path, name=path.stem)
     except OSError as error:
         raise ConfigError(f"parallel.pipeline.schedule={name}: cannot read it ({error.strerror})") from None
     problems = []
@@ -137,7 +137,7 @@ def named_schedule(settings: PipelineConfig, depth: int, plan: Plan, batch: Batc
         problems.append(f"it has {schedule.ranks} lines, one a rank, for parallel.pp={plan.pp}")
     if schedule.microbatches != batch.accumulation:
         problems.append(f"it orders {schedule.microbatches} micro-batches, and batch.accumulation={batch.accumulation}")
-    problems = problems or validate(schedule)
+    problems = problems or validate_schedule(schedule)
     if problems:
         raise ConfigError([f"parallel.pipeline.schedule={name}: {problem}" for problem in problems[:5]])
     return replace(schedule, name=name)
@@ -165,5 +165,9 @@ def estimated_costs(
 def resolve_split(setting: object, costs: LayerCosts, placement: tuple[int, ...]) -> tuple[range, ...]:
     """The layers of each stage, of a checked setting."""
     if isinstance(setting, list):
-        return explicit(setting, costs.depth, len(placement))
-    return even(costs.depth, len(placement)) if setting == "even" else partition(costs, len(placement), placement)
+        return explicit_split(setting, costs.depth, len(placement))
+    return (
+        even_split(costs.depth, len(placement))
+        if setting == "even"
+        else partition_layers(costs, len(placement), placement)
+    )

@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from trainer.config import ConfigError, ParallelConfig
-from trainer.config.fields import divisors
+from trainer.config.fields import list_divisors
 from trainer.config.model import ModelSpec
-from trainer.config.registry import ATTENTION, FEED_FORWARD, Registered, Registry
+from trainer.config.registry import ATTENTION, FEED_FORWARD, KindRegistry, RegisteredKind
 from trainer.config.typed import out_of_range
 from trainer.planning.cost.parameters import layer_specs
 from trainer.planning.deepspeed import check_parallel
@@ -116,22 +116,22 @@ def check_plan(
     degrees = f"parallel.tp={parallel.tp} x parallel.pp={parallel.pp}" + (context and f" x{context}")
     degrees += "" if dp == -1 else f" x parallel.dp={dp}"
     if world % model or dp not in (-1, world // model):
-        counts = [model * dp] if dp != -1 else near(world, model, node or world)
+        counts = [model * dp] if dp != -1 else nearby_worlds(world, model, node or world)
         ways = [f"start {' or '.join(map(str, counts))} processes"]
         if world % model == 0:
             ways.append(f"set parallel.dp={world // model}, or -1 for what is left")
         else:
             ways += [f"set parallel.tp={tp} parallel.pp={pp}{context}" for tp, pp in _smaller(parallel, world)]
-            if cp > 1 and (shorter := [n for n in divisors(cp) if world % (model // cp * n) == 0]):
+            if cp > 1 and (shorter := [n for n in list_divisors(cp) if world % (model // cp * n) == 0]):
                 ways.append(f"set parallel.cp={shorter[-1]}")
         needs = f"needs {model * dp} processes" if dp != -1 else f"needs a multiple of {model} processes"
         return [*problems, f"{degrees} {needs}, but {world} run; {', or '.join(ways)}"]
     dp = world // model * cp  # all that hold the same part of the model
-    if parallel.shard != -1 and parallel.shard not in divisors(dp):
+    if parallel.shard != -1 and parallel.shard not in list_divisors(dp):
         kinds = "data- and context-parallel" if cp > 1 else "data-parallel"
         problems.append(
             f"parallel.shard={parallel.shard} does not divide the {dp} {kinds} ranks; legal: "
-            f"{', '.join(map(str, divisors(dp)))}, or -1 for all"
+            f"{', '.join(map(str, list_divisors(dp)))}, or -1 for all"
         )
     if stage == 0 and parallel.shard not in (-1, 1):
         problems.append(
@@ -173,7 +173,7 @@ def _check_transport(parallel: ParallelConfig, dp: int, node: int) -> list[str]:
             f"{setting} copies between GPUs, and parallel.zero.offload=true keeps parameters and gradients in host "
             "memory; set parallel.zero.transport=collectives, or parallel.zero.offload=false"
         ]
-    shard, within = parallel.shard, [n for n in divisors(dp) if node % (n * parallel.tp) == 0]
+    shard, within = parallel.shard, [n for n in list_divisors(dp) if node % (n * parallel.tp) == 0]
     if within and (dp if shard == -1 else shard) not in within:
         return [
             f"{setting} needs ranks that share memory, and the {dp if shard == -1 else shard} ranks that share states"
@@ -186,13 +186,13 @@ def _check_transport(parallel: ParallelConfig, dp: int, node: int) -> list[str]:
 
 def _smaller(parallel: ParallelConfig, world: int) -> list[tuple[int, int]]:
     """The nearest smaller degrees of tp, and of pp, with which a plan fits `world` processes."""
-    tp, pp, cp, sizes = parallel.tp, parallel.pp, parallel.cp, divisors(world)
+    tp, pp, cp, sizes = parallel.tp, parallel.pp, parallel.cp, list_divisors(world)
     fewer = [(n, pp) for n in sizes if n < tp and world % (n * pp * cp) == 0][-1:]
     fewer += [(tp, n) for n in sizes if n < pp and world % (n * tp * cp) == 0][-1:]
     return fewer or [(1, 1)] * (cp == 1)
 
 
-def near(world: int, model: int, node: int) -> list[int]:
+def nearby_worlds(world: int, model: int, node: int) -> list[int]:
     """The numbers of processes around `world` that a plan can have whose model takes `model` of them, in whole nodes of
     `node` where there are several."""
     unit = model if node >= world else math.lcm(model, node)
@@ -205,9 +205,9 @@ def _check_tensor(parallel: ParallelConfig, spec: ModelSpec | None, world: int, 
     tp, problems = parallel.tp, []
     if spec is not None and tp > 1:
         shapes = [(layer.attention.heads, layer.attention.kv_heads) for layer in layer_specs(spec)]
-        wrong = next(((heads, keys) for heads, keys in shapes if not cuts(heads, keys, tp)), None)
+        wrong = next(((heads, keys) for heads, keys in shapes if not divides_heads(heads, keys, tp)), None)
         if wrong is not None:
-            legal = [n for n in divisors(wrong[0]) if all(cuts(heads, keys, n) for heads, keys in shapes)]
+            legal = [n for n in list_divisors(wrong[0]) if all(divides_heads(heads, keys, n) for heads, keys in shapes)]
             problems.append(
                 f"parallel.tp={tp} does not divide model.attention.heads={wrong[0]} with kv_heads={wrong[1]}; legal: "
                 f"{', '.join(map(str, legal))}"
@@ -224,14 +224,14 @@ def _check_tensor(parallel: ParallelConfig, spec: ModelSpec | None, world: int, 
         ]
         problems += [
             f"parallel.tp={tp} leaves ranks without a part of {name}={size}; legal: up to "
-            f"{max(n for n in range(1, min(tp, world + 1)) if fills(size, n))}"
+            f"{max(n for n in range(1, min(tp, world + 1)) if fills_all_ranks(size, n))}"
             for name, size in sizes.items()
-            if not fills(size, tp)
+            if not fills_all_ranks(size, tp)
         ]
     if node < world and node % tp and not parallel.tp_across_nodes:
         problems.append(
             f"parallel.tp={tp} spans nodes of {node} processes, and tensor parallelism is slow over their links; set "
-            f"parallel.tp={max(n for n in divisors(node) if n <= tp)} and use parallel.pp, or force it with "
+            f"parallel.tp={max(n for n in list_divisors(node) if n <= tp)} and use parallel.pp, or force it with "
             "parallel.tp_across_nodes=true"
         )
     return problems
@@ -251,7 +251,7 @@ def _check_fusion(parallel: ParallelConfig) -> list[str]:
     return []
 
 
-def registered_blocks(spec: ModelSpec) -> list[tuple[Registry, Registered]]:
+def registered_blocks(spec: ModelSpec) -> list[tuple[KindRegistry, RegisteredKind]]:
     """The kinds of blocks of the user's packages that the layers have."""
     used = {ATTENTION: {layer.attention.kind for layer in layer_specs(spec)}}
     used[FEED_FORWARD] = {layer.feed_forward.kind for layer in layer_specs(spec)}
@@ -271,12 +271,12 @@ def node_size(world: int) -> int:
     return int(given)
 
 
-def cuts(heads: int, kv_heads: int, tp: int) -> bool:
+def divides_heads(heads: int, kv_heads: int, tp: int) -> bool:
     """Whether each of `tp` ranks gets as many heads, with the key-value heads that they look at."""
     return heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
 
 
-def fills(size: int, tp: int) -> bool:
+def fills_all_ranks(size: int, tp: int) -> bool:
     """Whether each of `tp` ranks has a part when `size` is cut into equal parts, the last ones smaller."""
     return -(-size // tp) * (tp - 1) < size
 
@@ -292,10 +292,10 @@ def resolve_plan(parallel: ParallelConfig, world: int, spec: ModelSpec | None = 
     problems = check_plan(parallel, world, spec, node)
     if problems:
         raise ConfigError(problems)
-    return lay(parallel, world)
+    return build_plan(parallel, world)
 
 
-def lay(parallel: ParallelConfig, world: int) -> Plan:
+def build_plan(parallel: ParallelConfig, world: int) -> Plan:
     """The plan of settings that `check_plan` has nothing against."""
     stage, dp = parallel.zero.stage, world // (parallel.tp * parallel.pp)  # cp ranks among them
     shard = 1 if stage == 0 else dp if parallel.shard == -1 else parallel.shard

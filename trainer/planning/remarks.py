@@ -7,13 +7,20 @@ from dataclasses import replace
 
 from trainer.config import Config
 from trainer.config.model import ModelSpec
-from trainer.planning.context import Context
-from trainer.planning.context_choice import BETWEEN_NODES, Request, cost, request_of, shared, unit
+from trainer.planning.context import ContextPlan
+from trainer.planning.context_choice import (
+    BETWEEN_NODES,
+    ContextRequest,
+    build_context,
+    context_cost,
+    length_multiple,
+    request_of,
+)
 from trainer.planning.cost.parameters import layer_specs
 from trainer.planning.resolve import Layout
 
 
-def remarks(config: Config, layout: Layout, node: int) -> list[str]:
+def collect_warnings(config: Config, layout: Layout, node: int) -> list[str]:
     """Sentences on a run with nodes of `node` processes."""
     found = list(_positions(layout.spec, layout.batch.sequence_length))
     if layout.context is not None:
@@ -37,7 +44,7 @@ def _positions(spec: ModelSpec, length: int) -> Iterator[str]:
         )
 
 
-def _between_nodes(request: Request, context: Context) -> Iterator[str]:
+def _between_nodes(request: ContextRequest, context: ContextPlan) -> Iterator[str]:
     if context.inner > 1 and request.inside % context.inner:
         within = [n for n in request.legal if 1 < n < request.plan.cp and request.inside % n == 0]
         other = f"both parallel.context.inner={within[-1]}" if within else "gather"
@@ -48,14 +55,14 @@ def _between_nodes(request: Request, context: Context) -> Iterator[str]:
         )
 
 
-def _not_dealt(request: Request, context: Context) -> Iterator[str]:
+def _not_dealt(request: ContextRequest, context: ContextPlan) -> Iterator[str]:
     """Blocks that `order=auto` would take if they divided the length."""
-    blocks = unit(replace(context, order="blocks"), request.plan)
+    blocks = length_multiple(replace(context, order="blocks"), request.plan)
     if request.asked.order != "auto" or context.order != "zigzag" or request.length % blocks == 0:
         return
     below = request.length // blocks * blocks
     near = [request.set({"batch.sequence_length": length}) for length in (below, below + blocks) if length]
-    slower = f"{cost(near[-1], context) / cost(near[-1], shared(near[-1], context.inner)):.1f}"
+    slower = f"{context_cost(near[-1], context) / context_cost(near[-1], build_context(near[-1], context.inner)):.1f}"
     if slower != "1.0":
         yield (
             f"batch.sequence_length={request.length} cannot be dealt out in blocks of {context.block}: in zigzag order "

@@ -1,8 +1,8 @@
 """From what is asked to what is decided: a checked configuration, and the layout of its run.
 
-`resolve` is the one place where plan, batch and pipeline follow from settings, model and number of processes: the
-command line checks by it, and runs and the parity tool train what it returns. Pure: needs neither torch nor a process
-group, so that every refusal comes before either exists.
+`resolve_layout` is the one place where plan, batch and pipeline follow from settings, model and number of processes:
+the command line checks by it, and runs and the parity tool train what it returns. Pure: needs neither torch nor a
+process group, so that every refusal comes before either exists.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainer.config import Config, ConfigError, ModelSpec, typed
-from trainer.config.compose import gather, to_config
+from trainer.config.compose import gather_values, to_config
 from trainer.planning import checks
 from trainer.planning.batch import BatchPlan, resolve_batch, training_steps
-from trainer.planning.context import Context
+from trainer.planning.context import ContextPlan
 from trainer.planning.context_choice import resolve_context
-from trainer.planning.cost.parameters import declarations
-from trainer.planning.cost.updates import Updates
+from trainer.planning.cost.parameters import declare_parameters
+from trainer.planning.cost.updates import UpdateSettings
 from trainer.planning.float8 import check_float8
 from trainer.planning.gradient_comm import check_grad_comm
-from trainer.planning.pipeline import Pipeline, resolve_pipeline
+from trainer.planning.pipeline import PipelinePlan, resolve_pipeline
 from trainer.planning.plan import Plan, check_plan, node_size, resolve_plan
 
 
@@ -34,11 +34,11 @@ class Layout:
     spec: ModelSpec
     plan: Plan
     batch: BatchPlan
-    pipeline: Pipeline
-    context: Context | None = None
+    pipeline: PipelinePlan
+    context: ContextPlan | None = None
 
 
-def resolve(config: Config, world_size: int, spec: ModelSpec, node: int | None = None) -> Layout:
+def resolve_layout(config: Config, world_size: int, spec: ModelSpec, node: int | None = None) -> Layout:
     """The layout that the configuration asks for on `world_size` processes.
 
     spec: the model that is trained; node: processes on this machine, as LOCAL_WORLD_SIZE has them if None. Raises
@@ -50,14 +50,14 @@ def resolve(config: Config, world_size: int, spec: ModelSpec, node: int | None =
     return layout
 
 
-def check(config: Config, world_size: int, node: int | None = None) -> list[str]:
+def check_config(config: Config, world_size: int, node: int | None = None) -> list[str]:
     """Everything that is wrong with a typed configuration on `world_size` processes, one sentence each.
 
-    node: as for `resolve`. The model of `model.from_hf` is not known before it is read: what depends on it is left to
-    `resolve`.
+    node: as for `resolve_layout`. The model of `model.from_hf` is not known before it is read: what depends on it is
+    left to `resolve_layout`.
     """
     spec = None if config.model.from_hf or config.model.check() else config.model
-    found = [*checks.check(config), *_decide(config, world_size, spec, node)[1]]
+    found = [*checks.config_problems(config), *_decide(config, world_size, spec, node)[1]]
     return list(dict.fromkeys(found))  # plan and batch find by themselves what lies outside of their ranges
 
 
@@ -79,7 +79,7 @@ def _decide(
     except ConfigError as error:
         problems = problems + error.problems
     if spec:
-        problems = problems + Updates.of(config).problems(declarations(spec))
+        problems = problems + UpdateSettings.of(config).problems(declare_parameters(spec))
     if plan and spec:
         problems = problems + list(check_float8(config, spec, plan))
     if plan:
@@ -96,16 +96,17 @@ def compose(
     `overrides` is what stands on the command line: `["+config=debug", "lr.peak=1e-3"]`. Leaves no Hydra state behind.
     Raises `ConfigError` with everything that is wrong.
     """
-    values, problems = gather(overrides, config_dir)
-    return checked(values, problems, int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size)
+    values, problems = gather_values(overrides, config_dir)
+    return check_values(values, problems, int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size)
 
 
-def checked(values: dict, problems: typed.Problems, world: int | None) -> Config:
-    """The configuration of what `gather` returned, checked for `world` processes, or for any number of them if None.
+def check_values(values: dict, problems: typed.Problems, world: int | None) -> Config:
+    """The configuration of what `gather_values` returned, checked for `world` processes, or for any number of them if
+    None.
 
     Raises `ConfigError` with everything that is wrong."""
     config = to_config(values, problems, world or 1)
-    contradictions = checks.check(config) if world is None else check(config, world)
+    contradictions = checks.config_problems(config) if world is None else check_config(config, world)
     if problems:
         # A setting that was refused stands at its default: what contradicts only that default is no news.
         refused = re.compile(r"\b(" + "|".join(map(re.escape, problems)) + r")\b")

@@ -12,9 +12,9 @@ from typing import Any
 import yaml
 
 from trainer.config import BatchConfig, Config, ConfigError
-from trainer.config.compose import gather, to_config
-from trainer.config.fields import divisors
-from trainer.config.typed import flat
+from trainer.config.compose import gather_values, to_config
+from trainer.config.fields import list_divisors
+from trainer.config.typed import flatten_values
 from trainer.planning.batch import resolve_batch
 from trainer.planning.plan import Plan
 
@@ -73,11 +73,11 @@ def plan_list(text: str) -> list[str]:
     return [str(plan) for plan in (plans if isinstance(plans, list) else [plans])]
 
 
-def compose(overrides: Sequence[str], config_dir: str | None, processes: int, corpus: bool = True) -> Config:
+def compose_variant(overrides: Sequence[str], config_dir: str | None, processes: int, corpus: bool = True) -> Config:
     """The typed configuration, before contradictions between settings are checked. Raises `ConfigError`.
 
     corpus: whether it is read; if not, what a recipe leaves open of it (`???`) need not be given."""
-    values, problems = gather(overrides, config_dir)
+    values, problems = gather_values(overrides, config_dir)
     if not corpus:
         values["data"] = _any_given(values["data"])
     config = to_config(values, problems, processes)
@@ -93,15 +93,15 @@ def _any_given(value: Any) -> Any:
     return "any" if value == "???" else value
 
 
-def key(override: str) -> str:
+def override_key(override: str) -> str:
     return override.lstrip("+").partition("=")[0]
 
 
-def variant(
+def build_variant(
     text: str, base: Config, overrides: Sequence[str], config_dir: str | None, processes: int, corpus: bool = True
 ) -> tuple[Config, set[str]]:
     """The configuration of a plan given as text, and the names of the settings in it. base: that of `overrides` alone;
-    corpus: as for `compose`.
+    corpus: as for `compose_variant`.
 
     Raises `ConfigError` for what is no setting, or none of `FREE`.
     """
@@ -110,12 +110,14 @@ def variant(
     except ValueError as error:  # quotes that do not close
         raise ConfigError(f"'{text}' cannot be read as settings: {error}") from None
     chosen = [word if "=" in word else f"parallel={word}" for word in words]
-    named = {key(word) for word in chosen}
-    config = compose([*(word for word in overrides if key(word) not in named), *chosen], config_dir, processes, corpus)
-    common = flat(dataclasses.asdict(base))
+    named = {override_key(word) for word in chosen}
+    config = compose_variant(
+        [*(word for word in overrides if override_key(word) not in named), *chosen], config_dir, processes, corpus
+    )
+    common = flatten_values(dataclasses.asdict(base))
     fixed = [
         name
-        for name, value in flat(dataclasses.asdict(config)).items()
+        for name, value in flatten_values(dataclasses.asdict(config)).items()
         if value != common.get(name) and not name.startswith(FREE)
     ]
     if fixed:
@@ -147,4 +149,4 @@ def fit_batch(config: Config, plan: Plan, global_size: int, named: set[str]) -> 
     if batch.micro_size and share % batch.micro_size:
         batch.micro_size = None
     if batch.micro_size is None and plan.pp > 1:
-        batch.accumulation = next((n for n in divisors(share) if n >= 2 * plan.pp), share or None)
+        batch.accumulation = next((n for n in list_divisors(share) if n >= 2 * plan.pp), share or None)

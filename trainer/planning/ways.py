@@ -6,7 +6,7 @@ from trainer.config import Config
 from trainer.planning.plan import Plan
 
 
-def ways(config: Config, plan: Plan) -> list[tuple[str, str]]:
+def communication_table(config: Config, plan: Plan) -> list[tuple[str, str]]:
     """Rows of a table: what tensor-parallel products and shared states go by where a setting says it, and settings that
     a recipe has for more ranks than there are."""
     parallel, alone = config.parallel, plan.shard == 1
@@ -24,7 +24,7 @@ def ways(config: Config, plan: Plan) -> list[tuple[str, str]]:
     return rows
 
 
-def short(config: Config, plan: Plan) -> str:
+def communication_summary(config: Config, plan: Plan) -> str:
     """What is not by collectives alone, to stand behind a plan."""
     products = plan.tp > 1 and config.parallel.fusion != "off"
     states = plan.shard > 1 and config.parallel.zero.transport != "collectives"

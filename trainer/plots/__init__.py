@@ -1,6 +1,6 @@
 """Everything that imports matplotlib."""
 
-from trainer.util.extras import needs
+from trainer.util.extras import requires_extra
 
-with needs("plots", "a picture"):
+with requires_extra("plots", "a picture"):
     import matplotlib  # noqa: F401

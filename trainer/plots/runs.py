@@ -7,9 +7,9 @@ from pathlib import Path
 
 from trainer.config import ConfigError
 from trainer.planning.schedules.timeline import read_timeline
-from trainer.plots.files import save, trace
+from trainer.plots.files import save_figure, write_trace
 from trainer.plots.schedule import draw_schedule
-from trainer.util.run_folder import labels
+from trainer.util.run_folder import label_runs
 
 TIMELINES = ("planned", "measured")
 """Files RUN/schedule/NAME.json of a run with a pipeline, in the order of the panels."""
@@ -30,8 +30,8 @@ def draw_run(given: argparse.Namespace) -> list[Path]:
     timelines = {name: ranks for name, (ranks, _) in read.items()}
     makespans = {name: makespan for name, (_, makespan) in read.items()}
     out = given.out or run / "schedule.png"
-    save(draw_schedule(timelines, labels([run])[0], makespans=makespans), out)
-    return [out, *trace(timelines, given.trace)]
+    save_figure(draw_schedule(timelines, label_runs([run])[0], makespans=makespans), out)
+    return [out, *write_trace(timelines, given.trace)]
 
 
 def report_hint(runs: list[Path]) -> str:

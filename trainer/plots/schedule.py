@@ -16,14 +16,14 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
 from trainer.planning.schedules.ir import Action
-from trainer.planning.schedules.simulate import Span
-from trainer.planning.schedules.timeline import Timeline, idle, measure
+from trainer.planning.schedules.simulate import ActionSpan
+from trainer.planning.schedules.timeline import Timeline, idle_gaps, measure_timeline
 from trainer.util.files import write_atomic
-from trainer.util.reading import printable
-from trainer.util.tables import duration, percent
+from trainer.util.reading import make_printable
+from trainer.util.tables import format_duration, format_percent
 
 
-class Look(NamedTuple):
+class ActionStyle(NamedTuple):
     """How a kind of action is drawn.
 
     colour: of the rank's first chunk. lighter: how much lighter the last chunk is, 0 to 1. ink: the colour of numbers.
@@ -38,13 +38,13 @@ class Look(NamedTuple):
 
 # The hues differ under the common colour blindnesses, and in lightness, so that grey print shows them too. Traces use
 # the colours that catapult's viewer has by name.
-LOOKS = {
-    "F": Look("forward", "#173f86", 0.25, "white", "rail_response"),
-    "B": Look("full backward", "#c24a12", 0.25, "white", "terrible"),
-    "I": Look("input gradient", "#e0921a", 0.25, "#222222", "rail_animation"),
-    "W": Look("weight gradient", "#a8dec6", 0.5, "#222222", "thread_state_running"),
+ACTION_STYLES = {
+    "F": ActionStyle("forward", "#173f86", 0.25, "white", "rail_response"),
+    "B": ActionStyle("full backward", "#c24a12", 0.25, "white", "terrible"),
+    "I": ActionStyle("input gradient", "#e0921a", 0.25, "#222222", "rail_animation"),
+    "W": ActionStyle("weight gradient", "#a8dec6", 0.5, "#222222", "thread_state_running"),
 }
-OTHER = Look("parameters", "#8a8a8a", 0.25, "white", "grey")
+OTHER = ActionStyle("parameters", "#8a8a8a", 0.25, "white", "grey")
 BUBBLE = {"facecolor": "#f4f4f4", "edgecolor": "#c9c9c9", "hatch": "/////", "linewidth": 0}
 STYLE = {
     "figure.dpi": 150,
@@ -62,9 +62,9 @@ SMALLEST_NUMBER = 4.5  # points
 MARGINS = 1.3  # inches of the width that the time axis leaves to both sides
 
 
-def plain(text: str) -> str:
+def escape_dollars(text: str) -> str:
     """A foreign text as matplotlib shows it literally: dollar signs would begin mathematics."""
-    return printable(text).replace("$", r"\$")
+    return make_printable(text).replace("$", r"\$")
 
 
 def draw_schedule(
@@ -82,7 +82,7 @@ def draw_schedule(
     rank's bubble; the panel's title has makespan and bubble. seconds: False where times are numbers without a unit.
     makespans: by name, of timelines whose step lasts longer than their last span. below: draws a panel under them, on
     the same time axis."""
-    measures = {name: measure(ranks, (makespans or {}).get(name)) for name, ranks in timelines.items()}
+    measures = {name: measure_timeline(ranks, (makespans or {}).get(name)) for name, ranks in timelines.items()}
     makespan = max(total for total, _, _ in measures.values()) or 1.0
     lengths = _lengths(timelines)
     width = min(max(9.0, 0.15 * makespan / min(lengths.values(), default=makespan)), 18.0)
@@ -113,12 +113,12 @@ def draw_schedule(
             axes.tick_params(bottom=False)
             axes.spines["bottom"].set_visible(False)
         if title:
-            figure.suptitle(plain(title), x=0.01, ha="left", fontsize=11, fontweight="bold")
+            figure.suptitle(escape_dollars(title), x=0.01, ha="left", fontsize=11, fontweight="bold")
         _legend(figure, shown)
     return figure
 
 
-def _parts(ranks: Timeline) -> Iterator[tuple[int, Span, Action, float, float]]:
+def _parts(ranks: Timeline) -> Iterator[tuple[int, ActionSpan, Action, float, float]]:
     """What is drawn: rank, span, action, and the bar's lower edge and height, on rows that are 1 apart.
 
     The two actions of an overlap are half a bar each."""
@@ -134,7 +134,7 @@ def _lengths(timelines: dict[str, Timeline]) -> dict[str, float]:
     lengths: dict[str, list[float]] = {}
     for ranks in timelines.values():
         for _, span, action, _, _ in _parts(ranks):
-            if span.end > span.start and action.kind in LOOKS:
+            if span.end > span.start and action.kind in ACTION_STYLES:
                 lengths.setdefault(action.kind, []).append(span.end - span.start)
     return {kind: sorted(values)[len(values) // 4] for kind, values in lengths.items()}
 
@@ -152,7 +152,7 @@ def _number_sizes(
             len(str(action.microbatch))
             for ranks in timelines.values()
             for _, _, action, _, _ in _parts(ranks)
-            if action.kind in LOOKS
+            if action.kind in ACTION_STYLES
         ),
         default=1,
     )
@@ -165,12 +165,12 @@ def _bars(axes: Axes, ranks: Timeline, makespan: float, edge: float) -> dict[str
     """Draws the bars, separated by lines of `edge` points, and the bubbles. Returns the number of chunks by kind."""
     for rank, spans in enumerate(ranks):
         axes.broken_barh(
-            idle(spans, makespan), (rank - BAR / 2, BAR), **BUBBLE, label="bubble", gid=f"rank{rank}-bubble"
+            idle_gaps(spans, makespan), (rank - BAR / 2, BAR), **BUBBLE, label="bubble", gid=f"rank{rank}-bubble"
         )
     chunk = _chunks(ranks)
     alike: dict[tuple[int, float, float, str, int], list[tuple[float, float]]] = {}
     for rank, span, action, bottom, height in _parts(ranks):
-        kind = action.kind if action.kind in LOOKS else "other"
+        kind = action.kind if action.kind in ACTION_STYLES else "other"
         alike.setdefault((rank, bottom, height, kind, chunk[rank, action.stage]), []).append(
             (span.start, span.end - span.start)
         )
@@ -203,7 +203,7 @@ def _numbers(axes: Axes, ranks: Timeline, sizes: dict[str, float], point: float)
                 fontsize=size,
                 clip_on=True,
                 in_layout=False,
-                color=LOOKS[action.kind].ink,
+                color=ACTION_STYLES[action.kind].ink,
             )
 
 
@@ -216,22 +216,24 @@ def _chunks(ranks: Timeline) -> dict[tuple[int, int], int]:
 
 
 def _colour(kind: str, chunk: int, chunks: int) -> tuple[float, ...]:
-    look = LOOKS.get(kind, OTHER)
+    look = ACTION_STYLES.get(kind, OTHER)
     white = look.lighter * chunk / max(chunks - 1, 1)
     return tuple(part + (1 - part) * white for part in to_rgb(look.colour))
 
 
 def _describe(axes: Axes, name: str, makespan: float, bubble: float, bubbles: Sequence[float], seconds: bool) -> None:
-    axes.set_title(plain(name), loc="left", fontsize=10, fontweight="bold")
-    length = duration(makespan) if seconds else f"{makespan:.4g}"
-    axes.set_title(f"makespan {length}, bubble {percent(bubble)}", loc="right", fontsize=9, color="#444444")
+    axes.set_title(escape_dollars(name), loc="left", fontsize=10, fontweight="bold")
+    length = format_duration(makespan) if seconds else f"{makespan:.4g}"
+    axes.set_title(f"makespan {length}, bubble {format_percent(bubble)}", loc="right", fontsize=9, color="#444444")
     axes.set_yticks(range(len(bubbles)), [f"rank {rank}" for rank in range(len(bubbles))])
     axes.tick_params(left=False)
     axes.spines[["top", "left", "right"]].set_visible(False)
     beside = {"fontsize": 8, "color": "#444444"}
     axes.annotate("by rank", (1.006, 1), xycoords="axes fraction", xytext=(0, 6), textcoords="offset points", **beside)
     for rank, share in enumerate(bubbles):
-        axes.text(1.006, rank, percent(share), transform=axes.get_yaxis_transform(), va="center_baseline", **beside)
+        axes.text(
+            1.006, rank, format_percent(share), transform=axes.get_yaxis_transform(), va="center_baseline", **beside
+        )
 
 
 def _unit(makespan: float) -> tuple[str, float]:
@@ -243,10 +245,10 @@ def _legend(figure: Figure, shown: dict[str, int]) -> None:
     """Draws the legend below the panels: each kind with the shades of its chunks, and the bubble."""
     handles: list[Any] = []
     names = []
-    for kind in (*LOOKS, "other"):
+    for kind in (*ACTION_STYLES, "other"):
         if kind in shown:
             handles.append(tuple(Patch(facecolor=_colour(kind, chunk, shown[kind])) for chunk in range(shown[kind])))
-            names.append(LOOKS.get(kind, OTHER).name)
+            names.append(ACTION_STYLES.get(kind, OTHER).name)
     chunks = max(shown.values(), default=1)
     if chunks > 1:
         names[0] += f" (chunks 0{',' if chunks == 2 else ' to'} {chunks - 1})"
@@ -281,7 +283,7 @@ def chrome_trace(timelines: dict[str, Timeline], path: Path) -> None:
                     "cat": span.action.kind,
                     "ts": span.start * 1e6,
                     "dur": (span.end - span.start) * 1e6,
-                    "cname": LOOKS.get(span.action.kind, OTHER).trace,
+                    "cname": ACTION_STYLES.get(span.action.kind, OTHER).trace,
                     "args": _arguments(span.action),
                 }
                 for span in spans

@@ -10,11 +10,11 @@ from pathlib import Path
 from trainer.config import ConfigError
 from trainer.planning.cost.stages import StageCosts
 from trainer.planning.schedules import ir
-from trainer.planning.schedules.simulate import simulate
-from trainer.planning.schedules.templates import TEMPLATES, build_schedule, greedy, place_stages
+from trainer.planning.schedules.simulate import simulate_schedule
+from trainer.planning.schedules.templates import TEMPLATES, build_greedy, build_schedule, place_stages
 from trainer.planning.schedules.timeline import Timeline
-from trainer.planning.schedules.validate import validate
-from trainer.plots.files import save, trace
+from trainer.planning.schedules.validate import validate_schedule
+from trainer.plots.files import save_figure, write_trace
 from trainer.plots.schedule import draw_schedule
 
 SETTINGS = {
@@ -47,7 +47,9 @@ def schedule_of(
         try:
             if given == "greedy":
                 placement = place_stages(ranks, chunks or 1, "v")
-                return greedy(uniform(len(placement), chunks or 1, costs), placement, microbatches, cap=ranks)
+                return build_greedy(
+                    uniform_costs(len(placement), chunks or 1, costs), placement, microbatches, cap=ranks
+                )
             return build_schedule(given, ranks, microbatches, chunks)
         except ConfigError as error:
             raise ConfigError([_option_names(problem) for problem in error.problems]) from None
@@ -57,10 +59,10 @@ def schedule_of(
             "ends in .csv"
         )
     try:
-        schedule = ir.load(Path(given), name=given)
+        schedule = ir.load_schedule(Path(given), name=given)
     except OSError as error:
         raise ConfigError(f"--schedule {given}: cannot read ({error.strerror})") from None
-    problems = validate(schedule)
+    problems = validate_schedule(schedule)
     if problems:
         raise ConfigError([f"{given}: {problem}" for problem in problems])
     return schedule
@@ -72,15 +74,15 @@ def _option_names(text: str) -> str:
     return text
 
 
-def uniform(stages: int, chunks: int, costs: Sequence[float]) -> StageCosts:
+def uniform_costs(stages: int, chunks: int, costs: Sequence[float]) -> StageCosts:
     """Stages of ranks that need `costs` (F, I, W) for a micro-batch, shared equally by their chunks. Activations are
     counted in micro-batches of a rank."""
     return StageCosts.uniform(stages, *(cost / chunks for cost in costs), activation=1 / chunks)
 
 
-def simulated(schedule: ir.Schedule, costs: Sequence[float]) -> Timeline:
+def simulate_timeline(schedule: ir.Schedule, costs: Sequence[float]) -> Timeline:
     """The timeline of a schedule whose ranks need `costs` (F, I, W) for a micro-batch."""
-    return simulate(schedule, uniform(schedule.stages, schedule.chunks, costs)).spans
+    return simulate_schedule(schedule, uniform_costs(schedule.stages, schedule.chunks, costs)).spans
 
 
 def parse_costs(text: str) -> tuple[float, ...]:
@@ -104,9 +106,9 @@ def draw_templates(given: argparse.Namespace) -> list[Path]:
     for name in given.schedule:
         schedule = schedule_of(name, given.ranks, given.microbatches, given.chunks, costs)
         chunks = f" x {schedule.chunks} chunks" if schedule.chunks > 1 else ""
-        timelines[f"{name}: {schedule.ranks} ranks{chunks}, {schedule.microbatches} micro-batches"] = simulated(
+        timelines[f"{name}: {schedule.ranks} ranks{chunks}, {schedule.microbatches} micro-batches"] = simulate_timeline(
             schedule, costs
         )
     out = given.out or Path("schedule.png")
-    save(draw_schedule(timelines, seconds=False), out)
-    return [out, *trace(timelines, given.trace)]
+    save_figure(draw_schedule(timelines, seconds=False), out)
+    return [out, *write_trace(timelines, given.trace)]

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from trainer.config import ConfigError, PrecisionConfig
 from trainer.planning.float8_settings import float8_setting
-from trainer.precision.products import MULTIPLIERS, Multiply, Operand, Role
+from trainer.precision.products import MULTIPLIERS, GEMMOperand, GEMMRole, Multiply
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -51,7 +51,7 @@ def scale_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
     return (torch.finfo(dtype).max / largest.double().clamp(min=SMALLEST)).float()
 
 
-def quantise(
+def quantise_operand(
     x: Tensor, summed: int, dtype: torch.dtype, rowwise: bool, largest: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """An operand in fp8, with the dimension that is summed over last, and the factors that scale it back.
@@ -69,7 +69,7 @@ def quantise(
     return (x.float() * scale).to(dtype).contiguous(), scale.double().reciprocal().float()
 
 
-def emulated(left: Tensor, right: Tensor, back: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+def emulate_product(left: Tensor, right: Tensor, back: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
     """What `scaled_product` computes, on any device: exact products of fp8 numbers, added up in fp32."""
     product = left.float() @ right.float().t() * back[0] * back[1].t()
     # torch 2.11's compiler gives zeros for gradients of a forward pass that ends in a cast without effect.
@@ -84,67 +84,71 @@ def scaled_product(
     fast: partial sums may stay in the tensor cores' own registers, of fewer bits. On GPUs n and k are multiples of
     16."""
     if not left.is_cuda:
-        product = emulated(left, right, back, dtype)
+        product = emulate_product(left, right, back, dtype)
         return product if out is None else out.copy_(product)
     operands, options = (left, right.t(), back[0], back[1].t()), {"out_dtype": dtype, "use_fast_accum": fast}
     return torch._scaled_mm(*operands, **options, **({} if out is None else {"out": out}))
 
 
 @dataclass(frozen=True)
-class Float8(Multiply):
+class Float8Multiply(Multiply):
     """Multiplies in fp8. recipe: of `precision.float8`; quantise: the function above, or its compiled form, for
     products outside of what is compiled. Not differentiable: a layer calls it in its own backward pass."""
 
     recipe: str
-    quantise: Quantise = quantise
+    quantise: Quantise = quantise_operand
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "key", f"{self.recipe}{' compiled' * (self.quantise is not quantise)}")
+        object.__setattr__(self, "key", f"{self.recipe}{' compiled' * (self.quantise is not quantise_operand)}")
         MULTIPLIERS[self.key] = self
 
-    def __call__(self, a: Tensor, b: Tensor, role: Role, add: Tensor | None = None) -> Tensor:
+    def __call__(self, a: Tensor, b: Tensor, role: GEMMRole, add: Tensor | None = None) -> Tensor:
         return self.product(self.left(a, role), self.right(b, role), role, a.dtype, add)
 
     @property
     def rowwise(self) -> bool:
         return self.recipe != "tensorwise"
 
-    def left_type(self, role: Role) -> torch.dtype | None:
+    def left_type(self, role: GEMMRole) -> torch.dtype | None:
         """None: not in fp8."""
-        if role is Role.WEIGHT_GRADIENT and self.recipe == "rowwise_with_gw_hp":
+        if role is GEMMRole.WEIGHT_GRADIENT and self.recipe == "rowwise_with_gw_hp":
             return None
-        return E4M3 if role is Role.OUTPUT or self.rowwise else E5M2
+        return E4M3 if role is GEMMRole.OUTPUT or self.rowwise else E5M2
 
-    def largest(self, a: Tensor, role: Role) -> Tensor | None:
+    def largest(self, a: Tensor, role: GEMMRole) -> Tensor | None:
         return None if self.rowwise else a.abs().amax()
 
-    def left(self, a: Tensor, role: Role, largest: Tensor | None = None) -> Operand:
+    def left(self, a: Tensor, role: GEMMRole, largest: Tensor | None = None) -> GEMMOperand:
         if (dtype := self.left_type(role)) is None:
-            return Operand(a)
-        return Operand(*self.quantise(a, 0 if role is Role.WEIGHT_GRADIENT else 1, dtype, self.rowwise, largest))
+            return GEMMOperand(a)
+        return GEMMOperand(
+            *self.quantise(a, 0 if role is GEMMRole.WEIGHT_GRADIENT else 1, dtype, self.rowwise, largest)
+        )
 
-    def right(self, b: Tensor, role: Role) -> Operand:
+    def right(self, b: Tensor, role: GEMMRole) -> GEMMOperand:
         if self.left_type(role) is None:
-            return Operand(b)
+            return GEMMOperand(b)
         # Transposed before all else, so that the compiler does not keep the cast of forward, of all weights, for it.
-        b = b.t() if role is Role.INPUT_GRADIENT else b
-        return Operand(*self.quantise(b, 0 if role is Role.WEIGHT_GRADIENT else 1, E4M3, self.rowwise, None))
+        b = b.t() if role is GEMMRole.INPUT_GRADIENT else b
+        return GEMMOperand(*self.quantise(b, 0 if role is GEMMRole.WEIGHT_GRADIENT else 1, E4M3, self.rowwise, None))
 
     def product(
-        self, left: Operand, right: Operand, role: Role, dtype: torch.dtype, add: Tensor | None = None
+        self, left: GEMMOperand, right: GEMMOperand, role: GEMMRole, dtype: torch.dtype, add: Tensor | None = None
     ) -> Tensor:
         if left.back is None or right.back is None:
             return super().product(left, right, role, dtype, add)
         # As torchao: gradients are added up exactly.
-        fast = role is Role.OUTPUT
+        fast = role is GEMMRole.OUTPUT
         product = scaled_product(left.values, right.values, (left.back, right.back), dtype, fast)
         return product if add is None else product + add
 
-    def into(self, out: Tensor, left: Operand, right: Operand, role: Role, add: Tensor | None = None) -> None:
+    def into(
+        self, out: Tensor, left: GEMMOperand, right: GEMMOperand, role: GEMMRole, add: Tensor | None = None
+    ) -> None:
         if add is not None:
             torch.add(self.product(left, right, role, out.dtype), add, out=out)
         else:
-            scaled_product(left.values, right.values, (left.back, right.back), out.dtype, role is Role.OUTPUT, out)
+            scaled_product(left.values, right.values, (left.back, right.back), out.dtype, role is GEMMRole.OUTPUT, out)
 
 
 def check_device(precision: PrecisionConfig, device: torch.device) -> None:

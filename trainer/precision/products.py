@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-class Role(Enum):
+class GEMMRole(Enum):
     """Which of a layer's products, as the kinds of its two operands."""
 
     OUTPUT = ("activation", "weight")
@@ -25,14 +25,14 @@ class Role(Enum):
 
 
 @dataclass(frozen=True)
-class Operand:
+class GEMMOperand:
     """One side of a product, as it is multiplied. values: as `Multiply` takes them, or [rows, n] in fewer bits; back:
     what these are scaled back with, fp32 [rows, 1] or a scalar."""
 
     values: Tensor
     back: Tensor | None = None
 
-    def per_row(self, change: Callable[[Tensor], Tensor]) -> Operand:
+    def per_row(self, change: Callable[[Tensor], Tensor]) -> GEMMOperand:
         """The same of some rows, or in another shape of them."""
         return self.like([change(one) for one in self.of_rows()])
 
@@ -40,9 +40,9 @@ class Operand:
         """What has a row for each row of the operand."""
         return [self.values, *([] if self.back is None or not self.back.dim() else [self.back])]
 
-    def like(self, of_rows: Sequence[Tensor]) -> Operand:
+    def like(self, of_rows: Sequence[Tensor]) -> GEMMOperand:
         """The same with others in the place of these."""
-        return Operand(of_rows[0], of_rows[1] if len(of_rows) > 1 else self.back)
+        return GEMMOperand(of_rows[0], of_rows[1] if len(of_rows) > 1 else self.back)
 
 
 class Multiply:
@@ -60,32 +60,34 @@ class Multiply:
     key = "matmul"
     """By which `MULTIPLIERS` knows it."""
 
-    def __call__(self, a: Tensor, b: Tensor, role: Role, add: Tensor | None = None) -> Tensor:
-        if role is Role.OUTPUT:
+    def __call__(self, a: Tensor, b: Tensor, role: GEMMRole, add: Tensor | None = None) -> Tensor:
+        if role is GEMMRole.OUTPUT:
             return F.linear(a, b, add)
-        if role is Role.INPUT_GRADIENT:
+        if role is GEMMRole.INPUT_GRADIENT:
             return a @ b if add is None else torch.addmm(add, a, b)
         return a.t() @ b
 
-    def largest(self, a: Tensor, role: Role) -> Tensor | None:
+    def largest(self, a: Tensor, role: GEMMRole) -> Tensor | None:
         """What of a whole left operand has to be known before a part of it is made: a scalar, of which that of the
         whole is the largest of its parts'; or None."""
         return None
 
-    def left(self, a: Tensor, role: Role, largest: Tensor | None = None) -> Operand:
+    def left(self, a: Tensor, role: GEMMRole, largest: Tensor | None = None) -> GEMMOperand:
         """largest: of the whole, if `a` is a part; a row of the operand is a row of `a`, but for weight gradients."""
-        return Operand(a)
+        return GEMMOperand(a)
 
-    def right(self, b: Tensor, role: Role) -> Operand:
-        return Operand(b)
+    def right(self, b: Tensor, role: GEMMRole) -> GEMMOperand:
+        return GEMMOperand(b)
 
     def product(
-        self, left: Operand, right: Operand, role: Role, dtype: torch.dtype, add: Tensor | None = None
+        self, left: GEMMOperand, right: GEMMOperand, role: GEMMRole, dtype: torch.dtype, add: Tensor | None = None
     ) -> Tensor:
         """In `dtype`, which is that of what the operands were made of."""
         return matmul(left.values, right.values, role, add)
 
-    def into(self, out: Tensor, left: Operand, right: Operand, role: Role, add: Tensor | None = None) -> None:
+    def into(
+        self, out: Tensor, left: GEMMOperand, right: GEMMOperand, role: GEMMRole, add: Tensor | None = None
+    ) -> None:
         """`product`, but of a weight's gradient, into `out`, which may be what is added. Not differentiable."""
         matmul_into(out, left.values, right.values, role, add)
 
@@ -96,14 +98,14 @@ MULTIPLIERS: dict[str, Multiply] = {matmul.key: matmul}
 """The implementations that there are, for operators, which take no objects."""
 
 
-def outputs(weight: Tensor, role: Role) -> int:
+def output_width(weight: Tensor, role: GEMMRole) -> int:
     """The width of a product with a weight [outputs, inputs]."""
-    return weight.shape[0 if role is Role.OUTPUT else 1]
+    return weight.shape[0 if role is GEMMRole.OUTPUT else 1]
 
 
-def matmul_into(out: Tensor, a: Tensor, b: Tensor, role: Role, add: Tensor | None = None) -> None:
+def matmul_into(out: Tensor, a: Tensor, b: Tensor, role: GEMMRole, add: Tensor | None = None) -> None:
     """For `Multiply.into`."""
-    b = b.t() if role is Role.OUTPUT else b
+    b = b.t() if role is GEMMRole.OUTPUT else b
     if add is None:
         torch.mm(a, b, out=out)
     else:
@@ -111,7 +113,7 @@ def matmul_into(out: Tensor, a: Tensor, b: Tensor, role: Role, add: Tensor | Non
 
 
 def matmul_sum(
-    operands: Sequence[Tensor], weights: Sequence[Tensor], role: Role, multiply: Multiply = matmul
+    operands: Sequence[Tensor], weights: Sequence[Tensor], role: GEMMRole, multiply: Multiply = matmul
 ) -> Tensor:
     """The sum of the products of each operand with its weight."""
     total = multiply(operands[0], weights[0], role)
@@ -121,7 +123,7 @@ def matmul_sum(
 
 
 def matmul_all(
-    a: Tensor, weights: Sequence[Tensor], role: Role, biases: Iterable[Tensor | None], multiply: Multiply = matmul
+    a: Tensor, weights: Sequence[Tensor], role: GEMMRole, biases: Iterable[Tensor | None], multiply: Multiply = matmul
 ) -> list[Tensor]:
     """The products of one operand with each weight."""
     if multiply is matmul:  # there is nothing to make once
@@ -135,7 +137,7 @@ def matmul_all(
 
 def weight_gradients(gradients: Sequence[Tensor], x: Tensor, multiply: Multiply = matmul) -> list[Tensor]:
     """Of the matrices that share the input x."""
-    role = Role.WEIGHT_GRADIENT
+    role = GEMMRole.WEIGHT_GRADIENT
     if multiply is matmul:
         return [matmul(gradient, x, role) for gradient in gradients]
     right = multiply.right(x, role)

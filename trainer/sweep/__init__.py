@@ -14,12 +14,12 @@ from pathlib import Path
 
 from trainer.config import ConfigError
 from trainer.sweep import local, slurm
-from trainer.sweep.plan import SweepConfig, Trial, expand, make_trials
-from trainer.sweep.results import FINISHED, Results, changes, read_start, show
+from trainer.sweep.plan import SweepConfig, Trial, expand_sweep, make_trials
+from trainer.sweep.results import FINISHED, SweepResults, changed_since_start, print_results, read_start
 from trainer.util.exit_codes import DONE, FAILED, STOPPED
 from trainer.util.files import lock_folder
 from trainer.util.run_folder import refuse_links
-from trainer.util.tables import count
+from trainer.util.tables import format_count
 
 
 def main(arguments: Sequence[str], config_dir: str | os.PathLike | None = None) -> int:
@@ -32,27 +32,31 @@ def main(arguments: Sequence[str], config_dir: str | os.PathLike | None = None) 
             "--multirun starts the processes of every trial itself; say python -m trainer --multirun, and "
             "sweep.processes=N"
         )
-    sweep, common, swept = expand(arguments, config_dir)
+    sweep, common, swept = expand_sweep(arguments, config_dir)
     gpus = local.visible_gpus() if sweep.launcher == "local" else []
     trials = make_trials(sweep, common, swept, config_dir, len(gpus))
     folder = Path(sweep.dir)
     as_jobs = sweep.launcher == "slurm"
     descriptor = lock_folder("sweep.dir", folder, "sweep", "sweep.name")
     try:
-        results = Results(folder)
+        results = SweepResults(folder)
         waiting = to_run(trials, results, as_jobs)
-        say(f"sweep {sweep.name}: {_counted(trials, results, waiting)}; results in {results.path}")
-        launch(waiting, sweep, config_dir, gpus, results)
+        print_line(f"sweep {sweep.name}: {_counted(trials, results, waiting)}; results in {results.path}")
+        run_trials(waiting, sweep, config_dir, gpus, results)
         mine = [results.lines[trial.name] for trial in trials]
-        show(mine, sweep.sort)
+        print_results(mine, sweep.sort)
     finally:
         os.close(descriptor)
     statuses = {line["status"] for line in mine}
     return FAILED if "failed" in statuses else STOPPED if statuses & {"stopped", "not_started"} else DONE
 
 
-def launch(
-    waiting: list[Trial], sweep: SweepConfig, config_dir: str | os.PathLike | None, gpus: list[str], results: Results
+def run_trials(
+    waiting: list[Trial],
+    sweep: SweepConfig,
+    config_dir: str | os.PathLike | None,
+    gpus: list[str],
+    results: SweepResults,
 ) -> None:
     """Runs trials to their ends, as processes of this machine or as jobs, and records what becomes of each."""
     reached = set()
@@ -61,32 +65,34 @@ def launch(
         reached.add(trial.name)
         line = results.put(trial, status, reason)
         numbers = [f"loss {line['loss']:.4f}"] if line["loss"] is not None else []
-        numbers += [f"{count(line['tokens_per_second'])} tokens/s"] if line["tokens_per_second"] is not None else []
-        say(
+        numbers += (
+            [f"{format_count(line['tokens_per_second'])} tokens/s"] if line["tokens_per_second"] is not None else []
+        )
+        print_line(
             f"trial {trial.name}: {', '.join([status.replace('_', ' '), *numbers])}"
             + (f" - {reason}" if reason else "")
         )
 
     if sweep.launcher == "slurm":
-        slurm.run(waiting, sweep, config_dir, on_end, say)
+        slurm.run_on_slurm(waiting, sweep, config_dir, on_end, print_line)
     else:
-        local.run(waiting, sweep, config_dir, gpus, on_end, say)
+        local.run_locally(waiting, sweep, config_dir, gpus, on_end, print_line)
     for trial in waiting:
         if trial.name not in reached:
             results.put(trial, "not_started" if trial.job is None else "submitted")
 
 
-def to_run(trials: list[Trial], results: Results, as_jobs: bool) -> list[Trial]:
+def to_run(trials: list[Trial], results: SweepResults, as_jobs: bool) -> list[Trial]:
     """The trials that earlier starts of the sweep have not finished; `job` is set where a Slurm job of theirs may run.
 
     Trials that cannot run are recorded as refused. Raises `ConfigError` where a folder holds the results of other
     settings, and where Slurm does not say which jobs are queued or running."""
     waiting, problems, queued = [], [], set()
-    if as_jobs and any("job" in read_start(trial) for trial in trials) and (queued := slurm.queued()) is None:
+    if as_jobs and any("job" in read_start(trial) for trial in trials) and (queued := slurm.queued_jobs()) is None:
         raise ConfigError("squeue does not answer, and trials of this sweep may have jobs; give the same command later")
     for trial in trials:
         before, started = results.lines.get(trial.name, {}), read_start(trial)
-        changed, job = changes(trial, started) if started else [], started.get("job") if as_jobs else None
+        changed, job = changed_since_start(trial, started) if started else [], started.get("job") if as_jobs else None
         under_way = job in queued
         if changed and (under_way or before.get("status") in (*FINISHED, "stopped", "timeout", "submitted")):
             problems.append(
@@ -112,7 +118,7 @@ def to_run(trials: list[Trial], results: Results, as_jobs: bool) -> list[Trial]:
     return [trial for trial in waiting if not trial.refusal]
 
 
-def _counted(trials: list[Trial], results: Results, waiting: list[Trial]) -> str:
+def _counted(trials: list[Trial], results: SweepResults, waiting: list[Trial]) -> str:
     left = {trial.name for trial in waiting}
     before = Counter(
         results.lines[trial.name]["status"].replace("_", " ") for trial in trials if trial.name not in left
@@ -121,6 +127,6 @@ def _counted(trials: list[Trial], results: Results, waiting: list[Trial]) -> str
     return ", ".join([f"{len(trials)} trial{'s' * (len(trials) > 1)}", *known, f"{len(waiting)} to run"])
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     with contextlib.suppress(OSError):  # a closed terminal must not end the trials
         print(text, flush=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from trainer.sweep import results
 from trainer.sweep.plan import SweepConfig, Trial
 from trainer.util.lines import open_to_append
-from trainer.util.processes import children
+from trainer.util.processes import child_processes
 
 OnEnd = Callable[[Trial, str, str | None], None]
 """Called with a trial that has ended, its status, and the reason for it."""
@@ -33,7 +33,7 @@ def visible_gpus() -> list[str]:
 
 
 @dataclass
-class Running:
+class RunningTrial:
     """A trial under way.
 
     agent: its torchrun. deadline: by `time.monotonic`. kills: `results.oom_kills` at its start. requested: the status
@@ -50,7 +50,7 @@ class Running:
 
     def workers(self) -> list[int]:
         """The processes that the agent has started, each the head of a process group."""
-        return children(self.agent.pid)
+        return child_processes(self.agent.pid)
 
     def stop(self, status: str) -> None:
         """Signals the workers to save and end after the step in progress. Repeated calls signal workers started
@@ -68,7 +68,7 @@ class Running:
                 os.killpg(pid, signal.SIGKILL)
 
 
-def run(
+def run_locally(
     trials: list[Trial],
     sweep: SweepConfig,
     config_dir: str | None,
@@ -98,7 +98,8 @@ def run(
                         free += one.gpus
                         killed = None if one.kills is None else (results.oom_kills() or 0) > one.kills
                         on_end(
-                            one.trial, *results.outcome(one.trial.folder, one.agent.returncode, one.requested, killed)
+                            one.trial,
+                            *results.trial_outcome(one.trial.folder, one.agent.returncode, one.requested, killed),
                         )
                     elif len(signals) > 1 or one.requested and time.monotonic() > one.since + sweep.saving_seconds:
                         one.kill()
@@ -110,8 +111,8 @@ def run(
                 one.kill()
 
 
-def _start(trial: Trial, gpus: list[str], sweep: SweepConfig, config_dir: str | None) -> Running:
-    results.clear(trial.folder)
+def _start(trial: Trial, gpus: list[str], sweep: SweepConfig, config_dir: str | None) -> RunningTrial:
+    results.clear_trial(trial.folder)
     results.note_start(trial)
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})}
     torchrun = [sys.executable, "-m", "trainer.torchrun", "--standalone", "--nproc-per-node", str(trial.processes)]
@@ -126,7 +127,7 @@ def _start(trial: Trial, gpus: list[str], sweep: SweepConfig, config_dir: str | 
             start_new_session=True,
         )
     limit = 60 * sweep.time_minutes if sweep.time_minutes else float("inf")
-    return Running(trial, agent, gpus, time.monotonic() + limit, results.oom_kills())
+    return RunningTrial(trial, agent, gpus, time.monotonic() + limit, results.oom_kills())
 
 
 @contextlib.contextmanager

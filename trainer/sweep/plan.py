@@ -19,9 +19,9 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from trainer.config import Config, ConfigError, ParallelConfig, typed
-from trainer.config.compose import gather, hydra_over, quoted, to_config
+from trainer.config.compose import gather_values, hydra_over, quote_value, to_config
 from trainer.config.fields import option
-from trainer.planning.resolve import check
+from trainer.planning.resolve import check_config
 
 SORTS = ("tokens_per_second", "mfu", "loss", "eval_loss", "memory_gib", "step_seconds_p50")
 
@@ -104,7 +104,7 @@ class Trial:
         return [*(["--config-dir", config_dir] if config_dir else []), *self.overrides]
 
 
-def expand(
+def expand_sweep(
     arguments: Sequence[str], config_dir: str | os.PathLike | None = None
 ) -> tuple[SweepConfig, list[str], list[list[str]]]:
     """The settings of the sweep, the overrides that all trials have, and those of each trial: the last override's
@@ -149,7 +149,7 @@ def expand(
             ]
         )
         trials = [list(trial) for trial in itertools.product(*values)]
-    sweep = typed.build(OmegaConf.to_container(own).get("sweep", {}), problems, SweepConfig, "sweep")
+    sweep = typed.build_typed(OmegaConf.to_container(own).get("sweep", {}), problems, SweepConfig, "sweep")
     problems |= {text: text for text in typed.out_of_range(sweep, "sweep")}
     if sweep.launcher == "slurm" and sweep.time_minutes:
         problems["time"] = f"sweep.time_minutes={sweep.time_minutes}: a job's limit is sweep.slurm.time_minutes"
@@ -173,7 +173,8 @@ def expand(
 def _of_slurm(sweep: SweepConfig) -> list[str]:
     """The settings that only jobs have, where they differ from the default."""
     default, given = (
-        typed.flat({"wait": one.wait, "slurm": typed.plain(one.slurm)}, "sweep.") for one in (SweepConfig(), sweep)
+        typed.flatten_values({"wait": one.wait, "slurm": typed.to_plain(one.slurm)}, "sweep.")
+        for one in (SweepConfig(), sweep)
     )
     return [f"{name}={value}" for name, value in given.items() if name not in default or value != default[name]]
 
@@ -218,11 +219,11 @@ def make_trials(
 
     Raises `ConfigError` for an override that means nothing, and where no trial is legal.
     """
-    first = to_config(*gather([*common, *swept[0]], config_dir))
+    first = to_config(*gather_values([*common, *swept[0]], config_dir))
     sweep.name = sweep.name or f"{first.run.name}-sweep"
     sweep.dir = sweep.dir or f"runs/{sweep.name}"
     trials, problems = [], {}
-    for values, name in zip(swept, names(swept)):
+    for values, name in zip(swept, name_trials(swept)):
         trial, wrong = make_trial(sweep, name, common, values, config_dir, gpus)
         trials.append(trial)
         problems |= wrong
@@ -242,12 +243,17 @@ def make_trial(
 ) -> tuple[Trial, typed.Problems]:
     """A trial of a sweep with a name and a folder, composed and checked; and what in its overrides means nothing."""
     folder = Path(str(sweep.dir)) / name
-    overrides = [*common, *values, f"run.name={quoted(f'{sweep.name}/{name}')}", f"run.dir={quoted(str(folder))}"]
-    plain, wrong = gather(overrides, config_dir)
+    overrides = [
+        *common,
+        *values,
+        f"run.name={quote_value(f'{sweep.name}/{name}')}",
+        f"run.dir={quote_value(str(folder))}",
+    ]
+    plain, wrong = gather_values(overrides, config_dir)
     processes = sweep.processes or _processes(to_config(plain, wrong), sweep, gpus)
     config = to_config(plain, wrong, processes)
     refusal = [] if wrong else check_on(config, processes, sweep.slurm.nodes, gpus, sweep.launcher)
-    settings = json.loads(json.dumps(typed.plain(config)))
+    settings = json.loads(json.dumps(typed.to_plain(config)))
     return Trial(name, folder, values, overrides, processes, settings, refusal), wrong
 
 
@@ -262,7 +268,7 @@ def check_on(config: Config, processes: int, nodes: int, gpus: int, launcher: st
     before = os.environ.get("LOCAL_WORLD_SIZE")
     os.environ["LOCAL_WORLD_SIZE"] = str(processes // nodes)  # what the plan's check takes for the size of a node
     try:
-        return check(config, processes)
+        return check_config(config, processes)
     finally:
         os.environ.pop("LOCAL_WORLD_SIZE")
         os.environ |= {"LOCAL_WORLD_SIZE": before} if before else {}
@@ -288,7 +294,7 @@ def setting_of(override: str) -> tuple[str, str]:
     return name, value
 
 
-def names(swept: list[list[str]]) -> list[str]:
+def name_trials(swept: list[list[str]]) -> list[str]:
     """A readable name for each trial, fit for a folder: `parallel-zero1_peak-0.001`; of a setting, as much as tells it
     from others.
 

@@ -16,17 +16,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from trainer.config import ConfigError
-from trainer.config.typed import flat
+from trainer.config.typed import flatten_values
 from trainer.observe import metrics
 from trainer.planning.fit import TOO_BIG
 from trainer.sweep.plan import Trial
 from trainer.util.exit_codes import REFUSED, STOPPED
 from trainer.util.files import write_atomic
 from trainer.util.lines import read_lines
-from trainer.util.memory_errors import lacks_memory, said
-from trainer.util.reading import brief, mismatch, parse_json, printable, read_json
+from trainer.util.memory_errors import error_reason, lacks_memory
+from trainer.util.reading import find_mismatch, make_printable, parse_json, read_json, shorten_foreign
 from trainer.util.run_folder import RESULTS, TRIAL, refuse_links
-from trainer.util.tables import console_for, count, duration, percent, print_table, size
+from trainer.util.tables import console_for, format_bytes, format_count, format_duration, format_percent, print_table
 
 TrialResult = dict[str, Any]
 """A line of results.jsonl: trial, overrides, processes, status, the names of MEASURED, reason, folder."""
@@ -47,7 +47,7 @@ RESULT: dict[str, Any] = {
 """What has to stand in a line of results.jsonl."""
 
 
-def clear(folder: Path) -> None:
+def clear_trial(folder: Path) -> None:
     """Prepares a trial's folder for a start: removes the status and errors that an earlier start has left. Raises
     `ConfigError` where a link leads out of the folder."""
     refuse_links(folder)
@@ -68,20 +68,20 @@ def read_start(trial: Trial) -> dict[str, Any]:
     path, way_out = trial.folder / TRIAL, f"set another sweep.name, or remove {trial.folder}"
     try:
         start = read_json(path, {"processes": int, "settings": dict, "job": (str, NoneType)}, way_out)
-        flat(start["settings"])
+        flatten_values(start["settings"])
     except OSError:
         return {}
     except RecursionError:
         raise ConfigError(f"{path} is nested too deeply; {way_out}") from None
     if not re.fullmatch("[0-9]{1,18}", start.get("job") or "0"):
-        raise ConfigError(f"{path} says job={brief(start['job'])}, which is no number of a job; {way_out}")
+        raise ConfigError(f"{path} says job={shorten_foreign(start['job'])}, which is no number of a job; {way_out}")
     return start
 
 
-def changes(trial: Trial, started: dict[str, Any]) -> list[str]:
+def changed_since_start(trial: Trial, started: dict[str, Any]) -> list[str]:
     """The settings in which a trial differs from the one that was started in its folder before."""
     old, new = (
-        {"sweep.processes": one["processes"], **flat(one["settings"])}
+        {"sweep.processes": one["processes"], **flatten_values(one["settings"])}
         for one in (started, {"processes": trial.processes, "settings": trial.settings})
     )
     return [
@@ -99,7 +99,7 @@ def oom_kills() -> int | None:
         return None
 
 
-def outcome(
+def trial_outcome(
     folder: Path, code: int | None, requested: str | None = None, kernel_killed: bool | None = None
 ) -> tuple[str, str | None]:
     """A trial's status and the reason for it, after its start has ended.
@@ -111,7 +111,7 @@ def outcome(
         return "done", None
     errors = error_texts(folder) + ([str(status["reason"])] if "reason" in status else [])
     if short := next(filter(lacks_memory, errors), None):
-        return "out_of_memory", said(short)
+        return "out_of_memory", error_reason(short)
     text = _tail(folder / "log.txt")
     refusals = re.findall(r"^configuration error[^:\n]*:(.*(?:\n  - .*)*)", text, re.MULTILINE)
     refusal = "; ".join(part for line in refusals[-1].split("\n  - ") if (part := line.strip())) if refusals else ""
@@ -128,7 +128,7 @@ def outcome(
     if code == 128 + signal.SIGKILL:
         return "failed", "a process was killed by SIGKILL, and not by the kernel for lack of memory"
     last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), f"ended with code {code}")
-    return "failed", said(errors[0]) if errors else last
+    return "failed", error_reason(errors[0]) if errors else last
 
 
 def error_texts(folder: Path) -> list[str]:
@@ -146,11 +146,11 @@ def error_texts(folder: Path) -> list[str]:
     return [text for _, text in sorted(found)]
 
 
-def measured(folder: Path) -> dict[str, float | None]:
+def measure_trial(folder: Path) -> dict[str, float | None]:
     """Last losses, highest memory, and median speed of the logged steps without the first, which is a warm-up."""
     none = dict.fromkeys(MEASURED)
     try:
-        lines = metrics.read(folder) if (folder / "status.json").exists() else []
+        lines = metrics.read_metrics(folder) if (folder / "status.json").exists() else []
     except ConfigError:
         return none
     steps, evaluations = [line for line in lines if "loss" in line], [line for line in lines if "eval_loss" in line]
@@ -190,7 +190,7 @@ def _tail(path: Path) -> str:
         return ""
 
 
-class Results:
+class SweepResults:
     """results.jsonl of a sweep: one object a trial, those of earlier starts included; rewritten whole at each
     change. more: names of numbers that its lines have besides, of `Trial.more`."""
 
@@ -200,7 +200,7 @@ class Results:
         try:
             for number, text in enumerate(read_lines(self.path, rest=True), 1):
                 line = parse_json(text)
-                if wrong := mismatch(line, shape):
+                if wrong := find_mismatch(line, shape):
                     raise ValueError(f"line {number}: {wrong}")
                 if strange := [name for name in (*MEASURED, *more) if not metrics.is_number(line.get(name))]:
                     raise ValueError(f"line {number}: {strange[0]} is no number that was measured")
@@ -209,7 +209,8 @@ class Results:
             pass
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"{self.path} cannot be read as results of a sweep ({brief(error)}); set another sweep.name, or "
+                f"{self.path} cannot be read as results of a sweep ({shorten_foreign(error)}); set another "
+                "sweep.name, or "
                 "remove it"
             ) from None
 
@@ -221,7 +222,9 @@ class Results:
             "processes": trial.processes,
             "status": status,
             **(
-                dict.fromkeys(MEASURED) if status in ("refused", "not_started", "submitted") else measured(trial.folder)
+                dict.fromkeys(MEASURED)
+                if status in ("refused", "not_started", "submitted")
+                else measure_trial(trial.folder)
             ),
             **trial.more,
             "reason": reason,
@@ -235,14 +238,14 @@ class Results:
 COLUMNS = {
     "loss": ("loss", lambda value: f"{value:.4f}"),
     "eval_loss": ("evaluation", lambda value: f"{value:.4f}"),
-    "tokens_per_second": ("tokens/s", count),
-    "mfu": ("MFU", percent),
-    "memory_gib": ("memory", lambda value: size(value * 2**30)),
-    "step_seconds_p50": ("step", duration),
+    "tokens_per_second": ("tokens/s", format_count),
+    "mfu": ("MFU", format_percent),
+    "memory_gib": ("memory", lambda value: format_bytes(value * 2**30)),
+    "step_seconds_p50": ("step", format_duration),
 }
 
 
-def show(results: Iterable[TrialResult], sort: str) -> None:
+def print_results(results: Iterable[TrialResult], sort: str) -> None:
     """Prints the results as a table, the best first. A value that no trial has gets no column."""
     sign = -1 if sort in ("tokens_per_second", "mfu") else 1
     rows = sorted(results, key=lambda line: (line["status"] != "done", line[sort] is None, sign * (line[sort] or 0)))
@@ -261,10 +264,10 @@ def show(results: Iterable[TrialResult], sort: str) -> None:
         table.add_column(title, justify="left" if words else "right", no_wrap=title != "reason", overflow="fold")
     for row in rows:
         table.add_row(
-            escape(printable(row["trial"])),
+            escape(make_printable(row["trial"])),
             str(row["processes"]),
-            escape(printable(row["status"].replace("_", " "))),
+            escape(make_printable(row["status"].replace("_", " "))),
             *("-" if row[name] is None else COLUMNS[name][1](row[name]) for name in known),
-            *([escape(printable(row["reason"] or ""))] if reasons else []),
+            *([escape(make_printable(row["reason"] or ""))] if reasons else []),
         )
     print_table(console, table)

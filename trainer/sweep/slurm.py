@@ -31,7 +31,7 @@ POLL = 2.0
 """Seconds between looks at the queue."""
 
 
-def run(
+def run_on_slurm(
     trials: list[Trial], sweep: SweepConfig, config_dir: str | None, on_end: OnEnd, say: Callable[[str], None]
 ) -> None:
     """Submits the trials that have no job yet, and with `sweep.wait` waits for all.
@@ -45,7 +45,7 @@ def run(
                 on_end(trial, "submitted", f"job {trial.job}")
         left = [trial for trial in trials if trial.job is not None]
         while left and not signals:
-            now = queued()
+            now = queued_jobs()
             for trial in [trial for trial in left if now is not None and trial.job not in now]:
                 left.remove(trial)
                 on_end(trial, *_outcome(trial))
@@ -63,13 +63,13 @@ def run(
 
 def _submit(trial: Trial, sweep: SweepConfig, config_dir: str | None) -> None:
     """Submits a trial and records the job's number. Raises `ConfigError` with Slurm's message where Slurm refuses."""
-    results.clear(trial.folder)
+    results.clear_trial(trial.folder)
     processes = trial.processes // sweep.slurm.nodes
     environment = {"TRAINER_PYTHON": sys.executable, **os.environ, "TRAINER_PROCESSES": str(processes)}
     with tempfile.NamedTemporaryFile("w", prefix="train-", suffix=".sbatch") as script:
         script.write(WHOLE_NODES.sub("", SCRIPT.read_text()))
         script.flush()
-        command = ["sbatch", "--parsable", *_asked(trial, sweep), script.name, *trial.words(config_dir)]
+        command = ["sbatch", "--parsable", *_requested(trial, sweep), script.name, *trial.words(config_dir)]
         try:
             done = subprocess.run(command, env=environment, capture_output=True, text=True)
         except OSError as error:
@@ -82,7 +82,7 @@ def _submit(trial: Trial, sweep: SweepConfig, config_dir: str | None) -> None:
     results.note_start(trial, job=trial.job)
 
 
-def _asked(trial: Trial, sweep: SweepConfig) -> list[str]:
+def _requested(trial: Trial, sweep: SweepConfig) -> list[str]:
     """The options of sbatch, which win over those in the script."""
     wanted = sweep.slurm
     # A quarter of the time is enough to save in tests; five minutes with most models.
@@ -114,13 +114,13 @@ def _outcome(trial: Trial) -> tuple[str, str | None]:
     ended = read_end(trial.folder, trial.job)
     if ended is not None:
         if ended.code == CANCELLED:
-            status, reason = results.outcome(trial.folder, ended.last, requested="stopped")
+            status, reason = results.trial_outcome(trial.folder, ended.last, requested="stopped")
             return status, reason or ended.why
-        status, reason = results.outcome(trial.folder, DONE if ended.code == DONE else ended.last)
+        status, reason = results.trial_outcome(trial.folder, DONE if ended.code == DONE else ended.last)
         return status, f"{reason}; {ended.why}" if status == "failed" else reason
     job = _job(trial.job)
     refused = job.get("ExitCode") == f"{REFUSED}:0"
-    state, (status, reason) = job.get("JobState"), results.outcome(trial.folder, REFUSED if refused else None)
+    state, (status, reason) = job.get("JobState"), results.trial_outcome(trial.folder, REFUSED if refused else None)
     if state == "OUT_OF_MEMORY":
         return "out_of_memory", "Slurm ended the job for lack of host memory"
     if status == "failed":
@@ -131,7 +131,7 @@ def _outcome(trial: Trial) -> tuple[str, str | None]:
     return status, reason
 
 
-def queued() -> set[str] | None:
+def queued_jobs() -> set[str] | None:
     """The numbers of this user's queued and running jobs; None where Slurm does not answer."""
     try:
         done = subprocess.run(["squeue", "--noheader", "--me", "--format=%A"], capture_output=True, text=True)

@@ -13,11 +13,11 @@ from trainer.checkpointing.checkpointer import Checkpointer
 from trainer.checkpointing.manifest import step_folder
 from trainer.config import ConfigError
 from trainer.planning.batch import BatchPlan
-from trainer.planning.pipeline import Pipeline
-from trainer.planning.schedules.search import Choice
-from trainer.training.auto_schedule import CHOSEN, Auto, save_choice
-from trainer.training.ledger import Ledger
-from trainer.training.saving import DROPPED, restore
+from trainer.planning.pipeline import PipelinePlan
+from trainer.planning.schedules.search import ScheduleChoice
+from trainer.training.auto_schedule import CHOSEN, AutoSchedule, save_choice
+from trainer.training.ledger import MetricsTracker
+from trainer.training.saving import DROPPED, restore_state
 from trainer.training.state import TrainState
 
 
@@ -25,11 +25,11 @@ class Adaptation:
     """The measurement of a run with schedule=auto, and the change to what it chooses. All ranks call its methods
     together."""
 
-    def __init__(self, state: TrainState, batch: BatchPlan, ledger: Ledger):
+    def __init__(self, state: TrainState, batch: BatchPlan, ledger: MetricsTracker):
         self.ledger = ledger
         wanted = state.config.parallel.pipeline.schedule == "auto" and state.plan.pp > 1
         # A schedule that was chosen earlier in this run has a name of its own; see `saved_choice`.
-        self.auto = Auto(state, batch) if wanted and state.pipeline.schedule.name != CHOSEN else None
+        self.auto = AutoSchedule(state, batch) if wanted and state.pipeline.schedule.name != CHOSEN else None
 
     def schedule_due(self) -> bool:
         """After each step: whether enough of them have been measured to choose a schedule."""
@@ -50,9 +50,14 @@ class Adaptation:
         return state, batch
 
     def _adopt(
-        self, choice: Choice, state: TrainState, batch: BatchPlan, save: Callable[[], bool], checkpointer: Checkpointer
+        self,
+        choice: ScheduleChoice,
+        state: TrainState,
+        batch: BatchPlan,
+        save: Callable[[], bool],
+        checkpointer: Checkpointer,
     ) -> tuple[TrainState, BatchPlan]:
-        config, before, after = state.config, state.pipeline, Pipeline(choice.schedule, choice.split)
+        config, before, after = state.config, state.pipeline, PipelinePlan(choice.schedule, choice.split)
         if state.world.rank == 0:
             try:
                 save_choice(Path(config.run.dir), choice, config, state.spec, state.plan)
@@ -68,7 +73,7 @@ class Adaptation:
             if state.compression.feedback_bytes:
                 self.ledger.log.event(DROPPED)
             batch = replace(batch, micro_size=choice.micro_size, accumulation=choice.microbatches)
-            state = rebuild(state, after, checkpointer)
+            state = rebuild_state(state, after, checkpointer)
         else:
             self.ledger.log.event(
                 "schedule auto keeps the present stages: the checkpoint to cut them anew from could not be written"
@@ -80,14 +85,14 @@ class Adaptation:
         return state, batch
 
 
-def rebuild(old: TrainState, pipeline: Pipeline, checkpointer: Checkpointer) -> TrainState:
+def rebuild_state(old: TrainState, pipeline: PipelinePlan, checkpointer: Checkpointer) -> TrainState:
     """The state with the model cut anew: through the checkpoint of the present step, the way any other plan would
     resume the run. `old` is freed."""
     gc.unfreeze()  # or nothing of the old state would ever be collected
     old.free()
     state = TrainState.build(old.config, old.spec, old.plan, pipeline, old.world)
     path = step_folder(checkpointer.folder, old.step)
-    restore(state, path, old.step, old.scaler.state_dict())
+    restore_state(state, path, old.step, old.scaler.state_dict())
     if not old.config.checkpoint.every and not old.config.checkpoint.at_end:  # a run that is to leave no checkpoint
         dist.barrier()
         checkpointer.forget(path)

@@ -20,24 +20,24 @@ import yaml
 
 from trainer.config import Config, ConfigError
 from trainer.config.model import ModelSpec
-from trainer.parallel.pipeline.timing import LayerProbe, Measured
+from trainer.parallel.pipeline.timing import LayerProbe, MeasuredCosts
 from trainer.planning.batch import BatchPlan
 from trainer.planning.cost.memory import constant_bytes
 from trainer.planning.cost.stages import LayerCosts
-from trainer.planning.cost.updates import Updates
-from trainer.planning.pipeline import Pipeline, estimated_costs
+from trainer.planning.cost.updates import UpdateSettings
+from trainer.planning.pipeline import PipelinePlan, estimated_costs
 from trainer.planning.plan import Plan
 from trainer.planning.resolve import Layout
 from trainer.planning.schedules import ir
-from trainer.planning.schedules.partition import Split, explicit, from_sizes
-from trainer.planning.schedules.search import Choice, Space, reorder, search
-from trainer.planning.schedules.simulate import Span, simulate
+from trainer.planning.schedules.partition import Split, explicit_split, from_sizes
+from trainer.planning.schedules.search import ScheduleChoice, SearchSpace, reorder_actions, search_schedules
+from trainer.planning.schedules.simulate import ActionSpan, simulate_schedule
 from trainer.planning.schedules.timeline import write_timeline
-from trainer.planning.schedules.validate import validate
+from trainer.planning.schedules.validate import validate_schedule
 from trainer.precision.dtypes import DTYPES
 from trainer.training.state import TrainState
 from trainer.util.files import write_atomic
-from trainer.util.reading import Shape, mismatch, read_yaml
+from trainer.util.reading import Shape, find_mismatch, read_yaml
 
 CHOSEN = "auto"
 """Name of a schedule that an earlier start of the run chose."""
@@ -52,7 +52,7 @@ USABLE = 0.92
 """Share of a GPU's memory that a schedule may plan with."""
 
 
-class Auto:
+class AutoSchedule:
     """Probes the steps of a run, and chooses when enough have been measured. All ranks call it together."""
 
     def __init__(self, state: TrainState, batch: BatchPlan):
@@ -67,7 +67,7 @@ class Auto:
             self.probe.measured()
         return self.steps > self.state.config.parallel.pipeline.probe_steps
 
-    def choose(self) -> Choice:
+    def choose(self) -> ScheduleChoice:
         """Ends the measurement; the best choice, the same on every rank. Settings that the user gave are kept.
 
         Raises `ConfigError` on every rank where nothing fits the memory.
@@ -79,15 +79,15 @@ class Auto:
         self.probe.remove()
         state.runtime.probe = None
 
-        def decide() -> Choice:
+        def decide() -> ScheduleChoice:
             layers = replace(
                 measured_layers(state, batch, [measured for measured, *_ in everyone]),
                 transfer=max(seconds for _, _, seconds, _ in everyone),
             )
-            layers = calibrated(layers, pipeline, max(finish for _, finish, _, _ in everyone))
+            layers = calibrate_costs(layers, pipeline, max(finish for _, finish, _, _ in everyone))
             element = DTYPES[state.config.precision.compute].itemsize
-            seen = simulate(pipeline.schedule, layers.stage(pipeline.split))
-            updates = Updates.of(state.config)
+            seen = simulate_schedule(pipeline.schedule, layers.stage(pipeline.split))
+            updates = UpdateSettings.of(state.config)
             states = constant_bytes(state.spec, plan, element, pipeline.split, pipeline.schedule.placement, updates)
             # What the formulas do not know: communication buffers, fragments, the compiler's workspaces.
             extra = max(0.0, max(peak for *_, peak in everyone) - max(a + b for a, b in zip(states, seen.memory)))
@@ -104,12 +104,12 @@ class Auto:
                 )
             given = state.config.batch
             fixed = (batch.accumulation,) if given.accumulation or given.micro_size else None
-            space = Space(
+            space = SearchSpace(
                 microbatches=fixed,
                 chunks=(settings.chunks,) if settings.chunks else (1, 2, 4),
                 split=from_sizes(settings.split) if isinstance(settings.split, list) else None,
             )
-            best = search(
+            best = search_schedules(
                 lambda micro: layers.scaled(micro / batch.micro_size),
                 plan.pp,
                 batch.micro_size * batch.accumulation,
@@ -118,7 +118,7 @@ class Auto:
                 space,
             )
             try:
-                here = reorder(
+                here = reorder_actions(
                     layers,
                     pipeline.split,
                     pipeline.schedule.placement,
@@ -134,7 +134,7 @@ class Auto:
         return world.agree(decide)
 
 
-def measured_layers(state: TrainState, batch: BatchPlan, ranks: list[Measured]) -> LayerCosts:
+def measured_layers(state: TrainState, batch: BatchPlan, ranks: list[MeasuredCosts]) -> LayerCosts:
     """Costs by unit of the model: medians over micro-batches, of the slowest rank where several hold a unit.
 
     The weight gradients of a stage are shared out to its layers by their matrix products; so are, where backward passes
@@ -178,12 +178,14 @@ def measured_layers(state: TrainState, batch: BatchPlan, ranks: list[Measured]) 
     )
 
 
-def calibrated(layers: LayerCosts, pipeline: Pipeline, makespan: float) -> LayerCosts:
+def calibrate_costs(layers: LayerCosts, pipeline: PipelinePlan, makespan: float) -> LayerCosts:
     """The costs with the host time of an action that makes the simulation of the probed steps last as long as they
     did."""
 
     def late(host: float) -> bool:
-        return simulate(pipeline.schedule, replace(layers, host=host).stage(pipeline.split)).makespan > makespan
+        return (
+            simulate_schedule(pipeline.schedule, replace(layers, host=host).stage(pipeline.split)).makespan > makespan
+        )
 
     low, high = 0.0, makespan / max(map(len, pipeline.schedule.orders))
     if late(low):
@@ -212,14 +214,14 @@ def transfer_seconds(state: TrainState, batch: BatchPlan, repeats: int = 5) -> f
             started = 0.0
             for number in range(repeats):
                 channels.recv(shape, dtype, edge[0]).wait()
-                synchronize(device)
+                synchronize_device(device)
                 if number == 0:
                     started = time.perf_counter()
             taken = (time.perf_counter() - started) / (repeats - 1)
     return taken
 
 
-def synchronize(device: torch.device) -> None:
+def synchronize_device(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -236,29 +238,29 @@ def memory_limit(device: torch.device) -> float | None:
 def write_schedule(run: Path, state: TrainState, batch: BatchPlan) -> None:
     """Writes the schedule of a run and two timelines by pipeline rank: of the last step as measured, and as simulated
     from the layers' operations, on the scale of what was measured. All ranks call it together."""
-    everyone: list[tuple[Span, ...]] = state.world.gather(state.runtime.timeline)
+    everyone: list[tuple[ActionSpan, ...]] = state.world.gather(state.runtime.timeline)
     if state.world.rank != 0:
         return
     measured = [everyone[rank] for rank in state.world.pipeline]
     folder, schedule, split = run / "schedule", state.pipeline.schedule, state.pipeline.split
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder / "schedule.csv", ir.dumps(schedule))
+    write_atomic(folder / "schedule.csv", ir.format_schedule(schedule))
     costs = estimated_costs(state.config, state.spec, state.plan, batch)
-    work = sum(simulate(schedule, costs.stage(split)).busy)
+    work = sum(simulate_schedule(schedule, costs.stage(split)).busy)
     busy = sum(span.end - span.start for spans in measured for span in spans)
-    plan = simulate(schedule, costs.scaled(busy / work).stage(split))
+    plan = simulate_schedule(schedule, costs.scaled(busy / work).stage(split))
     write_timeline(folder / "planned.json", plan.spans, plan.makespan)
     write_timeline(folder / "measured.json", measured)
 
 
-def save_choice(run: Path, choice: Choice, config: Config, spec: ModelSpec, plan: Plan) -> None:
+def save_choice(run: Path, choice: ScheduleChoice, config: Config, spec: ModelSpec, plan: Plan) -> None:
     """Writes what was chosen, beside the conditions under which a resumed run takes it again."""
     folder = run / "schedule"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "conditions.yaml").unlink(missing_ok=True)  # it says that the other two belong together, so it comes last
-    write_atomic(folder / "chosen.csv", ir.dumps(choice.schedule))
+    write_atomic(folder / "chosen.csv", ir.format_schedule(choice.schedule))
     write_atomic(folder / "choice.yaml", choice.to_yaml(str(folder / "chosen.csv")))
-    write_atomic(folder / "conditions.yaml", yaml.safe_dump(conditions(config, spec, plan), sort_keys=False))
+    write_atomic(folder / "conditions.yaml", yaml.safe_dump(choice_conditions(config, spec, plan), sort_keys=False))
 
 
 def saved_choice(run: Path, config: Config, layout: Layout) -> Layout | None:
@@ -267,13 +269,13 @@ def saved_choice(run: Path, config: Config, layout: Layout) -> Layout | None:
     if config.parallel.pipeline.schedule != "auto" or layout.plan.pp == 1:
         return None
     try:
-        if read_yaml(folder / "conditions.yaml") != conditions(config, layout.spec, layout.plan):
+        if read_yaml(folder / "conditions.yaml") != choice_conditions(config, layout.spec, layout.plan):
             return None
         settings = read_yaml(folder / "choice.yaml")
-        schedule = ir.load(folder / "chosen.csv", name=CHOSEN)
-        if mismatch(settings, CHOICE) or validate(schedule):
+        schedule = ir.load_schedule(folder / "chosen.csv", name=CHOSEN)
+        if find_mismatch(settings, CHOICE) or validate_schedule(schedule):
             return None
-        split = explicit(settings["parallel"]["pipeline"]["split"], layout.spec.depth, schedule.stages)
+        split = explicit_split(settings["parallel"]["pipeline"]["split"], layout.spec.depth, schedule.stages)
     except (OSError, ConfigError):
         return None  # none, or damaged: it is measured again
     micro, accumulation = (settings["batch"][name] for name in ("micro_size", "accumulation"))
@@ -282,10 +284,10 @@ def saved_choice(run: Path, config: Config, layout: Layout) -> Layout | None:
     if not fits or schedule.microbatches != accumulation or schedule.ranks != layout.plan.pp:
         return None
     batch = replace(before, micro_size=micro, accumulation=accumulation)
-    return replace(layout, pipeline=Pipeline(schedule, split), batch=batch)
+    return replace(layout, pipeline=PipelinePlan(schedule, split), batch=batch)
 
 
-def conditions(config: Config, spec: ModelSpec, plan: Plan) -> dict[str, Any]:
+def choice_conditions(config: Config, spec: ModelSpec, plan: Plan) -> dict[str, Any]:
     """What a choice depends on."""
     settings = {name: asdict(getattr(config, name)) for name in ("parallel", "batch", "activation", "precision")}
     return {"processes": plan.world, "model": spec.to_dict(), "compile": config.compile, **settings}

@@ -12,7 +12,7 @@ from torch import Tensor
 from trainer.precision.scaler import LossScale
 
 
-class Gate:
+class UpdateGate:
     """Keeps steps behind a suspicious one from changing the state until the host has looked at that one.
 
     shut: scalar on the device, 1 from a suspicious step on. active: whether there is a host that looks; without one the

@@ -8,7 +8,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from trainer.distributed.tensors import Fragment, local
+from trainer.distributed.tensors import Fragment, local_values
 from trainer.training.state import TrainState
 
 HOST = "states in host memory"
@@ -16,14 +16,14 @@ HOST = "states in host memory"
 
 
 @torch.no_grad()
-def held(state: TrainState) -> dict[str, float | None]:
+def memory_breakdown(state: TrainState) -> dict[str, float | None]:
     """Bytes by the estimator's categories, None where they cannot be known; in the middle of a step too.
 
     Memory counts whole, padding included, and once: of categories whose tensors share it, the first has it."""
     found: dict[str, float | None] = {}
     seen, host = set[int](), 0
     engine = state.engine.holds()
-    for name, own in states(state).items():
+    for name, own in state_bytes(state).items():
         theirs = engine.get(name, ())
         if theirs is None:
             found[name] = None
@@ -42,15 +42,15 @@ def held(state: TrainState) -> dict[str, float | None]:
     return found | ({HOST: host} if host else {})
 
 
-def states(state: TrainState) -> dict[str, Iterable[Tensor]]:
+def state_bytes(state: TrainState) -> dict[str, Iterable[Tensor]]:
     """What does not depend on the engine; empty of the categories that only it knows of."""
     parameters: list[Tensor | Fragment] = list(state.optimizer.parameters.values())
     return {
-        "parameters": map(local, parameters),
+        "parameters": map(local_values, parameters),
         "optimizer": state.optimizer.moments(),
         "average of weights": state.average.values.values() if state.average is not None else (),
         "error feedback": state.compression.errors,
-        "gradients": [local(one.grad) for one in parameters if one.grad is not None],
+        "gradients": [local_values(one.grad) for one in parameters if one.grad is not None],
         "gathered parameters": (),
         "communication buffers": (),
     }

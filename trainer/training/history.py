@@ -32,7 +32,7 @@ from trainer.pages.page import write_page
 from trainer.util.extras import DISTRIBUTION
 from trainer.util.files import FolderError, explain_errors, temporary_name, write_atomic
 from trainer.util.lines import LineFile, read_lines
-from trainer.util.reading import Malformed, mismatch, parse_json, read_json, read_yaml
+from trainer.util.reading import Malformed, find_mismatch, parse_json, read_json, read_yaml
 from trainer.util.run_folder import (
     CHECKPOINTS,
     EARLIER,
@@ -53,7 +53,7 @@ START = {"step": int, "processes": int, "settings": dict}
 PACKAGES = (DISTRIBUTION, "numpy", "triton", "transformers", "tokenizers", "datasets", "deepspeed")
 
 
-def recover(folder: Path) -> None:
+def recover_folder(folder: Path) -> None:
     """Brings a run's folder back to where it was before a start that was killed while it set an earlier run aside, and
     removes files that the start had not completed. The caller holds the folder's lock.
 
@@ -64,7 +64,7 @@ def recover(folder: Path) -> None:
             shutil.rmtree(part) if part.is_dir() and not part.is_symlink() else part.unlink()
 
 
-def begin(
+def begin_start(
     config: Config,
     step: int,
     resumed: Path | None,
@@ -81,9 +81,9 @@ def begin(
     then says so, unless it is that of an earlier run which stays in its place."""
     folder = Path(config.run.dir)
     own = own or is_own(resumed, folder)
-    with telling(config, step) if own else contextlib.nullcontext(), explain_errors("run.dir", folder):
+    with report_errors(config, step) if own else contextlib.nullcontext(), explain_errors("run.dir", folder):
         aside = set_aside(folder, resumed, step, own)
-    with telling(config, step), explain_errors("run.dir", folder):
+    with report_errors(config, step), explain_errors("run.dir", folder):
         changed = note_start(config, step, resumed, aside, places, opening.sections, own)
         save_tokenizer(tokenizer, folder / "tokenizer")
         text = io.StringIO()
@@ -92,12 +92,12 @@ def begin(
             log.append(text.getvalue())
     return [
         *([f"what an earlier run left in {folder} is now in {aside}"] if aside else []),
-        *([f"settings changed since: {shown(changed)}"] if changed else []),
+        *([f"settings changed since: {format_changes(changed)}"] if changed else []),
     ]
 
 
 @contextlib.contextmanager
-def telling(config: Config, step: int) -> Iterator[None]:
+def report_errors(config: Config, step: int) -> Iterator[None]:
     """Around what a start does with its folder: status.json names the error that ends it, where it can be written."""
     try:
         yield
@@ -121,8 +121,8 @@ def set_aside(folder: Path, resumed: Path | None, step: int, own: bool = False) 
     not, the start begins another run here, and all of the old one moves, but for a copy of `schedule`: the new run may
     have taken the old one's choice.
 
-    Everything is gathered in a folder that ends in `PART`; its last rename completes the move. Before that, `recover`
-    takes the move back. Raises `OSError`; the folder is then as before."""
+    Everything is gathered in a folder that ends in `PART`; its last rename completes the move. Before that,
+    `recover_folder` takes the move back. Raises `OSError`; the folder is then as before."""
     found = list_checkpoints(folder / CHECKPOINTS)
     moved, copied = list[Path](), RECORD
     if own or is_own(resumed, folder):
@@ -139,7 +139,7 @@ def set_aside(folder: Path, resumed: Path | None, step: int, own: bool = False) 
     try:
         part.mkdir(parents=True)
         for name in copied:
-            copy(folder / name, part / name)
+            copy_path(folder / name, part / name)
         for path in moved:
             there = part / path.relative_to(folder)
             there.parent.mkdir(exist_ok=True)
@@ -165,12 +165,12 @@ def undo_set_aside(folder: Path) -> None:
             part.parent.rmdir()
 
 
-def copy(old: Path, new: Path) -> None:
+def copy_path(old: Path, new: Path) -> None:
     """Copies a file or a folder, where it exists. Raises the first `OSError`, unlike `shutil.copytree`."""
     if old.is_dir():
         new.mkdir()
         for inner in old.iterdir():
-            copy(inner, new / inner.name)
+            copy_path(inner, new / inner.name)
     elif old.exists():
         shutil.copy2(old, new)
 
@@ -201,13 +201,13 @@ def note_start(
 ) -> dict[str, list[Any]]:
     """Appends to starts.jsonl what is about to train, and writes its settings to config.yaml.
 
-    step: after which it begins. places: `place` of every rank. table: what the start prints. own: as in
+    step: after which it begins. places: `describe_place` of every rank. table: what the start prints. own: as in
     `set_aside`. Returns the settings that differ from those under which the checkpoint `resumed` was written, as
     {name: [old, new]}.
     """
-    folder, settings = Path(config.run.dir), json.loads(json.dumps(typed.plain(config)))
+    folder, settings = Path(config.run.dir), json.loads(json.dumps(typed.to_plain(config)))
     now = {"processes": len(places), "settings": settings}
-    changed = changes(start_of(folder if own else resumed.resolve().parent.parent, step), now) if resumed else {}
+    changed = list_changes(start_of(folder if own else resumed.resolve().parent.parent, step), now) if resumed else {}
     line = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "step": step,
@@ -216,7 +216,7 @@ def note_start(
         "command": shlex.join(sys.orig_argv),
         "job": os.environ.get("SLURM_JOB_ID"),
         "code": code_version(),
-        "versions": versions(),
+        "versions": list_versions(),
         "hosts": Counter(host for host, _ in places),
         "devices": Counter(device for _, device in places),
         "changed": changed,
@@ -229,7 +229,7 @@ def note_start(
     return changed
 
 
-def place(world: World) -> tuple[str, str]:
+def describe_place(world: World) -> tuple[str, str]:
     """The host and the device of this rank."""
     return socket.gethostname(), device_name(world.device)
 
@@ -241,7 +241,7 @@ def start_of(run: Path, step: int) -> dict[str, Any]:
         for text in read_lines(run / STARTS):
             with contextlib.suppress(ValueError):
                 start = parse_json(text)
-                found = found if mismatch(start, START) or start["step"] >= step else start
+                found = found if find_mismatch(start, START) or start["step"] >= step else start
     if found:
         return found
     with contextlib.suppress(OSError, Malformed):  # of a version without starts.jsonl
@@ -250,11 +250,11 @@ def start_of(run: Path, step: int) -> dict[str, Any]:
     return {"settings": {}}
 
 
-def changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, list[Any]]:
+def list_changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, list[Any]]:
     """{name: [old, new]} of what differs between two starts. A setting that another version does not have is no
     change; an entry of a mapping such as data.sources is."""
     old, new = (
-        {name: start[name] for name in ("processes",) if name in start} | typed.flat(start["settings"])
+        {name: start[name] for name in ("processes",) if name in start} | typed.flatten_values(start["settings"])
         for start in (before, now)
     )
     return {
@@ -264,7 +264,7 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, list[Any]]
     }
 
 
-def shown(changed: dict[str, list[Any]]) -> str:
+def format_changes(changed: dict[str, list[Any]]) -> str:
     """Changes for people: `lr.peak 0.001 -> 0.005, processes 4 -> 2`."""
     return ", ".join(f"{name} {json.dumps(old)} -> {json.dumps(new)}" for name, (old, new) in changed.items())
 
@@ -284,7 +284,7 @@ def code_version() -> dict[str, Any] | None:
         return None
 
 
-def versions() -> dict[str, str]:
+def list_versions() -> dict[str, str]:
     """What computes: the interpreter, torch's build, CUDA, and the installed packages that numbers may depend on."""
     found = {"python": platform.python_version(), "torch": str(torch.__version__)}
     found |= {"cuda": torch.version.cuda} if torch.version.cuda else {}

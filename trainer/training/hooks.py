@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from trainer.config import Config, ConfigError
-from trainer.config.registry import CALLBACKS, METRICS, Registered
-from trainer.distributed.tensors import local
+from trainer.config.registry import CALLBACKS, METRICS, RegisteredKind
+from trainer.distributed.tensors import local_values
 from trainer.distributed.world import World
-from trainer.training.step import Ask
+from trainer.training.step import ControlFlag
 
 if TYPE_CHECKING:
     from trainer.observe.sinks import Logger
@@ -27,7 +27,7 @@ class HookFailed(RuntimeError):
     """A callback or metric of the user raised an error, which is its cause."""
 
 
-class Run:
+class RunView:
     """What callbacks and metrics see of a run, and what they may ask of it. All ranks call them, in the same order.
 
     config: the resolved configuration. folder: the run's. step: optimizer steps done, and tokens: trained on, since the
@@ -42,22 +42,22 @@ class Run:
         self.rank, self.processes, self.device = world.rank, world.size, world.device
         self.step, self.tokens, self.checkpoint = 0, 0, None
         self.metrics: dict[str, Any] = {}
-        self.asked = Ask(0)
+        self.asked = ControlFlag(0)
         self._state: TrainState | None = None
         self._scalars: dict[str, Tensor] = {}
         self._log: Logger | None = None
 
     def save(self) -> None:
         """Asks for a checkpoint, which one rank's wish is enough for: after the next step, or the one behind it."""
-        self.asked |= Ask.SAVE
+        self.asked |= ControlFlag.SAVE
 
     def evaluate(self) -> None:
         """Asks for an evaluation, likewise."""
-        self.asked |= Ask.EVALUATE
+        self.asked |= ControlFlag.EVALUATE
 
     def finish(self) -> None:
         """Asks to end the run as done, likewise, with its last checkpoint."""
-        self.asked |= Ask.FINISH
+        self.asked |= ControlFlag.FINISH
 
     def say(self, text: str) -> None:
         """Shows a notice of one line on the console and in console.log, by rank 0."""
@@ -73,7 +73,11 @@ class Run:
         """By global name, what this rank holds of each fp32 parameter: over all ranks, every element once."""
         shared = self._state.shared
         counted = dict(zip(shared.parameters, shared.counted_here))
-        return {name: local(parameter).detach() for name, parameter in self._state.parameters.items() if counted[name]}
+        return {
+            name: local_values(parameter).detach()
+            for name, parameter in self._state.parameters.items()
+            if counted[name]
+        }
 
     @property
     def gradient_norms(self) -> dict[str, Tensor]:
@@ -95,9 +99,9 @@ class Run:
         """A step has been taken; its numbers may still be on their way."""
         self._state, self._scalars, self.step, self.tokens = state, scalars, state.step, tokens
 
-    def take_asked(self) -> Ask:
+    def take_asked(self) -> ControlFlag:
         """What was asked for since the last call."""
-        asked, self.asked = self.asked, Ask(0)
+        asked, self.asked = self.asked, ControlFlag(0)
         return asked
 
 
@@ -105,7 +109,7 @@ class Hooks:
     """The callbacks and metrics that a configuration names. Raises `ConfigError` where one cannot be made."""
 
     def __init__(self, config: Config, world: World):
-        self.run = Run(config, world)
+        self.run = RunView(config, world)
         self.callbacks = {}
         for name, given in config.callbacks.items():
             entry = CALLBACKS[name]
@@ -148,7 +152,7 @@ class Hooks:
                     callback.load_state_dict(states[name])
 
     @contextlib.contextmanager
-    def blaming(self, entry: Registered, kind: str, where: str = "") -> Iterator[None]:
+    def blaming(self, entry: RegisteredKind, kind: str, where: str = "") -> Iterator[None]:
         """Names what raises an error, and the step. A `ConfigError` stays one."""
         try:
             yield

@@ -16,31 +16,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.data.batches import Batch, Loader, source_of
+from trainer.data.batches import BatchLoader, MicroBatch, source_of
 from trainer.data.corpus import Corpus
 from trainer.observe.deferred import DeferredScalars
-from trainer.observe.hardware import Reading, Sampler, clocks_of, over_ranks
-from trainer.observe.pauses import PAUSES, Growth, Pauses
+from trainer.observe.hardware import HardwareSampler, Reading, clocks_of, over_ranks
+from trainer.observe.pauses import PAUSES, PauseGrowth, PauseTimes
 from trainer.observe.report import peak_memory_gib, step_meter
 from trainer.observe.sinks import Logger
-from trainer.observe.slowdown import Slowdown
-from trainer.observe.stragglers import Stragglers, slowest
+from trainer.observe.slowdown import SlowdownAlert
+from trainer.observe.stragglers import StragglerAlert, find_straggler
 from trainer.parallel.pipeline.timing import StepTimes
 from trainer.planning.batch import BatchPlan
 from trainer.planning.schedules.simulate import Simulation
 from trainer.training.history import way_on
 from trainer.training.state import TrainState
-from trainer.training.step import Ask
+from trainer.training.step import ControlFlag
 from trainer.util.exit_codes import STOPPED
 
 BYTES = ("comm/bytes_inner", "comm/bytes_outer")
 
 
-class NonFinite(RuntimeError):
+class NonFiniteError(RuntimeError):
     """Training cannot go on: too many steps in a row had a non-finite loss or gradient, or the state is not finite."""
 
 
-class Ledger:
+class MetricsTracker:
     """The record of a run's steps. All ranks keep it together, and see a step at the same point.
 
     corpus: what is trained on; the losses of its sources are told apart where they are several. profiled: metrics of
@@ -57,7 +57,7 @@ class Ledger:
         skipped: int,
         corpus: Corpus,
         profiled: Mapping[str, float],
-        pauses: Pauses,
+        pauses: PauseTimes,
     ):
         config, world = state.config, state.world
         self.config, self.world, self.names, self.tokens_a_step = config, world, state.names, batch.tokens
@@ -68,20 +68,20 @@ class Ledger:
         self.deferred = DeferredScalars(world.device)
         self.meter = step_meter(config, state.spec, world, batch.sequence_length)
         self.hosts, self.readings = world.gather(socket.gethostname()), list[Reading]()
-        self.stragglers, self.slowdown = Stragglers(config.guard), Slowdown(config.guard, self.hosts)
+        self.stragglers, self.slowdown = StragglerAlert(config.guard), SlowdownAlert(config.guard, self.hosts)
         self.pauses, self.logged = pauses, state.step
-        self.growth = [Growth(name, config.guard) for name in PAUSES]
+        self.growth = [PauseGrowth(name, config.guard) for name in PAUSES]
         self.losses: list[float] = []
         self.skipped, self.skipped_in_row, self.stop, self.finished = skipped, 0, False, False
         self.first_skipped: int | None = None  # of the streak of skipped steps that the last step belongs to
         self.scale_before = 1.0  # the loss scale with which that streak began
-        self.asked, self.latest, self.repeated = Ask(0), dict[str, Any](), 0
+        self.asked, self.latest, self.repeated = ControlFlag(0), dict[str, Any](), 0
         self.predicted: tuple[Simulation, int] | None = None  # and the step from which its measurement counts
         self.log = Logger(
             Path(config.run.dir), config.logging, config.run, state.step, dataclasses.asdict(config), world.rank == 0
         )
         first = int(os.environ.get("LOCAL_RANK", 0)) == 0
-        self.hardware = Sampler(world.device, Path(config.run.dir), config.logging.hardware, first)
+        self.hardware = HardwareSampler(world.device, Path(config.run.dir), config.logging.hardware, first)
 
     def close(self, status: str, reason: str | None) -> None:
         """Ends the record of a run that has ended in this way; see `Logger.close`."""
@@ -93,7 +93,7 @@ class Ledger:
         self.deferred.begin()
 
     def add(
-        self, state: TrainState, scalars: dict[str, Tensor], batches: list[Batch], tokens: int, loader: Loader
+        self, state: TrainState, scalars: dict[str, Tensor], batches: list[MicroBatch], tokens: int, loader: BatchLoader
     ) -> None:
         """Queues what is to be known of the step that `state` has just taken on `batches`; nothing is waited for.
         scalars: what `train_step` returned; tokens: trained on so far."""
@@ -116,8 +116,8 @@ class Ledger:
         )
 
     def read_back(self, everything: bool = False) -> None:
-        """Logs the steps whose numbers have arrived (`everything`: waits for all), and acts on them. Raises `NonFinite`
-        on all ranks."""
+        """Logs the steps whose numbers have arrived (`everything`: waits for all), and acts on them. Raises
+        `NonFiniteError` on all ranks."""
         for step, numbers, host in self.deferred.pop_ready(block=everything):
             self.meter.finished(step, numbers["seconds"], host["data_seconds"], self.tokens_a_step)
             bad = numbers["found_inf"] > 0
@@ -129,9 +129,9 @@ class Ledger:
             # An fp16 overflow is the scaler's business until the scale has nowhere left to go.
             strike = bad and not (self.scaled and numbers["loss_scale"] > 1)
             self.skipped_in_row = self.skipped_in_row + 1 if strike else 0
-            self.asked |= Ask(sum(ask for ask, ranks in zip(Ask, numbers["asked"]) if ranks))
-            self.finished = Ask.FINISH in self.asked
-            self.stop = self.finished or Ask.STOP in self.asked
+            self.asked |= ControlFlag(sum(ask for ask, ranks in zip(ControlFlag, numbers["asked"]) if ranks))
+            self.finished = ControlFlag.FINISH in self.asked
+            self.stop = self.finished or ControlFlag.STOP in self.asked
             if self.due(step) or bad or self.stop:
                 self.log_step(step, numbers, host)
             if bad:
@@ -193,7 +193,7 @@ class Ledger:
         """Whether a step will be logged if nothing is wrong with it."""
         return step % self.config.logging.every == 0 or step == self.config.run.steps
 
-    def take(self, ask: Ask) -> bool:
+    def take(self, ask: ControlFlag) -> bool:
         """Whether a rank has asked for something since the last call."""
         taken = ask in self.asked
         self.asked &= ~ask
@@ -229,7 +229,7 @@ class Ledger:
         dist.all_gather(everyone, mine)  # on gloo: these are the host's numbers
         times_of, read_of, sums_of = torch.stack(everyone).split([len(own), len(read), sums.size], 1)
         busy, finish, forward, stage, waits = times_of.unbind(1)
-        measured["straggler"], measured["straggler_rank"] = slowest(forward.tolist(), stage.tolist())
+        measured["straggler"], measured["straggler_rank"] = find_straggler(forward.tolist(), stage.tolist())
         measured["data_seconds"] = waits.max().item()
         if self.pipelined:
             measured["bubble"] = 1 - (busy.sum() / (self.world.size * finish.max())).item()
@@ -263,7 +263,7 @@ class Ledger:
         # Context-parallel ranks share samples.
         samples = list(dict.fromkeys(sample for some in self.world.gather(mine) for sample in some))
         self.log.note_non_finite(self.first_skipped or step)
-        raise NonFinite(
+        raise NonFiniteError(
             f"{self.skipped_in_row} steps in a row without an update "
             f"(guard.max_skipped={self.config.guard.max_skipped}), the last at step {step}: "
             f"{self.describe_non_finite(numbers)}; samples with a non-finite loss: "

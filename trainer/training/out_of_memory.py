@@ -12,25 +12,25 @@ import torch
 
 from trainer.config import Config
 from trainer.config.hardware import HardwareConfig
-from trainer.diagnosis.evidence import Evidence, Machine
-from trainer.diagnosis.overrides import FREED, Workshop
-from trainer.diagnosis.shortage import NOTHING, OUTSIDE, POOLS, REST, Override, Shortage
+from trainer.diagnosis.evidence import RunEvidence, RunMachine
+from trainer.diagnosis.overrides import FREED, Suggestions
+from trainer.diagnosis.shortage import NOTHING, OUTSIDE, POOLS, REST, MemoryOverride, OOMReport
 from trainer.distributed.world import World
 from trainer.observe.report import device_name, peak_memory_gib
 from trainer.observe.sinks import reason_of, write_status
 from trainer.planning.estimate.hardware import load_hardware, shipped_for
-from trainer.planning.fit import Memory
+from trainer.planning.fit import MachineMemory
 from trainer.planning.plan import node_size
 from trainer.planning.resolve import Layout
-from trainer.training.held import HOST, held
+from trainer.training.held import HOST, memory_breakdown
 from trainer.training.state import TrainState
 from trainer.util.machine import resident_memory, used_memory
 from trainer.util.memory_errors import missing_memory
 
 
 @contextlib.contextmanager
-def explained(
-    config: Config, layout: Layout, world: World, memory: Memory, done: Callable[[], int]
+def explain_oom(
+    config: Config, layout: Layout, world: World, memory: MachineMemory, done: Callable[[], int]
 ) -> Iterator[list[Callable[[], TrainState]]]:
     """Around what may run out of memory: adds what is known of it to such an error (`BaseException.add_note`), and
     leaves it in the run's folder. done: says how many steps were. Yields a list for what says which state is trained,
@@ -41,17 +41,17 @@ def explained(
     except Exception as error:
         if missing := missing_memory(error):
             with contextlib.suppress(Exception):  # whatever goes wrong here, the error is told
-                error.add_note("\n".join(tell(config, layout, world, memory, done(), missing, states)))
+                error.add_note("\n".join(report_oom(config, layout, world, memory, done(), missing, states)))
             with contextlib.suppress(OSError):  # on any rank: the first one is ended by this, and knows no reason
                 write_status(Path(config.run.dir), "failed", done(), config.run.steps, reason_of(error))
         raise
 
 
-def tell(
+def report_oom(
     config: Config,
     layout: Layout,
     world: World,
-    memory: Memory,
+    memory: MachineMemory,
     step: int,
     missing: str,
     states: Sequence[Callable[[], TrainState]] = (),
@@ -59,9 +59,9 @@ def tell(
     """The lines that are to be said of memory that has run out, which are left in the run's folder."""
     node, device = node_size(world.size), device_name(world.device)
     capacity = memory.device or memory.host / node
-    found = Shortage(world.rank, step, missing, device, capacity, *actual(world.device, states))
+    found = OOMReport(world.rank, step, missing, device, capacity, *measured_memory(world.device, states))
     try:
-        workshop = workshop_of(config, layout, Machine(world.size, node, device), memory)
+        workshop = make_suggestions(config, layout, RunMachine(world.size, node, device), memory)
         overrides = tuple(workshop.against(*FREED))
         if (predicted := workshop.predicted) is None:
             engine = f"parallel.zero.engine={layout.plan.engine} holds memory that the estimator does not know"
@@ -79,27 +79,27 @@ def tell(
     return [*found.facts, *found.ways]
 
 
-def workshop_of(config: Config, layout: Layout, machine: Machine, memory: Memory) -> Workshop:
+def make_suggestions(config: Config, layout: Layout, machine: RunMachine, memory: MachineMemory) -> Suggestions:
     """What tries overrides on a run that lacks memory."""
     lacking = {"status": "failed", "reason": "MemoryError"}
     hardware = with_memory(load_hardware(shipped_for(machine.device)), memory, machine)
     folder = Path(config.run.dir)
-    known = Evidence(folder, config=config, layout=layout, machine=machine, hardware=hardware, status=lacking)
-    return Workshop(known, None, memory.host)
+    known = RunEvidence(folder, config=config, layout=layout, machine=machine, hardware=hardware, status=lacking)
+    return Suggestions(known, None, memory.host)
 
 
-def with_memory(hardware: HardwareConfig, memory: Memory, machine: Machine) -> HardwareConfig:
+def with_memory(hardware: HardwareConfig, memory: MachineMemory, machine: RunMachine) -> HardwareConfig:
     """A kind of machine with the memory that a process has here."""
     return replace(hardware, memory=(memory.device or memory.host / machine.node) / 2**30)
 
 
-def ways_out(config: Config, layout: Layout, machine: Machine, memory: Memory) -> str:
+def suggest_overrides(config: Config, layout: Layout, machine: RunMachine, memory: MachineMemory) -> str:
     """What to set so that a run fits, in words."""
-    found: list[Override] = workshop_of(config, layout, machine, memory).against(*FREED)
+    found: list[MemoryOverride] = make_suggestions(config, layout, machine, memory).against(*FREED)
     return "set " + ", or ".join(f"{one.text} ({one.told})" for one in found) if found else NOTHING
 
 
-def actual(
+def measured_memory(
     device: torch.device, states: Sequence[Callable[[], TrainState]] = ()
 ) -> tuple[dict[str, float], dict[str, float], tuple[str, ...]]:
     """Bytes that are taken by category, which add up to what is taken of a GPU, or of a CPU by this process; counts
@@ -110,7 +110,7 @@ def actual(
     reason = ""
     if states:
         try:
-            parts = held(states[0]())
+            parts = memory_breakdown(states[0]())
         except Exception as error:  # a state that is half made, or half freed
             reason = f" ({reason_of(error)})"
     counts = {} if parts.get(HOST) is None else {HOST: parts.pop(HOST)}
@@ -130,7 +130,7 @@ def actual(
     return known, counts | peaks, unknown
 
 
-def message(error: BaseException, missing: str) -> str:
+def format_oom(error: BaseException, missing: str) -> str:
     """What a process says that ends for lack of memory."""
     notes = [line for note in getattr(error, "__notes__", ()) for line in note.splitlines()]
     return "\n  ".join([f"out of memory on rank {os.environ.get('RANK', 0)}: {missing}", *notes])

@@ -22,15 +22,15 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from trainer.config import Config
-from trainer.diagnosis.sample import TRACES, axis_of, sampled, trace_of
+from trainer.diagnosis.sample import TRACES, axis_of, choose_ranks, trace_of
 from trainer.diagnosis.traces import COLLECTOR, GROUP, NOTE, STEP
-from trainer.distributed.c10d_internals import groups
+from trainer.distributed.c10d_internals import list_groups
 from trainer.distributed.world import World
-from trainer.observe.pauses import Pauses
+from trainer.observe.pauses import PauseTimes
 from trainer.observe.report import device_name
-from trainer.parallel.pipeline.runtime import Runtime
+from trainer.parallel.pipeline.runtime import PipelineRuntime
 from trainer.planning.schedules import ir
-from trainer.util.files import replacing
+from trainer.util.files import replace_file
 from trainer.util.reading import parse_json
 
 PACKAGE = Path(__file__).parents[1]
@@ -39,12 +39,12 @@ PATIENCE = 60.0
 """Seconds that the end of a run waits for the last accounts."""
 
 
-class Profiling:
+class StepProfiler:
     """The profiles of a run. All ranks call its methods together.
 
     metrics: what the account of the newest profiled step says, on rank 0."""
 
-    def __init__(self, config: Config, world: World, first: int, pauses: Pauses):
+    def __init__(self, config: Config, world: World, first: int, pauses: PauseTimes):
         """first: step after which this start begins. pauses: of training."""
         self.every, self.kept = config.logging.profile, set(config.logging.trace)
         self.folder, self.world, self.first, self.last = Path(config.run.dir), world, first, first
@@ -62,7 +62,7 @@ class Profiling:
         return step in self.kept or bool(self.every) and step % self.every == 0 and step > self.first + 2
 
     @contextlib.contextmanager
-    def step(self, number: int, runtime: Runtime, slow: int | None) -> Iterator[None]:
+    def step(self, number: int, runtime: PipelineRuntime, slow: int | None) -> Iterator[None]:
         """Surrounds a step of the loop, from the wait for its batch to its line of metrics. slow: a rank that has been
         slow, if one has."""
         due = self.due(number)
@@ -70,7 +70,7 @@ class Profiling:
         if not due and not (self.cuda and self.due(number + 1)):
             yield
             return
-        mine = self.world.rank in (ranks := sampled(self.mesh, slow))
+        mine = self.world.rank in (ranks := choose_ranks(self.mesh, slow))
         if self.profiler is None and mine:
             self.start()
         if due and not self.cuda:
@@ -112,7 +112,7 @@ class Profiling:
             with record_function(GROUP + name):
                 dist.all_reduce(torch.zeros(1), group=group)
 
-    def finish(self, number: int, runtime: Runtime, spent: Mapping[str, float]) -> None:
+    def finish(self, number: int, runtime: PipelineRuntime, spent: Mapping[str, float]) -> None:
         """Writes the trace. spent: seconds that training has stood still since the account before."""
         if self.cuda:
             torch.cuda.synchronize()
@@ -122,10 +122,10 @@ class Profiling:
         gc.callbacks.remove(self.collector)
         path = trace_of(self.folder, number, self.world.rank)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as part:
+        with replace_file(path) as part:
             profiler.export_chrome_trace(part)
 
-    def note(self, number: int, runtime: Runtime, spent: Mapping[str, float]) -> dict[str, Any]:
+    def note(self, number: int, runtime: PipelineRuntime, spent: Mapping[str, float]) -> dict[str, Any]:
         """What the profiler does not know of the step."""
         axes = {
             name: (axis_of(ranks, self.mesh, group.group_desc), ranks)
@@ -141,7 +141,7 @@ class Profiling:
             "place": self.world.places,
             "device": device_name(self.world.device) if self.cuda else "cpu",
             "groups": {name: {"axis": axis, "ranks": ranks} for name, (axis, ranks) in axes.items()},
-            "schedule": ir.dumps(runtime.schedule).splitlines() if pipelined else [],
+            "schedule": ir.format_schedule(runtime.schedule).splitlines() if pipelined else [],
             "placement": list(runtime.schedule.placement),
             "actions": [(str(action), start, end) for action, start, end in runtime.times.spans()],
             "spent": {term: seconds / (number - self.last) for term, seconds in spent.items() if seconds},
@@ -181,4 +181,4 @@ class Profiling:
 
 def groups_of_steps() -> dict[str, dist.ProcessGroup]:
     """All process groups but that of checkpoints, which another thread uses meanwhile."""
-    return {name: group for name, group in groups().items() if group.group_desc != "checkpoint"}
+    return {name: group for name, group in list_groups().items() if group.group_desc != "checkpoint"}

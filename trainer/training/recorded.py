@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from trainer.config import Config, ConfigError
-from trainer.data.batches import Batch
-from trainer.model.compiled import recorded
+from trainer.data.batches import MicroBatch
+from trainer.model.compiled import capture_graph
 from trainer.training.state import TrainState
-from trainer.training.step import Ask, train_step
+from trainer.training.step import ControlFlag, train_step
 
 WARM = 2
 """Steps that run as they come: they compile, measure kernels, and leave tables on the device."""
 
 
-class RecordedStep:
+class CUDAGraphStep:
     """`train_step` of a state: the first `WARM` steps as they come, the next is recorded, and replayed like all that
     follow. Raises `ConfigError` where it cannot be recorded."""
 
@@ -29,10 +29,10 @@ class RecordedStep:
         self.state = state
         self.before = WARM
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.batches: list[Batch] = []
+        self.batches: list[MicroBatch] = []
         self.scalars: dict[str, Tensor] = {}
 
-    def __call__(self, batches: list[Batch], asked: int) -> dict[str, Tensor]:
+    def __call__(self, batches: list[MicroBatch], asked: int) -> dict[str, Tensor]:
         if self.before:
             self.before -= 1
             return train_step(self.state, batches, asked)
@@ -45,19 +45,19 @@ class RecordedStep:
         self.graph.replay()
         scalars = {name: value.clone() for name, value in self.scalars.items()}  # the next replay overwrites its own
         if asked:
-            bits = [float(bool(asked & ask)) for ask in Ask]
+            bits = [float(bool(asked & ask)) for ask in ControlFlag]
             scalars["asked"] = torch.tensor(bits, dtype=torch.float64, device=self.state.world.device)
         return scalars
 
-    def record(self, batches: list[Batch]) -> None:
+    def record(self, batches: list[MicroBatch]) -> None:
         device = self.state.world.device
         self.batches = [batch.clone() for batch in batches]
         torch.cuda.synchronize(device)
         gc.collect()
         torch.cuda.empty_cache()  # what steps took so far, the graph will take
-        step = partial(train_step, self.state, self.batches, Ask(0))
+        step = partial(train_step, self.state, self.batches, ControlFlag(0))
         try:
-            self.graph, self.scalars = recorded(step, torch.cuda.Stream(device))
+            self.graph, self.scalars = capture_graph(step, torch.cuda.Stream(device))
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.data.batches import Batch
-from trainer.distributed.tensors import local
+from trainer.data.batches import MicroBatch
+from trainer.distributed.tensors import local_values
 from trainer.observe.deferred import Ready
 from trainer.training.state import TrainState
 
@@ -32,21 +32,21 @@ TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
-class Taken:
+class TakenStep:
     """A step that was taken: its number, what it was taken on, and the counters of the host behind it."""
 
     step: int
-    batches: list[Batch]
+    batches: list[MicroBatch]
     asked: int
     position: int
     tokens: int
 
 
-class Repeats:
+class StepRepeats:
     """The newest steps of a run, and what became of those that were run again. All ranks keep it together."""
 
     def __init__(self, state: TrainState):
-        self.steps: deque[Taken] = deque()
+        self.steps: deque[TakenStep] = deque()
         self.looked_at = 0
         self.watch(state)
 
@@ -55,7 +55,7 @@ class Repeats:
         self.state, self.world = state, state.world
         state.gate.active = state.scaler.can_hold
 
-    def note(self, taken: Taken) -> None:
+    def note(self, taken: TakenStep) -> None:
         """A step is about to be taken, for the first time or again."""
         if not self.steps or self.steps[-1].step < taken.step:
             self.steps.append(taken)
@@ -69,7 +69,7 @@ class Repeats:
                 self.steps.popleft()
         return None
 
-    def rewind(self, step: int) -> list[Taken]:
+    def rewind(self, step: int) -> list[TakenStep]:
         """Goes back to before a suspicious step. Returns it, and the steps behind it, which have changed nothing."""
         self.looked_at, self.state.step = step, step - 1
         self.state.gate.open()
@@ -87,10 +87,10 @@ class Repeats:
         same = not self.state.config.run.deterministic or np.array_equal(
             numbers["squares"], second[1]["squares"], equal_nan=True
         )
-        text = told(reports, numbers, second[1], again, same)
+        text = explain_repeat(reports, numbers, second[1], again, same)
         return f"step {step} was run again on the same batch: {text}", again
 
-    def _report(self, first: Mapping[str, Any], second: Mapping[str, Any], ids: list[str], again: bool) -> Report:
+    def _report(self, first: Mapping[str, Any], second: Mapping[str, Any], ids: list[str], again: bool) -> RepeatReport:
         """What this rank has seen of both executions."""
         one, two = first["losses"], second["losses"]
         if self.state.config.run.deterministic:
@@ -100,9 +100,9 @@ class Repeats:
         broken = [
             name
             for name, parameter in (self.state.parameters.items() if again else ())
-            if not torch.isfinite(local(parameter)).all()
+            if not torch.isfinite(local_values(parameter)).all()
         ]
-        return Report(
+        return RepeatReport(
             socket.gethostname(),
             self.world.data.get_local_rank(),
             [sample for sample, bad in zip(ids, ~np.isfinite(two)) if bad],
@@ -112,7 +112,7 @@ class Repeats:
 
 
 @dataclass(frozen=True)
-class Report:
+class RepeatReport:
     """What a rank has seen of a step that was run twice.
 
     data: its place among the ranks that see different data. samples: whose loss was not finite the second time;
@@ -125,8 +125,8 @@ class Report:
     broken: list[str]
 
 
-def told(
-    reports: Sequence[Report], first: Mapping[str, Any], second: Mapping[str, Any], again: bool, same: bool
+def explain_repeat(
+    reports: Sequence[RepeatReport], first: Mapping[str, Any], second: Mapping[str, Any], again: bool, same: bool
 ) -> str:
     """What both executions of a step tell. reports: by rank; again: whether the second is not finite either; same:
     whether both have the same gradient norms, as far as that can be expected."""

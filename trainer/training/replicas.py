@@ -30,8 +30,8 @@ from trainer.checkpointing.checkpointer import Checkpointer
 from trainer.checkpointing.manifest import list_checkpoints
 from trainer.checkpointing.parts import TensorPart
 from trainer.config import Config
-from trainer.distributed.digests import bits, digest, elements_of_rows, row_sums
-from trainer.distributed.tensors import Fragment, local
+from trainer.distributed.digests import digest_rows, elements_of_rows, row_sums, tensor_words
+from trainer.distributed.tensors import Fragment, local_values
 from trainer.model.initial import name_seed
 from trainer.training.history import way_on
 from trainer.training.state import COPY, TrainState
@@ -42,7 +42,7 @@ Seat = tuple[int, int]
 DIFFERENT = "replicas that differ"
 """Among the numbers of a step."""
 
-SHOWN = 16
+MAX_COMPARED = 16
 """Tensors whose values are compared for the message."""
 ROWS = 256
 """Rows of a tensor whose values are compared, of 32 KiB each."""
@@ -52,11 +52,11 @@ IMPLAUSIBLE = 100.0
 """A value is implausible if it is this many times the largest one that all holders agree on."""
 
 
-class ReplicasDiffer(RuntimeError):
+class ReplicaMismatch(RuntimeError):
     """Ranks hold different values where they have to be equal: one of them is faulty."""
 
 
-class Replicas:
+class ReplicaComparison:
     """The replicas of a state, and their comparison. All ranks call its methods together.
 
     keys: by seat of this rank, the numbers of the tensors that it holds together with other seats, by name. sets: the
@@ -101,24 +101,24 @@ class Replicas:
         """Seat, key and values of what this rank holds together with others, in an order that holders share."""
         for place, (keys, tensors) in enumerate(zip(self.keys, self.held())):
             for name, key in keys.items():
-                yield (self.world.rank, place), key, local(tensors[name])
+                yield (self.world.rank, place), key, local_values(tensors[name])
 
     def due(self, step: int) -> bool:
         """Whether replicas are compared after a step."""
         return self.every > 0 and step % self.every == 0
 
     def check(self, counters: Mapping[str, int]) -> None:
-        """Compares and waits for the result: before a save. Raises `ReplicasDiffer` on all ranks."""
+        """Compares and waits for the result: before a save. Raises `ReplicaMismatch` on all ranks."""
         if self.every:
             numbers = {name: value.item() for name, value in self.compare(counters, on_host=True).items()}
             self.judge(self.state.step, numbers, counters)
 
     def judge(self, step: int, numbers: Mapping[str, Any], counters: Mapping[str, int]) -> None:
-        """Takes the numbers of a step, read back. Raises `ReplicasDiffer` on all ranks if replicas differed then."""
+        """Takes the numbers of a step, read back. Raises `ReplicaMismatch` on all ranks if replicas differed then."""
         if numbers.get(DIFFERENT):
             explained = self.explain(counters)
             self.checkpointer.wait()  # what is being saved was compared before
-            raise ReplicasDiffer(message(self.state.config, explained, step, self.checkpointer.folder))
+            raise ReplicaMismatch(format_mismatch(self.state.config, explained, step, self.checkpointer.folder))
 
     @torch.no_grad()
     def compare(self, counters: Mapping[str, int], on_host: bool = False) -> dict[str, Tensor]:
@@ -134,7 +134,7 @@ class Replicas:
         found[1, -1] = ~found[0, -1]
         found = (found.pin_memory() if device.type == "cuda" else found).to(device, non_blocking=True)
         for (place, _), rows in sums.items():
-            value = digest(rows, device)
+            value = digest_rows(rows, device)
             both = torch.stack([value, ~value])  # of both the maximum: the largest and, inverted, the smallest
             found[:, place] = torch.maximum(found[:, place], both)
         found = found.cpu() if on_host else found
@@ -144,7 +144,9 @@ class Replicas:
     @torch.no_grad()
     def explain(self, counters: Mapping[str, int]) -> str:
         """What differs and on which ranks, for people: the same text on all ranks."""
-        digests = {(seat, key): digest([row_sums(values)], values.device).item() for seat, key, values in self.shared()}
+        digests = {
+            (seat, key): digest_rows([row_sums(values)], values.device).item() for seat, key, values in self.shared()
+        }
         names = {key: name for keys in self.keys for name, key in keys.items()}
         everyone = self.world.gather((socket.gethostname(), dict(counters), digests, names))
         nodes = {number: node for number, (node, *_) in enumerate(everyone)}
@@ -156,19 +158,19 @@ class Replicas:
         differing = sorted(
             (key for key, values in by_key.items() if len(set(values.values())) > 1), key=lambda key: names[key]
         )
-        verdicts = [Verdict.of(by_key[key]) for key in differing]
-        self._compare_values(dict(zip(differing[:SHOWN], verdicts)))
-        said = [f"{names[key]}: {verdict.describe()}" for key, verdict in zip(differing[:SHOWN], verdicts)]
-        if len(differing) > SHOWN:
-            said.append(f"and {len(differing) - SHOWN} more tensors")
+        verdicts = [ReplicaVerdict.of(by_key[key]) for key in differing]
+        self._compare_values(dict(zip(differing[:MAX_COMPARED], verdicts)))
+        said = [f"{names[key]}: {verdict.describe()}" for key, verdict in zip(differing[:MAX_COMPARED], verdicts)]
+        if len(differing) > MAX_COMPARED:
+            said.append(f"and {len(differing) - MAX_COMPARED} more tensors")
         for name in counters:
             values = [theirs[name] for _, theirs, _, _ in everyone]
             if len(set(values)) > 1:
-                verdicts.append(Verdict.of({(number, 0): value for number, value in enumerate(values)}))
+                verdicts.append(ReplicaVerdict.of({(number, 0): value for number, value in enumerate(values)}))
                 said.append(f"{name}: {', '.join(f'{value} on rank {n}' for n, value in enumerate(values))}")
-        return "\n  ".join([f"{blame(verdicts, nodes)}", *said])
+        return "\n  ".join([f"{blame_ranks(verdicts, nodes)}", *said])
 
-    def _compare_values(self, verdicts: dict[int, Verdict]) -> None:
+    def _compare_values(self, verdicts: dict[int, ReplicaVerdict]) -> None:
         """Adds to each verdict how many elements differ, and the values of the first that do. Few ranks send values,
         and of large tensors the rows that differ."""
         mine = {
@@ -198,7 +200,7 @@ def key_of(name: str, part: TensorPart) -> int:
 
 
 @dataclass
-class Verdict:
+class ReplicaVerdict:
     """What is known of a tensor whose holders differ.
 
     holders: all of them; wrong: those that are outvoted, empty where there is no majority. witnesses: a few whose
@@ -215,7 +217,7 @@ class Verdict:
     implausible: tuple[Seat, ...] = ()
 
     @classmethod
-    def of(cls, digests: Mapping[Seat, int]) -> Verdict:
+    def of(cls, digests: Mapping[Seat, int]) -> ReplicaVerdict:
         """By the digests of all holders."""
         votes = Counter(digests.values())
         most, count = votes.most_common(1)[0]
@@ -228,7 +230,7 @@ class Verdict:
         """elements: of each witness, the values of the rows that differ, by their place."""
         values = [torch.cat([*parts.values()]) for parts in elements]
         places = torch.cat([torch.arange(first, first + len(part)) for first, part in elements[0].items()])
-        raw = [torch.cat(bits(part)) for part in values]
+        raw = [torch.cat(tensor_words(part)) for part in values]
         unequal = torch.stack([part != raw[0] for part in raw]).any(0)
         self.differing = int(unequal.sum())
         wide = torch.stack([part.double() for part in values])
@@ -242,11 +244,11 @@ class Verdict:
     def describe(self) -> str:
         number = f"{'at least ' if self.sampled else ''}{self.differing:,}"
         place, values = self.first or (0, [])
-        told = ", ".join(f"{value:.9g} on {seats([seat])}" for seat, value in zip(self.witnesses, values))
+        told = ", ".join(f"{value:.9g} on {format_holders([seat])}" for seat, value in zip(self.witnesses, values))
         return f"{number} of {self.size:,} elements differ, the first at {place} ({told})"
 
 
-def seats(of: Iterable[Seat], nodes: Mapping[int, str] | None = None) -> str:
+def format_holders(of: Iterable[Seat], nodes: Mapping[int, str] | None = None) -> str:
     """Holders in words."""
 
     def name(seat: Seat) -> str:
@@ -256,23 +258,23 @@ def seats(of: Iterable[Seat], nodes: Mapping[int, str] | None = None) -> str:
     return ", ".join(map(name, sorted(set(of))))
 
 
-def blame(verdicts: list[Verdict], nodes: Mapping[int, str]) -> str:
+def blame_ranks(verdicts: list[ReplicaVerdict], nodes: Mapping[int, str]) -> str:
     """Which ranks are to be looked at, by what is known of all tensors and counters that differ."""
     outvoted = {seat for verdict in verdicts for seat in verdict.wrong}
     if outvoted:
-        return f"{seats(outvoted, nodes)} differs from the majority of those that hold the same"
+        return f"{format_holders(outvoted, nodes)} differs from the majority of those that hold the same"
     odd = {seat for verdict in verdicts for seat in verdict.implausible}
     if odd:
-        return f"{seats(odd, nodes)} holds implausible values, and the others that hold the same do not"
+        return f"{format_holders(odd, nodes)} holds implausible values, and the others that hold the same do not"
     every = {seat for verdict in verdicts for seat in verdict.holders}
     if not every:
         return "what differed is equal again one step later"
     if len({rank for rank, _ in every}) == 1:
-        return f"{seats(every, nodes)} are two copies of one tensor and hold different values"
-    return f"one of {seats(every, nodes)} is wrong, and their values do not tell which"
+        return f"{format_holders(every, nodes)} are two copies of one tensor and hold different values"
+    return f"one of {format_holders(every, nodes)} is wrong, and their values do not tell which"
 
 
-def message(config: Config, explained: str, step: int, checkpoints: Path) -> str:
+def format_mismatch(config: Config, explained: str, step: int, checkpoints: Path) -> str:
     """What is said when a run ends because replicas differ after `step`."""
     newest = next(iter(list_checkpoints(checkpoints).values()), None)
     saved = f"{newest} is the last checkpoint, whose replicas were equal; {way_on(config)}"

@@ -9,15 +9,15 @@ import torch
 
 from trainer.config import Config, ConfigError
 from trainer.config.hardware import HardwareConfig
-from trainer.diagnosis.evidence import Machine
+from trainer.diagnosis.evidence import RunMachine
 from trainer.observe.report import device_name
 from trainer.planning.estimate.hardware import load_hardware, shipped_for
-from trainer.planning.estimate.recompute import decided
-from trainer.planning.estimate.sequence import SHARE, Room, limit_of, recompute, settle
-from trainer.planning.fit import Memory
+from trainer.planning.estimate.recompute import measure_choice
+from trainer.planning.estimate.sequence import SHARE, MemoryLimit, decide_memory, describe_recompute, limit_of
+from trainer.planning.fit import MachineMemory
 from trainer.planning.resolve import Layout
-from trainer.training.out_of_memory import ways_out
-from trainer.util.tables import duration, size
+from trainer.training.out_of_memory import suggest_overrides
+from trainer.util.tables import format_bytes, format_duration
 
 
 def free_memory(device: torch.device) -> int | None:
@@ -28,56 +28,62 @@ def free_memory(device: torch.device) -> int | None:
 
 
 @dataclass(frozen=True)
-class Undecided:
+class AutoSettings:
     """A configuration with its `auto`s, and its layout. node: processes of this machine; hardware: how fast it is,
     where that matters."""
 
     config: Config
     layout: Layout
-    memory: Memory
+    memory: MachineMemory
     node: int
     hardware: HardwareConfig | None
 
     @classmethod
-    def of(cls, config: Config, layout: Layout, memory: Memory, node: int, device: torch.device) -> Undecided:
+    def of(cls, config: Config, layout: Layout, memory: MachineMemory, node: int, device: torch.device) -> AutoSettings:
         """Raises `ConfigError` where `activation.hardware` cannot be read."""
-        return cls(config, layout, memory, node, machine(config, device))
+        return cls(config, layout, memory, node, find_hardware(config, device))
 
     def settle(self, free: Sequence[int | None] = ()) -> tuple[Config, Layout]:
         """The configuration with everything decided, and its layout. free: `free_memory` of every rank, the least of
         which counts; without it, the whole memory does."""
-        return settle(self.config, self.layout, self.room(free), self.node, self.hardware)
+        return decide_memory(self.config, self.layout, self.room(free), self.node, self.hardware)
 
-    def room(self, free: Sequence[int | None]) -> Room:
+    def room(self, free: Sequence[int | None]) -> MemoryLimit:
         device = min((found for found in free if found is not None), default=self.memory.device)
-        return Room(device, SHARE * self.memory.host / self.node)
+        return MemoryLimit(device, SHARE * self.memory.host / self.node)
 
     def explain(self, config: Config, layout: Layout, free: Sequence[int | None] = ()) -> list[str]:
         """What `activation.mode=auto` has chosen, in a line. Raises `ConfigError` where nothing fits."""
         if self.hardware is None:
             return []
         room = self.room(free)
-        one, limit = decided(config, layout, self.hardware, self.node), limit_of(self.config, room) or room.host
+        one, limit = measure_choice(config, layout, self.hardware, self.node), limit_of(self.config, room) or room.host
         given = self.config.activation.memory is not None
         whole = limit if given else room.device or room.host
         if one.peak > whole and not config.run.force:
-            there = f"activation.memory={self.config.activation.memory:g}" if given else f"there are {size(whole)}"
-            place, memory = Machine(layout.plan.world, self.node, self.hardware.device), self.memory
-            ways = ways_out(self.config, layout, place, replace(memory, device=int(whole) if memory.device else None))
+            there = (
+                f"activation.memory={self.config.activation.memory:g}" if given else f"there are {format_bytes(whole)}"
+            )
+            place, memory = RunMachine(layout.plan.world, self.node, self.hardware.device), self.memory
+            ways = suggest_overrides(
+                self.config, layout, place, replace(memory, device=int(whole) if memory.device else None)
+            )
             if given:
                 ways = f"set activation.memory={1.01 * one.peak / 2**30:.3g}, which would do, or {ways}"
             raise ConfigError(
-                f"activation.mode=auto: nothing fits: the least that a step is predicted to take is {size(one.peak)} a "
-                f"rank ({recompute(config.activation)}), and {there}; {ways}, "
+                "activation.mode=auto: nothing fits: the least that a step is predicted to take is "
+                f"{format_bytes(one.peak)} a "
+                f"rank ({describe_recompute(config.activation)}), and {there}; {ways}, "
                 "or go on all the same with run.force=true"
             )
         return [
-            f"activation=auto chose {recompute(config.activation)}: predicted step {duration(one.seconds)}, peak "
-            f"{size(one.peak)} of the {size(limit)} that it may take"
+            f"activation=auto chose {describe_recompute(config.activation)}: predicted step "
+            f"{format_duration(one.seconds)}, peak "
+            f"{format_bytes(one.peak)} of the {format_bytes(limit)} that it may take"
         ]
 
 
-def machine(config: Config, device: torch.device) -> HardwareConfig | None:
+def find_hardware(config: Config, device: torch.device) -> HardwareConfig | None:
     """How fast the run's devices are, where `activation.mode=auto` asks. Raises `ConfigError`."""
     if config.activation.mode != "auto":
         return None

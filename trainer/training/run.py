@@ -14,12 +14,12 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from trainer.checkpointing.manifest import list_checkpoints
 from trainer.config import Config, ConfigError
-from trainer.config.extend import extended
+from trainer.config.extend import extend_spec
 from trainer.config.model import ModelSpec
 from trainer.data.corpus import open_corpus
 from trainer.data.tokens import DataError
 from trainer.distributed.channels import PeerError
-from trainer.distributed.world import World, join, local_device
+from trainer.distributed.world import World, join_world, local_device
 from trainer.model.initial import Weights
 from trainer.observe import flight, metrics
 from trainer.parallel.engine import check_engine
@@ -27,34 +27,34 @@ from trainer.parallel.parallelize import check_compiler, check_model
 from trainer.planning.batch import BatchPlan, training_steps
 from trainer.planning.fit import check_fit
 from trainer.planning.plan import node_size
-from trainer.planning.resolve import check, resolve
+from trainer.planning.resolve import check_config, resolve_layout
 from trainer.training.auto_schedule import saved_choice
 from trainer.training.history import settle_status, way_on
-from trainer.training.ledger import NonFinite
-from trainer.training.out_of_memory import explained, message
+from trainer.training.ledger import NonFiniteError
+from trainer.training.out_of_memory import explain_oom, format_oom
 from trainer.training.recorded import check_recording
-from trainer.training.replicas import ReplicasDiffer
-from trainer.training.room import Undecided, free_memory
-from trainer.training.saving import Start
+from trainer.training.replicas import ReplicaMismatch
+from trainer.training.room import AutoSettings, free_memory
+from trainer.training.saving import RunStart
 from trainer.training.session import (
-    Clock,
-    claimed,
+    RunClock,
+    claim_folder,
     compare_ranks,
     host_threads,
     memory_of,
     numeric_mode,
+    start_watchdog,
     stop_signals,
     warn_of_stale_store,
-    watching,
 )
 from trainer.training.trainer import Trainer
-from trainer.util.exit_codes import DONE, FAILED, INTERRUPTED, rank
+from trainer.util.exit_codes import DONE, FAILED, INTERRUPTED, process_rank
 from trainer.util.files import FolderError
 from trainer.util.memory_errors import missing_memory
 
 
 @dataclass
-class Result:
+class RunResult:
     """What a run leaves: its folder, and how it ended (exit code of the command line)."""
 
     folder: Path
@@ -63,23 +63,23 @@ class Result:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """All lines of metrics.jsonl, oldest first."""
-        return metrics.read(self.folder)
+        return metrics.read_metrics(self.folder)
 
 
-def run(config: Config) -> Result:
+def run(config: Config) -> RunResult:
     """Trains as configured, resuming where the run folder has a checkpoint. Raises `ConfigError` before any step."""
-    clock = Clock(config.run.hours)
+    clock = RunClock(config.run.hours)
     world_size, folder = int(os.environ.get("WORLD_SIZE", 1)), Path(config.run.dir)
-    if problems := check(config, world_size):  # settings may have been changed since they were composed
+    if problems := check_config(config, world_size):  # settings may have been changed since they were composed
         raise ConfigError(problems)
     spec, weights = starting_point(config)
-    layout, device = resolve(config, world_size, spec), local_device(config.run)
+    layout, device = resolve_layout(config, world_size, spec), local_device(config.run)
     memory, node = memory_of(device), node_size(world_size)
-    undecided = Undecided.of(config, layout, memory, node, device)
+    undecided = AutoSettings.of(config, layout, memory, node, device)
     config, layout = undecided.settle()
     undecided.explain(config, layout)
     layout = saved_choice(folder, config, layout) or layout
-    config = lasting(config, layout.batch)
+    config = with_total_steps(config, layout.batch)
     check_compiler(config, device)
     check_engine(config, device)
     check_recording(config, device)
@@ -89,28 +89,28 @@ def run(config: Config) -> Result:
     joined_before = dist.is_initialized()
     warn_of_stale_store()
     if config.guard.stall_factor:
-        flight.enable(folder / "flight")
-    world = join(layout.plan.mesh, device, max(1200.0, 2 * config.guard.stall_allowance), layout.plan.cp)
+        flight.enable_recorder(folder / "flight")
+    world = join_world(layout.plan.mesh, device, max(1200.0, 2 * config.guard.stall_allowance), layout.plan.cp)
     with (
         numeric_mode(config),
         host_threads(layout.plan, device),
-        claimed(folder, world),
-        watching(config, world) as watchdog,
+        claim_folder(folder, world),
+        start_watchdog(config, world) as watchdog,
     ):
         free = world.gather(free_memory(device))
         config, layout = undecided.settle(free)
         chosen = undecided.explain(config, layout, free)
         layout = saved_choice(folder, config, layout) or layout
         compare_ranks(config, layout, corpus, world)
-        start = Start.find(config, layout, corpus.fingerprint, world)
-        config, start = lasting(config, layout.batch, start), replace(start, notes=[*start.notes, *chosen])
+        start = RunStart.find(config, layout, corpus.fingerprint, world)
+        config, start = with_total_steps(config, layout.batch, start), replace(start, notes=[*start.notes, *chosen])
         watchdog.total = config.run.steps
         if start.step >= config.run.steps:
-            say_done(config, start, world)
+            report_done(config, start, world)
             code = DONE
         else:
             with (
-                explained(config, layout, world, memory, lambda: max(start.step, watchdog.done)) as states,
+                explain_oom(config, layout, world, memory, lambda: max(start.step, watchdog.done)) as states,
                 stop_signals() as stop,
             ):
                 trainer = Trainer(config, layout, weights, corpus, world, watchdog, start, clock, stop)
@@ -118,10 +118,10 @@ def run(config: Config) -> Result:
                 code = trainer.train()
     if not joined_before:  # not after a failure: other ranks may still wait in a collective
         dist.destroy_process_group()
-    return Result(folder, code)
+    return RunResult(folder, code)
 
 
-def say_done(config: Config, start: Start, world: World) -> None:
+def report_done(config: Config, start: RunStart, world: World) -> None:
     """For a run that has all its steps: nothing is trained, and its folder says what it said before."""
     world.agree(lambda: settle_status(Path(config.run.dir), start.step, config.run.steps))
     if world.rank == 0 and config.logging.console != "none":
@@ -131,7 +131,7 @@ def say_done(config: Config, start: Start, world: World) -> None:
         print(*start.notes, f"{done}: raise {raised} to train on, or set another run.name", sep="\n", flush=True)
 
 
-def lasting(config: Config, batch: BatchPlan, start: Start | None = None) -> Config:
+def with_total_steps(config: Config, batch: BatchPlan, start: RunStart | None = None) -> Config:
     """The configuration with as many steps as `run.tokens` asks for, counted on from `start`."""
     done = (start.step, start.tokens) if start else ()
     return replace(config, run=replace(config.run, steps=training_steps(config.run, batch, *done)))
@@ -142,23 +142,23 @@ def main(config: Config) -> int:
     try:
         return run(config).code
     except KeyboardInterrupt:
-        if rank() == 0:
+        if process_rank() == 0:
             newest = next(iter(list_checkpoints(Path(config.run.dir) / "checkpoints").values()), None)
             end = f"{newest} is the last that was saved; {way_on(config)}" if newest else "nothing had been saved"
             print(f"left at once: {end}", file=sys.stderr, flush=True)
         return INTERRUPTED
     except FolderError as error:  # the same on all ranks
-        if rank() == 0:
+        if process_rank() == 0:
             print(f"the run has not started: {error}", file=sys.stderr, flush=True)
         return FAILED
-    except (NonFinite, ReplicasDiffer, DataError, PeerError) as error:
+    except (NonFiniteError, ReplicaMismatch, DataError, PeerError) as error:
         print(f"training stopped: {error}", file=sys.stderr, flush=True)
         return FAILED
     except Exception as error:
         if (missing := missing_memory(error)) is None:
             raise
         get_error_handler().record_exception(error)  # for torchrun's report, which names the first rank that failed
-        print(message(error, missing), file=sys.stderr, flush=True)
+        print(format_oom(error, missing), file=sys.stderr, flush=True)
         return FAILED
 
 
@@ -169,7 +169,7 @@ def starting_point(config: Config) -> tuple[ModelSpec, Weights | None]:
         return ModelSpec.from_dict({f.name: getattr(config.model, f.name) for f in dataclasses.fields(ModelSpec)}), None
     from trainer.hf import HFWeights, spec_from_hf
 
-    spec = extended(spec_from_hf(config.model.from_hf), config.model.extend)
+    spec = extend_spec(spec_from_hf(config.model.from_hf), config.model.extend)
     if spec.learned_positions and config.batch.sequence_length > spec.max_length:
         raise ConfigError(
             f"batch.sequence_length={config.batch.sequence_length} exceeds the {spec.max_length} learned positions of "

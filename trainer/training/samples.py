@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from trainer.config import GenerateConfig
 from trainer.data.tokenizer import Tokenizer
-from trainer.generate.placed import PlacedModel, sharing
-from trainer.generate.sampling import Sampling
-from trainer.generate.text import continuations
+from trainer.generate.placed import ShardedModel, kv_group
+from trainer.generate.sampling import SamplingOptions
+from trainer.generate.text import continue_prompts
 from trainer.precision.dtypes import DTYPES
 from trainer.training.state import TrainState
 
 
-def placed(state: TrainState) -> PlacedModel:
+def sharded_model(state: TrainState) -> ShardedModel:
     """The model in training, under its plan. Ranks that share sequences share the slots of a cache."""
-    return PlacedModel(
+    return ShardedModel(
         state.spec,
         state.runtime.stages,
         state.world.device,
@@ -22,7 +22,7 @@ def placed(state: TrainState) -> PlacedModel:
         state.pipeline.schedule.placement,
         state.channels,
         state.world,
-        sharing(state.world),
+        kv_group(state.world),
     )
 
 
@@ -31,8 +31,10 @@ def draw_samples(state: TrainState, settings: GenerateConfig, tokenizer: Tokeniz
     changes: weights, gradients, and the state of random numbers.
 
     No backward pass follows that would drop the gathered parameters, so they are dropped here."""
-    sampling = Sampling(settings.temperature, settings.top_k, settings.top_p, settings.seed)
-    texts = continuations(placed(state), tokenizer, settings.prompts, settings.tokens, sampling, settings.stop)
+    sampling = SamplingOptions(settings.temperature, settings.top_k, settings.top_p, settings.seed)
+    texts = continue_prompts(
+        sharded_model(state), tokenizer, settings.prompts, settings.tokens, sampling, settings.stop
+    )
     for stage in state.stages:
         state.runtime.sharding.reshard(stage)
     return list(zip(settings.prompts, texts))

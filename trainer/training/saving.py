@@ -16,12 +16,12 @@ from trainer.checkpointing.manifest import list_checkpoints
 from trainer.checkpointing.memory import MemoryNodes, fetch_files, find_in_memory
 from trainer.checkpointing.resume import data_identity, find_start, fitting_manifest
 from trainer.config import CheckpointConfig, Config, ConfigError
-from trainer.distributed.tensors import Fragment, local
+from trainer.distributed.tensors import Fragment, local_values
 from trainer.distributed.world import World
 from trainer.optim.average import PREFIX
 from trainer.planning.batch import BatchPlan
 from trainer.planning.resolve import Layout
-from trainer.training.session import launchers
+from trainer.training.session import list_launchers
 from trainer.training.state import TrainState
 from trainer.util.reading import Malformed, read_json
 from trainer.util.run_folder import STARTS, STATUS
@@ -30,7 +30,7 @@ DROPPED = "what quantisation had left out of the gradients belongs to the checkp
 
 
 @dataclass(frozen=True)
-class Progress:
+class RunProgress:
     """How far a run has come, beside its state. samples: position in the data; tokens: trained on; skipped: steps
     without an update; callbacks: what callbacks keep, by name."""
 
@@ -41,7 +41,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Start:
+class RunStart:
     """Where a run begins, the same on all ranks.
 
     path: the checkpoint that it goes on from, None at its first step; manifest: of that. launchers: who started the
@@ -69,10 +69,10 @@ class Start:
         return self.manifest["tokens"] if self.path else 0
 
     @classmethod
-    def find(cls, config: Config, layout: Layout, fingerprint: str, world: World) -> Start:
+    def find(cls, config: Config, layout: Layout, fingerprint: str, world: World) -> RunStart:
         """The start that `checkpoint.resume` asks for; fingerprint: of the corpus. All ranks call it together. Raises
         `ConfigError` on all of them where the checkpoint is of another model or of other data."""
-        data, mine = data_identity(fingerprint, config.run.seed, layout.batch), launchers(world)
+        data, mine = data_identity(fingerprint, config.run.seed, layout.batch), list_launchers(world)
         run = Path(config.run.dir)
         folder, nodes = run / "checkpoints", MemoryNodes.find(config.checkpoint, run, world)
         identity, proven = world.agree(lambda: (read_identity(run), read_proven(run)))
@@ -92,17 +92,17 @@ class Start:
         own = Path(state.config.run.dir) / "checkpoints"
         return self.in_memory or self.path is not None and self.path.resolve().parent == own.resolve()
 
-    def resume(self, state: TrainState) -> tuple[Progress, list[str]]:
+    def resume(self, state: TrainState) -> tuple[RunProgress, list[str]]:
         """Fills a new `state` from the checkpoint, if there is one. Returns how far the run has come, and what is to be
         said. All ranks call it together."""
         if self.path is None:
-            return Progress(), self.notes
+            return RunProgress(), self.notes
         manifest = self.manifest
         scaler = manifest["scaler"]
         averaged = any(name.startswith(PREFIX) for name in manifest["tensors"])
         if self.in_memory:
             fetch_files(self.nodes, self.path, state.tensors() | state.compression.tensors(), state.world)
-        restore(state, self.path, manifest["step"], scaler, averaged)
+        restore_state(state, self.path, manifest["step"], scaler, averaged)
         kept = resume_error_feedback(state, self.path, manifest)
         messages = [*self.notes, *([] if kept else [DROPPED]), f"resumed from {self.path} at step {state.step}"]
         samples = manifest["samples"]
@@ -120,7 +120,7 @@ class Start:
         if state.scaler.enabled and not scaler:
             first = state.config.precision.loss_scale
             messages.append(f"the checkpoint has no loss scale: it begins at precision.loss_scale={first:g}")
-        return Progress(samples, manifest["tokens"], manifest["skipped"], manifest["callbacks"]), messages
+        return RunProgress(samples, manifest["tokens"], manifest["skipped"], manifest["callbacks"]), messages
 
 
 def find_newer(
@@ -174,7 +174,7 @@ def read_proven(run: Path) -> int | None:
 def find_non_finite(tensors: dict[str, Tensor | Fragment], world: World) -> list[str]:
     """Names of the tensors of a state that hold a value that is not finite on some rank. All ranks call it together;
     it waits for the device."""
-    values = {name: local(tensor).detach() for name, tensor in tensors.items() if tensor.dtype.is_floating_point}
+    values = {name: local_values(tensor).detach() for name, tensor in tensors.items() if tensor.dtype.is_floating_point}
     values = {name: value for name, value in values.items() if value.numel()}
     # The smallest and the largest value tell; `isfinite` of all values would need as much memory as they do.
     finite = [torch.stack(torch.aminmax(value)).isfinite().all().to(world.device) for value in values.values()]
@@ -186,7 +186,7 @@ def find_non_finite(tensors: dict[str, Tensor | Fragment], world: World) -> list
     return sorted(set().union(*world.gather(mine)))
 
 
-def restore(state: TrainState, path: Path, step: int, scaler: dict[str, Any], averaged: bool = True) -> None:
+def restore_state(state: TrainState, path: Path, step: int, scaler: dict[str, Any], averaged: bool = True) -> None:
     """Fills `state` from the checkpoint `path` of `step`, written under any plan; `scaler`: the loss scale's state;
     averaged: whether the checkpoint has an average of the weights, if the state wants one."""
     tensors = state.tensors()
@@ -207,8 +207,8 @@ def resume_error_feedback(state: TrainState, path: Path, manifest: dict[str, Any
     return True
 
 
-def contents(
-    state: TrainState, batch: BatchPlan, progress: Progress, start: Start, scaler: dict[str, Any]
+def describe_checkpoint(
+    state: TrainState, batch: BatchPlan, progress: RunProgress, start: RunStart, scaler: dict[str, Any]
 ) -> tuple[dict[str, Tensor | Fragment], dict[str, Any]]:
     """What a checkpoint of a run holds: tensors by plan-independent name, and its part of the manifest. scaler: the
     state of the loss scale. All ranks call it together."""

@@ -17,26 +17,26 @@ from pathlib import Path
 import torch
 
 from trainer.config import Config, ConfigError
-from trainer.config.typed import flat
+from trainer.config.typed import flatten_values
 from trainer.data.corpus import Corpus
 from trainer.distributed.world import World
 from trainer.model.attention import kernel_priority
 from trainer.model.initial import name_seed
 from trainer.observe.sinks import write_status
 from trainer.observe.watchdog import Watchdog
-from trainer.planning.fit import Memory
-from trainer.planning.gradient_comm import asked
+from trainer.planning.fit import MachineMemory
+from trainer.planning.gradient_comm import enabled_codecs
 from trainer.planning.plan import Plan, node_size
 from trainer.planning.resolve import Layout
 from trainer.planning.schedules import ir
 from trainer.training import history
-from trainer.util.exit_codes import rank
+from trainer.util.exit_codes import process_rank
 from trainer.util.files import explain_errors, lock_folder
 from trainer.util.machine import host_memory
 from trainer.util.processes import find_launcher
 from trainer.util.reading import read_json
 from trainer.util.run_folder import STATUS, refuse_links
-from trainer.util.signals import LAUNCHER_ENDED, Signals
+from trainer.util.signals import LAUNCHER_ENDED, SignalHandlers
 
 
 @contextlib.contextmanager
@@ -68,14 +68,14 @@ def host_threads(plan: Plan, device: torch.device) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def memory_of(device: torch.device) -> Memory:
+def memory_of(device: torch.device) -> MachineMemory:
     """The memory of a process's GPU, and of its machine: what the machine has, or its container may use."""
     gpu = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    return Memory(gpu, host_memory())
+    return MachineMemory(gpu, host_memory())
 
 
 @contextlib.contextmanager
-def claimed(folder: Path, world: World) -> Iterator[None]:
+def claim_folder(folder: Path, world: World) -> Iterator[None]:
     """Makes the run folder, and keeps other runs out of it meanwhile. What a start that was killed had half done there
     is taken back. Raises `ConfigError` and `FolderError` on every rank, the first also where links in the folder lead
     out of it."""
@@ -85,7 +85,7 @@ def claimed(folder: Path, world: World) -> Iterator[None]:
         try:
             with explain_errors("run.dir", folder):
                 refuse_links(folder)
-                history.recover(folder)
+                history.recover_folder(folder)
         except BaseException:
             os.close(descriptor)
             raise
@@ -113,16 +113,16 @@ def compare_ranks(config: Config, layout: Layout, corpus: Corpus, world: World) 
     )
     mine = {
         name: value
-        for name, value in flat(dataclasses.asdict(config)).items()
+        for name, value in flatten_values(dataclasses.asdict(config)).items()
         if name not in folders and not (name.startswith(("data.sources.", "eval.sets.")) and name.endswith(".path"))
     }
     mine |= {
         "the content of data.sources and data.tokenizer": corpus.fingerprint,
         "the content of eval.sets": corpus.sets_fingerprint,
         "model": layout.spec.to_dict(),
-        "the schedule": name_seed(0, ir.dumps(layout.pipeline.schedule) + str(layout.pipeline.split)),
+        "the schedule": name_seed(0, ir.format_schedule(layout.pipeline.schedule) + str(layout.pipeline.split)),
     }
-    quantised = bool(asked(config.parallel.grad_comm))
+    quantised = bool(enabled_codecs(config.parallel.grad_comm))
     if quantised:  # hops follow from it
         mine["LOCAL_WORLD_SIZE, the processes of a node,"] = node_size(world.size)
     everyone = world.gather((mine, socket.gethostname()))
@@ -145,7 +145,7 @@ def compare_ranks(config: Config, layout: Layout, corpus: Corpus, world: World) 
 
 
 @contextlib.contextmanager
-def watching(config: Config, world: World) -> Iterator[Watchdog]:
+def start_watchdog(config: Config, world: World) -> Iterator[Watchdog]:
     """The watchdog of a run; what it leaves lies under the time at which rank 0 started."""
     start = world.agree(lambda: time.strftime("%Y%m%d-%H%M%S"))
     watchdog = Watchdog(Path(config.run.dir), start, world.rank, world.size, config.guard, config.run.steps)
@@ -157,13 +157,13 @@ def watching(config: Config, world: World) -> Iterator[Watchdog]:
     watchdog.close(orderly=True)
 
 
-class Stop:
+class StopRequest:
     """Whether this process has been asked to end the run: by a signal, or because the launcher that started it has
     ended. See `stop_signals`.
 
     asked_by: what is said of that; empty as long as nothing has come."""
 
-    def __init__(self, signals: Signals | None):
+    def __init__(self, signals: SignalHandlers | None):
         self.signals, self.asked_by = signals, ""
 
     def ask(self, what: str) -> None:
@@ -179,14 +179,16 @@ class Stop:
             return
 
         def leave(name: str) -> None:
-            reason = f"{name} to rank {rank()}, which left at once; the newest checkpoint is the last that was saved"
+            reason = (
+                f"{name} to rank {process_rank()}, which left at once; the newest checkpoint is the last that was saved"
+            )
             if read_json(folder / STATUS, {"status": str}, "")["status"] == "running":
                 write_status(folder, "failed", done(), steps, reason)
             os.write(2, f"\n{reason}\n".encode())
 
         def interrupt(*_: object) -> None:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            if rank() == 0:
+            if process_rank() == 0:
                 # By the descriptor: print may be what was interrupted. Ctrl-C may also have ended `tee` behind it.
                 with contextlib.suppress(OSError):
                     os.write(2, INTERRUPTING)
@@ -203,26 +205,26 @@ INTERRUPTING = b"\nstopping: this step ends, then the run saves. Ctrl-C again le
 
 
 @contextlib.contextmanager
-def stop_signals() -> Iterator[Stop]:
-    """Signals that would end this process end the run in order: see `util/signals.py`, and `Stop.defer`. Ctrl-C again
-    raises `KeyboardInterrupt`.
+def stop_signals() -> Iterator[StopRequest]:
+    """Signals that would end this process end the run in order: see `util/signals.py`, and `StopRequest.defer`. Ctrl-C
+    again raises `KeyboardInterrupt`.
 
     The command line's own process has its signals handled already, and keeps the handlers to its end: they are not to
     change its exit code while it ends."""
     if threading.current_thread() is not threading.main_thread():  # a notebook's worker: signals are not ours
-        yield Stop(None)
-    elif Signals.present is not None:
-        yield Stop(Signals.present)
+        yield StopRequest(None)
+    elif SignalHandlers.present is not None:
+        yield StopRequest(SignalHandlers.present)
     else:
-        stop = Stop(None)
-        stop.signals = Signals(stop.ask, leave=lambda _: None, own=False)
+        stop = StopRequest(None)
+        stop.signals = SignalHandlers(stop.ask, leave=lambda _: None, own=False)
         try:
             yield stop
         finally:
             stop.signals.restore()
 
 
-class Clock:
+class RunClock:
     """The time that this start may still take, where `hours` limit it; counted from when the clock was made.
 
     A pass of the training loop is one step with what follows it (an evaluation, a save); the first of a start, which
@@ -253,7 +255,7 @@ class Clock:
         return self.over
 
 
-def launchers(world: World) -> list[str]:
+def list_launchers(world: World) -> list[str]:
     """Names of the torchrun processes that started this run's ranks and may restart them; empty if none may.
 
     Two starts with a name in common belong to one launch, even if other nodes have joined or left in between. All ranks

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trainer.config import Config
 from trainer.config.model import ModelSpec
-from trainer.distributed.channels import Channels, edges
+from trainer.distributed.channels import PipelineChannels, stage_edges
 from trainer.distributed.tensors import Fragment
 from trainer.distributed.world import World
 from trainer.model.axes import ParameterInfo, parameter_infos
@@ -23,17 +23,17 @@ from trainer.model.stage import Make, Stage
 from trainer.model.transformer import Transformer
 from trainer.optim.average import WeightAverage
 from trainer.optim.groups import parameter_policies
-from trainer.parallel.compress.reduction import Compression, Uncompressed
+from trainer.parallel.compress.reduction import Compression, NoCompression
 from trainer.parallel.engine import Engine, EngineOptimizer, load_engine
 from trainer.parallel.gradients import SharedParameters
 from trainer.parallel.parallelize import parallelize
-from trainer.parallel.pipeline.runtime import Runtime
-from trainer.planning.pipeline import Pipeline
+from trainer.parallel.pipeline.runtime import PipelineRuntime
+from trainer.planning.pipeline import PipelinePlan
 from trainer.planning.plan import Plan
 from trainer.planning.schedules.ir import Schedule
 from trainer.precision.dtypes import DTYPES
 from trainer.precision.scaler import LossScale
-from trainer.training.gate import Gate
+from trainer.training.gate import UpdateGate
 
 COPY = " (copy)"
 """Ends the name of the last stage's copy of a tied embedding where its rank also holds the first stage's."""
@@ -52,24 +52,24 @@ class TrainState:
     config: Config
     spec: ModelSpec
     plan: Plan
-    pipeline: Pipeline
+    pipeline: PipelinePlan
     world: World
     engine: Engine
     stages: dict[int, Stage]
     deferred: DeferredGrads
-    channels: Channels | None
+    channels: PipelineChannels | None
     shared: SharedParameters
     optimizer: EngineOptimizer
     scaler: LossScale
     names: list[str]
     reports: dict[str, int]
     step: int = 0
-    runtime: Runtime = field(init=False)
+    runtime: PipelineRuntime = field(init=False)
     average: WeightAverage | None = field(init=False)
-    gate: Gate = field(init=False)
+    gate: UpdateGate = field(init=False)
 
     def __post_init__(self) -> None:
-        self.gate = Gate(self.scaler, self.world.device)
+        self.gate = UpdateGate(self.scaler, self.world.device)
         decay = self.config.optimizer.ema.decay
         self.average = WeightAverage(self.parameters, decay) if decay else None
         self.use_schedule(self.pipeline.schedule)
@@ -80,7 +80,7 @@ class TrainState:
         config: Config,
         spec: ModelSpec,
         plan: Plan,
-        pipeline: Pipeline,
+        pipeline: PipelinePlan,
         world: World,
         weights: Weights | None = None,
         make: Make = Transformer,
@@ -104,7 +104,7 @@ class TrainState:
         channels = None
         if plan.pp > 1:
             placement = pipeline.schedule.placement
-            channels = Channels(world.pipeline, edges(placement), world.device, timeout=world.timeout)
+            channels = PipelineChannels(world.pipeline, stage_edges(placement), world.device, timeout=world.timeout)
         shared = share_parameters(spec, pipeline, parameters, copies, channels, world)
         optimizer, scaler = engine.build_optimizer(
             stages, parameters, infos, policies, shared, weights or initial_weights(spec, config.run.seed, world.device)
@@ -128,11 +128,11 @@ class TrainState:
 
     def use_schedule(self, schedule: Schedule) -> None:
         """Trains by `schedule` from the next step on; stages and their ranks stay as they are."""
-        self.pipeline = Pipeline(schedule, self.pipeline.split)
+        self.pipeline = PipelinePlan(schedule, self.pipeline.split)
         tokens, width = self.plan.token_ranks, self.spec.width
         compute = DTYPES[self.config.precision.compute]
         every = self.plan.stage >= 2 and not self.compression.once
-        self.runtime = Runtime(
+        self.runtime = PipelineRuntime(
             schedule,
             self.engine.modules,
             self.channels,
@@ -157,7 +157,7 @@ class TrainState:
         gc.collect()  # FSDP's modules refer to each other
 
     @property
-    def compression(self) -> Compression | Uncompressed:
+    def compression(self) -> Compression | NoCompression:
         """What happens to gradients on their way to other ranks."""
         return self.engine.compression
 
@@ -210,10 +210,10 @@ def named_parameters(
 
 def share_parameters(
     spec: ModelSpec,
-    pipeline: Pipeline,
+    pipeline: PipelinePlan,
     parameters: dict[str, nn.Parameter],
     copies: list[tuple[str, str]],
-    channels: Channels | None,
+    channels: PipelineChannels | None,
     world: World,
 ) -> SharedParameters:
     """The parameters that other ranks hold too; a tied embedding gets a communicator between the two that have it."""

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from trainer.data.batches import Batch, source_of
+from trainer.data.batches import MicroBatch, source_of
 from trainer.diagnosis.traces import OPTIMIZER
 from trainer.model.loss import IGNORE
 from trainer.optim.lr_schedule import learning_rate
 from trainer.training.state import COPY, TrainState
 
 
-class Ask(IntFlag):
+class ControlFlag(IntFlag):
     """What a rank may ask of all: to stop, to be gone on with; to finish, as done; to save; to evaluate."""
 
     STOP = 1
@@ -27,26 +27,26 @@ class Ask(IntFlag):
     EVALUATE = 8
 
 
-def train_step(state: TrainState, batches: list[Batch], asked: int) -> dict[str, Tensor]:
+def train_step(state: TrainState, batches: list[MicroBatch], asked: int) -> dict[str, Tensor]:
     """Runs one optimizer step on this rank's micro-batches. Nothing is read back from the device.
 
     The loss of the step is the sum over all valid tokens of all ranks divided by their number, whatever the
     micro-batches and ranks. A step whose loss or gradient is not finite changes nothing, and may be run again
-    (`state.gate`). `asked` is what this rank asks for, as an `Ask`.
+    (`state.gate`). `asked` is what this rank asks for, as an `ControlFlag`.
 
     Returns device scalars, equal on all ranks: loss, valid (tokens that it is the mean of), grad_norm, lr, loss_scale,
-    found_inf; and five vectors: asked (how many ranks ask for each `Ask`), squares (squared gradient norm of each
-    parameter of the model, as in `state.names`), losses and targets (summed loss and number of valid tokens of each of
-    this rank's own sequences; zeros but on one of the ranks that share them), statistics (what layers report of the
-    step, one after the other as in `state.reports`)."""
+    found_inf; and five vectors: asked (how many ranks ask for each `ControlFlag`), squares (squared gradient norm of
+    each parameter of the model, as in `state.names`), losses and targets (summed loss and number of valid tokens of
+    each of this rank's own sequences; zeros but on one of the ranks that share them), statistics (what layers report of
+    the step, one after the other as in `state.reports`)."""
     world, scaler, optimizer = state.world, state.scaler, state.optimizer
     targets = own_targets(state, batches)
-    counts = torch.zeros(1 + len(Ask), dtype=torch.float64, device=world.device)
+    counts = torch.zeros(1 + len(ControlFlag), dtype=torch.float64, device=world.device)
     counts[0] = targets.sum()
-    for place, ask in enumerate(Ask, start=1):
+    for place, ask in enumerate(ControlFlag, start=1):
         if asked & ask:
             counts[place] = 1
-    valid, asking = world.sum_all(counts).split([1, len(Ask)])
+    valid, asking = world.sum_all(counts).split([1, len(ControlFlag)])
     valid = valid.squeeze().clamp(min=1)  # a step without any target has loss and gradients of zero
 
     state.compression.begin_step(state.step, scaler)
@@ -93,7 +93,7 @@ def own_losses(state: TrainState, losses: Tensor) -> Tensor:
     return losses.flatten() if state.world.place("tp") == 0 else torch.zeros_like(losses).flatten()
 
 
-def own_targets(state: TrainState, batches: list[Batch]) -> Tensor:
+def own_targets(state: TrainState, batches: list[MicroBatch]) -> Tensor:
     """The number of valid tokens of each sequence of `batches`, fp64; zeros on ranks that do not speak for them."""
     counts = torch.stack([(batch.targets != IGNORE).sum(1) for batch in batches])
     return counts.flatten().double() * state.world.speaks_for_data
@@ -127,7 +127,7 @@ def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(state: TrainState, batches: Iterable[Batch], sources: Sequence[str] = ()) -> Tensor:
+def evaluate(state: TrainState, batches: Iterable[MicroBatch], sources: Sequence[str] = ()) -> Tensor:
     """Mean loss per valid token over all ranks' `batches` (each rank has as many), then over those of their sequences
     that are from each of `sources` (NaN without any): [1 + sources], equal on all ranks.
 

@@ -17,34 +17,34 @@ from trainer.checkpointing.checkpointer import Checkpointer
 from trainer.checkpointing.manifest import step_folder
 from trainer.checkpointing.memory import MemoryCheckpointer
 from trainer.config import Config
-from trainer.data.batches import Loader, eval_batches
-from trainer.data.corpus import Corpus, Samples
+from trainer.data.batches import BatchLoader, eval_batches
+from trainer.data.corpus import Corpus, CorpusSide
 from trainer.diagnosis import traces
 from trainer.distributed.tensors import Fragment
 from trainer.distributed.world import World
 from trainer.model.initial import Weights, name_seed
 from trainer.observe.deferred import Ready
-from trainer.observe.pauses import Pauses
+from trainer.observe.pauses import PauseTimes
 from trainer.observe.report import start_report
 from trainer.observe.sinks import reason_of
 from trainer.observe.watchdog import DATA, ENDING, EVALUATING, SAVING, SCHEDULE, STEP, Watchdog
-from trainer.planning.fit import kept
+from trainer.planning.fit import persistent_bytes
 from trainer.planning.plan import node_size
 from trainer.planning.resolve import Layout
 from trainer.training import history
 from trainer.training.adapt import Adaptation
 from trainer.training.auto_schedule import write_schedule
 from trainer.training.hooks import Hooks
-from trainer.training.ledger import Ledger, NonFinite
-from trainer.training.profiling import Profiling
-from trainer.training.recorded import RecordedStep
-from trainer.training.repeats import Repeats, Taken
-from trainer.training.replicas import Replicas
+from trainer.training.ledger import MetricsTracker, NonFiniteError
+from trainer.training.profiling import StepProfiler
+from trainer.training.recorded import CUDAGraphStep
+from trainer.training.repeats import StepRepeats, TakenStep
+from trainer.training.replicas import ReplicaComparison
 from trainer.training.samples import draw_samples
-from trainer.training.saving import Progress, Start, contents, find_non_finite, read_identity
-from trainer.training.session import Clock, Stop, memory_of
+from trainer.training.saving import RunProgress, RunStart, describe_checkpoint, find_non_finite, read_identity
+from trainer.training.session import RunClock, StopRequest, memory_of
 from trainer.training.state import TrainState
-from trainer.training.step import Ask, evaluate, train_step
+from trainer.training.step import ControlFlag, evaluate, train_step
 from trainer.util.exit_codes import DONE, FAILED, STOPPED
 from trainer.util.files import explain_errors
 
@@ -67,15 +67,15 @@ class Trainer:
         corpus: Corpus,
         world: World,
         watchdog: Watchdog,
-        start: Start,
-        clock: Clock,
-        stop: Stop,
+        start: RunStart,
+        clock: RunClock,
+        stop: StopRequest,
     ):
         self.config, self.corpus, self.world, self.watchdog = config, corpus, world, watchdog
         self.batch, self.folder, self.stop, self.start = layout.batch, Path(config.run.dir), stop, start
         self.clock, self.hooks = clock, Hooks(config, world)
         if world.rank == 0:
-            states, memory = kept(config, layout, node_size(world.size)), memory_of(world.device)
+            states, memory = persistent_bytes(config, layout, node_size(world.size)), memory_of(world.device)
             self.opening = start_report(config, layout, states, memory, corpus, world)
             if config.logging.console != "none":
                 self.opening.print()
@@ -86,15 +86,15 @@ class Trainer:
         self.checkpointer = self.opened(lambda: Checkpointer(self.folder / "checkpoints", config.checkpoint))
         messages = [*corpus.notes, *messages, *self.open_folder()]
         self.memory = self.open_memory()
-        self.pauses, self.save_waits = Pauses(), False
-        self.profiling = Profiling(config, world, self.state.step, self.pauses)
+        self.pauses, self.save_waits = PauseTimes(), False
+        self.profiling = StepProfiler(config, world, self.state.step, self.pauses)
         known = progress.skipped, corpus, self.profiling.metrics, self.pauses
-        self.ledger = self.opened(lambda: Ledger(self.state, self.batch, *known))
+        self.ledger = self.opened(lambda: MetricsTracker(self.state, self.batch, *known))
         self.adaptation = Adaptation(self.state, self.batch, self.ledger)
-        self.replicas, self.repeats = Replicas(self.state, self.checkpointer), Repeats(self.state)
+        self.replicas, self.repeats = ReplicaComparison(self.state, self.checkpointer), StepRepeats(self.state)
         for text in messages:
             self.ledger.log.event(text)
-        self.recorded = RecordedStep(self.state) if config.run.cuda_graphs else None
+        self.recorded = CUDAGraphStep(self.state) if config.run.cuda_graphs else None
         self.hooks.load(progress.callbacks)
         self.hooks.run.begin(self.state, self.tokens, self.ledger.latest, self.ledger.log)
 
@@ -139,7 +139,7 @@ class Trainer:
         except BaseException as error:
             reason = reason_of(error)
             self.watchdog.enter(ENDING, self.state.step)
-            if isinstance(error, NonFinite):  # on all ranks: a save in the background is from before it
+            if isinstance(error, NonFiniteError):  # on all ranks: a save in the background is from before it
                 self.checkpointer.wait()
                 self.report_saves()
             raise
@@ -160,11 +160,13 @@ class Trainer:
         self.watchdog.enter(DATA, number)
         with record_function(traces.DATA):
             batches = next(self.loader)
-        asked = self.hooks.run.take_asked() | (Ask.STOP if self.stop.asked_by or self.time_is_up() else Ask(0))
+        asked = self.hooks.run.take_asked() | (
+            ControlFlag.STOP if self.stop.asked_by or self.time_is_up() else ControlFlag(0)
+        )
         tokens = self.tokens + self.batch.tokens
-        self.take_step(Taken(number, batches, asked, self.loader.position, tokens))
+        self.take_step(TakenStep(number, batches, asked, self.loader.position, tokens))
 
-    def take_step(self, taken: Taken) -> None:
+    def take_step(self, taken: TakenStep) -> None:
         """Trains on a batch, for the first time or again, and queues what is to be known of the step."""
         state, batches, number = self.state, taken.batches, taken.step
         self.watchdog.enter(STEP, number)
@@ -215,7 +217,7 @@ class Trainer:
             self.state, self.batch = self.adaptation.change_schedule(
                 self.state, before, self.save_now, self.checkpointer
             )
-            self.replicas = Replicas(self.state, self.checkpointer)
+            self.replicas = ReplicaComparison(self.state, self.checkpointer)
             self.repeats.watch(self.state)
             if self.batch != before:
                 self.loader.close()
@@ -225,7 +227,7 @@ class Trainer:
         """Evaluates every `eval.every` steps and after the last."""
         step, every = self.state.step, self.config.eval.every
         due = every and (step % every == 0 or step >= self.config.run.steps)
-        if not (self.ledger.take(Ask.EVALUATE) or due) or self.ledger.stop:
+        if not (self.ledger.take(ControlFlag.EVALUATE) or due) or self.ledger.stop:
             return
         if not len(self.corpus.eval) and not self.corpus.sets:
             self.ledger.log.event("an evaluation was asked for, and nothing is held out: set data.eval_fraction")
@@ -265,7 +267,7 @@ class Trainer:
         """The weights as trained, or with `eval.ema` their average in their place."""
         return self.state.averaged() if self.config.eval.ema else nullcontext()
 
-    def losses_on(self, samples: Samples, sources: Sequence[str] = ()) -> list[float]:
+    def losses_on(self, samples: CorpusSide, sources: Sequence[str] = ()) -> list[float]:
         """Mean loss on sequences that are not trained on, and by source."""
         batches = eval_batches(
             samples,
@@ -284,7 +286,7 @@ class Trainer:
         skipped step the save waits for the next one that is not skipped."""
         step, every = self.state.step, self.config.checkpoint.every
         if step < self.config.run.steps and not self.ledger.stop:
-            if self.ledger.take(Ask.SAVE) or every and step % every == 0 or self.save_waits:
+            if self.ledger.take(ControlFlag.SAVE) or every and step % every == 0 or self.save_waits:
                 self.read_back(everything=True)
                 if self.ledger.first_skipped is not None:
                     if not self.save_waits:
@@ -307,12 +309,12 @@ class Trainer:
                     self.memory.save(step, *self.checkpoint_contents())
 
     def check_state(self) -> None:
-        """Raises `NonFinite` on all ranks if the state holds values that are not finite: it must not become a
+        """Raises `NonFiniteError` on all ranks if the state holds values that are not finite: it must not become a
         checkpoint, and no later step would make it finite again."""
         if bad := find_non_finite(self.state.tensors(), self.world):
             step, more = self.state.step, ", ..." if len(bad) > 3 else ""
             self.ledger.log.note_non_finite(self.ledger.first_skipped or step + 1)
-            raise NonFinite(
+            raise NonFiniteError(
                 f"step {step} is not saved: {len(bad)} tensors of the state hold values that are not finite "
                 f"({', '.join(bad[:3])}{more}). An update overflowed; lower lr.peak or set optimizer.clip_norm. Older "
                 f"checkpoints stay: {history.way_on(self.config)}"
@@ -331,18 +333,18 @@ class Trainer:
         failing, scaler = self.failing, self.state.scaler.state_dict()
         if failing and scaler:
             scaler |= {"scale": self.ledger.scale_before, "_growth_tracker": 0}
-        progress = Progress(
+        progress = RunProgress(
             self.loader.position - failing * self.batch.global_size,
             self.tokens - failing * self.batch.tokens,
             self.ledger.skipped - failing,
             self.hooks.states(),
         )
-        return contents(self.state, self.batch, progress, self.start, scaler)
+        return describe_checkpoint(self.state, self.batch, progress, self.start, scaler)
 
     def save(self, wait: bool = False) -> None:
         """Hands the state to the checkpointer, which writes while training goes on, unless it is to `wait`. Within
         failing steps, what is saved is the step before them. Within skipped steps, no older checkpoint is removed.
-        Raises `NonFinite` on all ranks if the state is not finite."""
+        Raises `NonFiniteError` on all ranks if the state is not finite."""
         self.read_back(everything=True)
         self.watchdog.enter(SAVING, self.state.step)
         self.replicas.check(self.counters())
@@ -377,7 +379,7 @@ class Trainer:
     def save_at_end(self) -> bool:
         """The last save, where one is wanted; False where it failed."""
         ledger = self.ledger
-        wanted = self.config.checkpoint.at_end or ledger.stop and not ledger.finished or ledger.take(Ask.SAVE)
+        wanted = self.config.checkpoint.at_end or ledger.stop and not ledger.finished or ledger.take(ControlFlag.SAVE)
         if not (wanted or self.save_waits) or self.save_now():
             return True
         text = f"{self.folder}: the last checkpoint, of step {self.state.step - self.failing}, could not be written"
@@ -393,9 +395,9 @@ class Trainer:
         """Whether `run.hours` end the run. The clock of the first rank alone decides, for all."""
         return self.world.rank == 0 and self.clock.up(self.checkpointer.longest)
 
-    def load_from(self, position: int) -> Loader:
+    def load_from(self, position: int) -> BatchLoader:
         """The training data from sample `position` on."""
-        return Loader(
+        return BatchLoader(
             self.corpus.train,
             self.batch,
             self.world.data.get_local_rank(),
@@ -422,19 +424,19 @@ class Trainer:
     def open_folder(self) -> list[str]:
         """Makes the run folder that of this start: sets an earlier run aside, and notes what is about to be trained,
         with which settings, by whom. Returns what is to be said."""
-        places, start = self.world.gather(history.place(self.world)), self.start
+        places, start = self.world.gather(history.describe_place(self.world)), self.start
         # Not before all ranks are here: one that is still building leaves at once, and the others would fail.
         self.stop.defer(self.folder, lambda: self.state.step, self.config.run.steps)
         known = self.config, start.step, start.path, places
         return self.world.agree(  # `opening` is known to rank 0 alone
-            lambda: history.begin(*known, self.opening, self.corpus.tokenizer, start.in_memory)
+            lambda: history.begin_start(*known, self.opening, self.corpus.tokenizer, start.in_memory)
         )
 
     def opened(self, open_it: Callable[[], T]) -> T:
         """What writes to the run folder, opened on every rank, or refused on every rank where one cannot."""
 
         def explained() -> T:
-            with history.telling(self.config, self.start.step), explain_errors("run.dir", self.folder):
+            with history.report_errors(self.config, self.start.step), explain_errors("run.dir", self.folder):
                 return open_it()
 
         return self.world.together(explained)

@@ -14,7 +14,7 @@ COMMON, DOUBLING, MODE, OWN = 1.0, 0.25, 0.5, 0.35
 what all plans share (the machine), of each doubling of a degree, of each mode, and of a plan by itself."""
 
 
-class Correction:
+class TimeCorrection:
     """Ridge regression of log(measured / predicted) on the axes of plans.
 
     Numbers (degrees, sizes) enter by their logarithm, words (modes) one by one, and a constant. Each weight is drawn

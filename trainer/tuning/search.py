@@ -15,24 +15,24 @@ from trainer.config.hardware import HardwareConfig
 from trainer.data.lengths import with_lengths
 from trainer.planning.estimate.hardware import hardware_names, load_hardware
 from trainer.planning.estimate.plans import DEGREES, PIPELINE
-from trainer.planning.variants import compose, key
-from trainer.sweep import say
+from trainer.planning.variants import compose_variant, override_key
+from trainer.sweep import print_line
 from trainer.sweep.local import stop_signals, visible_gpus
-from trainer.sweep.plan import SweepConfig, expand
-from trainer.tuning.engines import choose_next, expected
-from trainer.tuning.report import show, write_page
-from trainer.tuning.space import Plan, frozen, plans
-from trainer.tuning.study import Study, overrides
+from trainer.sweep.plan import SweepConfig, expand_sweep
+from trainer.tuning.engines import choose_next, expected_seconds
+from trainer.tuning.report import print_study, write_page
+from trainer.tuning.space import SearchPlan, frozen_differences, list_plans
+from trainer.tuning.study import TuningStudy, plan_overrides
 from trainer.util.exit_codes import DONE, FAILED, STOPPED
 from trainer.util.files import lock_folder
 from trainer.util.run_folder import BEST
-from trainer.util.tables import duration
+from trainer.util.tables import format_duration
 
 MINUTES = 10.0
 """Time limit of a trial on this machine, where `sweep.time_minutes` sets none."""
 
 
-def search(
+def search_plans(
     budget: int,
     hardware: str,
     steps: int,
@@ -44,45 +44,48 @@ def search(
 ) -> int:
     """Looks for the fastest plan; the options are those of `trainer.tune`, words its overrides. Returns the exit code.
     Raises `ConfigError` before anything is started where something is wrong."""
-    sweep, common, swept = expand(words, config_dir)
-    base = compose(common, config_dir, 1)
+    sweep, common, swept = expand_sweep(words, config_dir)
+    base = compose_variant(common, config_dir, 1)
     gpus = visible_gpus() if sweep.launcher == "local" and base.run.device != "cpu" else []
     machine = machine_of(hardware, changes, config_dir, sweep, gpus)
     sweep.processes = processes_of(sweep, machine, gpus)
     sweep.name = sweep.name or f"{base.run.name}-tune"
     sweep.dir = sweep.dir or f"runs/{sweep.name}"
-    alone(sweep)
-    named = {key(word) for some in (common, *swept) for word in some}
+    restrict_sweep(sweep)
+    named = {override_key(word) for some in (common, *swept) for word in some}
     if "compile" not in named and machine.device != "CPU":
         swept = [[*values, f"compile={one}"] for values, one in itertools.product(swept, ("true", "false"))]
-    base = known(compose(common, config_dir, sweep.processes))
-    tried = [known(compose([*common, *more], config_dir, sweep.processes)) if more else base for more in swept]
+    base = with_known_model(compose_variant(common, config_dir, sweep.processes))
+    tried = [
+        with_known_model(compose_variant([*common, *more], config_dir, sweep.processes)) if more else base
+        for more in swept
+    ]
     check_allowed(base, tried, allow)
     measured = [with_lengths(one) for one in tried]
-    found = plans(with_lengths(base), measured, machine, sweep.processes, pool, named & {*DEGREES, *PIPELINE})
+    found = list_plans(with_lengths(base), measured, machine, sweep.processes, pool, named & {*DEGREES, *PIPELINE})
     settings = {
-        "settings": typed.plain(base),
+        "settings": typed.to_plain(base),
         "tried": "; ".join(map(" ".join, swept)),
-        "hardware": typed.plain(machine),
+        "hardware": typed.to_plain(machine),
         "sweep.processes": sweep.processes,
         "steps": steps,
     }
     descriptor = lock_folder("sweep.dir", Path(sweep.dir), "search", "sweep.name")
     try:
-        study = Study(Path(sweep.dir), found, settings)
-        return Search(study, sweep, machine, common, base, steps, config_dir, gpus, budget).run()
+        study = TuningStudy(Path(sweep.dir), found, settings)
+        return PlanSearch(study, sweep, machine, common, base, steps, config_dir, gpus, budget).run()
     finally:
         os.close(descriptor)
 
 
 @dataclass(frozen=True)
-class Search:
+class PlanSearch:
     """Trials of a study until there are `budget` of them, or none that could be faster.
 
     machine: that plans are predicted for; common: overrides that all trials have; base: the configuration that they
-    make; the rest as for `Study.measure`."""
+    make; the rest as for `TuningStudy.measure`."""
 
-    study: Study
+    study: TuningStudy
     sweep: SweepConfig
     machine: HardwareConfig
     common: list[str]
@@ -95,30 +98,33 @@ class Search:
     def run(self) -> int:
         """Returns the exit code."""
         study, band = self.study, self.machine.band
-        say(
+        print_line(
             f"{self.sweep.name}: {len(study.plans)} plans, {len(study.outcomes)} of {self.budget} trials; in "
             f"{study.results.path}"
         )
         why, interrupted = None, False
         with stop_signals() as signals:
-            while not interrupted and (why := ended(study, self.budget)) is None:
+            while not interrupted and (why := describe_end(study, self.budget)) is None:
                 self.note(None)
                 chosen = choose_next(study.options, study.outcomes, band)
                 if chosen is None:
                     why = "no other plan is likely to be faster"
                     break
-                seconds = expected(study.options, study.outcomes, band, chosen)
-                say(f"trial {len(study.outcomes) + 1} of {self.budget}: a step of {duration(seconds)} is expected")
+                seconds = expected_seconds(study.options, study.outcomes, band, chosen)
+                print_line(
+                    f"trial {len(study.outcomes) + 1} of {self.budget}: a step of {format_duration(seconds)} is "
+                    "expected"
+                )
                 status = study.measure(
                     chosen, seconds, self.sweep, self.common, self.base, self.steps, self.config_dir, self.gpus
                 )
                 interrupted = bool(signals) or status in ("stopped", "not_started", "submitted")
-        say(told := "stopped; the same command goes on" if interrupted else f"ended: {why}")
-        show(study)
+        print_line(told := "stopped; the same command goes on" if interrupted else f"ended: {why}")
+        print_study(study)
         written = self.note(told)
         if study.best is not None:
-            say(f"best: {study.best.option.name}, {study.folder / BEST}")
-        say(written)
+            print_line(f"best: {study.best.option.name}, {study.folder / BEST}")
+        print_line(written)
         return STOPPED if interrupted else DONE if study.best is not None else FAILED
 
     def note(self, told: str | None) -> str:
@@ -138,7 +144,7 @@ class Search:
         }
         return write_page(self.study, self.machine.band, about)
 
-    def command(self, plan: Plan) -> str:
+    def command(self, plan: SearchPlan) -> str:
         """What starts a run of a plan, in the way in which its trial was started."""
         processes, slurm = self.sweep.processes or 1, self.sweep.slurm
         if self.sweep.launcher == "slurm":
@@ -147,10 +153,10 @@ class Search:
         else:
             start = ["trainer", "train", "--gpus" if self.gpus else "--processes", str(processes)]
         words = ["--config-dir", self.config_dir] if self.config_dir else []
-        return shlex.join([*start, *words, *self.common, *overrides(plan)])
+        return shlex.join([*start, *words, *self.common, *plan_overrides(plan)])
 
 
-def ended(study: Study, budget: int) -> str | None:
+def describe_end(study: TuningStudy, budget: int) -> str | None:
     """Why a search is over that has made its trials."""
     if len(study.outcomes) >= budget:
         return f"budget={budget} trials are measured"
@@ -190,7 +196,7 @@ def processes_of(sweep: SweepConfig, machine: HardwareConfig, gpus: list[str]) -
     return sweep.processes or (jobs if sweep.launcher == "slurm" else len(gpus) or machine.devices)
 
 
-def alone(sweep: SweepConfig) -> None:
+def restrict_sweep(sweep: SweepConfig) -> None:
     """Trials run one after the other, and save nothing. Raises `ConfigError` where the sweep's settings want it
     otherwise."""
     problems = []
@@ -207,7 +213,7 @@ def alone(sweep: SweepConfig) -> None:
         os.environ.setdefault("TRAINER_RETRIES", "1")  # a crash is a result, and not tried again
 
 
-def known(config: Config) -> Config:
+def with_known_model(config: Config) -> Config:
     """The configuration with the model that `model.from_hf` names, if it does."""
     if config.model.from_hf:
         from trainer.hf import model_from_hf
@@ -220,12 +226,12 @@ def check_allowed(base: Config, tried: Sequence[Config], allow: Sequence[str]) -
     """Raises `ConfigError` where values that are tried change the numbers of training, unless they are allowed."""
     problems = [
         f"{name} has several values, and changes the numbers of training; give it one, or allow=[{name}]"
-        for name in frozen(base, tried, allow)
+        for name in frozen_differences(base, tried, allow)
     ]
     problems += [
         f"allow=[{name}] allows nothing: give the setting several values, such as precision.compute=bf16,fp16"
         for name in allow
-        if not frozen(base, tried, [one for one in allow if one != name])
+        if not frozen_differences(base, tried, [one for one in allow if one != name])
     ]
     if problems:
         raise ConfigError(problems)

@@ -10,52 +10,52 @@ from typing import Any
 
 from trainer.config import Config, ConfigError
 from trainer.config.hardware import HardwareConfig
-from trainer.config.typed import flat
+from trainer.config.typed import flatten_values
 from trainer.planning.estimate.plans import DEGREES, PIPELINE, rank_plans
-from trainer.planning.estimate.report import changes
-from trainer.planning.estimate.sequence import measures
-from trainer.planning.estimate.step import GIB, Estimate
+from trainer.planning.estimate.report import changed_settings
+from trainer.planning.estimate.sequence import describe_measures
+from trainer.planning.estimate.step import GIB, StepEstimate
 from trainer.planning.variants import FREE, global_size
-from trainer.tuning.engines import Option
+from trainer.tuning.engines import PlanOption
 
 NUMBERS = ("precision.", "parallel.grad_comm.")
 """Settings of `FREE` that change the numbers of training beyond rounding."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class SearchPlan:
     """A plan of the search. changes: its settings beside the recipe's; scale: tokens of the recipe's step over those of
     its own, by which times of steps are compared."""
 
-    option: Option
-    found: Estimate
+    option: PlanOption
+    found: StepEstimate
     changes: dict[str, Any]
     scale: float
 
 
-def frozen(base: Config, tried: Sequence[Config], allowed: Collection[str]) -> list[str]:
+def frozen_differences(base: Config, tried: Sequence[Config], allowed: Collection[str]) -> list[str]:
     """Settings that combinations of values differ in, that change the numbers of training, and are not allowed to."""
-    before = flat(asdict(base))
+    before = flatten_values(asdict(base))
     names = {
         name
         for config in tried
-        for name, value in flat(asdict(config)).items()
+        for name, value in flatten_values(asdict(config)).items()
         if value != before.get(name) and (not name.startswith(FREE) or name.startswith(NUMBERS))
     }
     return sorted(name for name in names if not any(f"{name}.".startswith(f"{one}.") for one in allowed))
 
 
-def plans(
+def list_plans(
     base: Config, tried: Sequence[Config], hardware: HardwareConfig, world: int, most: int, kept: Collection[str]
-) -> list[Plan]:
+) -> list[SearchPlan]:
     """At most `most` plans, those that are predicted to be fastest, in this order.
 
     base: the recipe's own configuration; tried: those of all combinations of values; kept: see `rank_plans`. Raises
     `ConfigError` where nothing can be run."""
     tokens = global_size(base.batch, world) * base.batch.sequence_length
     own = {"compile", *DEGREES, *PIPELINE}
-    besides = sorted({name for config in tried for name in changes(config, tried[0])} - own)
-    found: dict[tuple, Plan] = {}
+    besides = sorted({name for config in tried for name in changed_settings(config, tried[0])} - own)
+    found: dict[tuple, SearchPlan] = {}
     problems: list[str] = []
     for config in tried:
         try:
@@ -65,18 +65,18 @@ def plans(
             continue
         for one in ranking.best:
             scale = tokens / one.layout.batch.tokens
-            axes, values = axes_of(one), flat(asdict(one.config))
+            axes, values = axes_of(one), flatten_values(asdict(one.config))
             share = one.memory / (hardware.memory * GIB)
             same = one.seconds, one.memory, *axes.items()  # but for a value that this plan has no use for
             axes |= {name: str(values[name]) for name in besides}
-            option = Option(name_of(axes), axes, scale * one.seconds, share)
-            found.setdefault(same, Plan(option, one, changes(one.config, base), scale))
+            option = PlanOption(name_of(axes), axes, scale * one.seconds, share)
+            found.setdefault(same, SearchPlan(option, one, changed_settings(one.config, base), scale))
     if not found:
         raise ConfigError(list(dict.fromkeys(problems)))
     return sorted(found.values(), key=lambda plan: plan.option.seconds)[:most]
 
 
-def axes_of(found: Estimate) -> dict[str, float | str]:
+def axes_of(found: StepEstimate) -> dict[str, float | str]:
     """Degrees and modes of a plan by name."""
     plan, pipeline = found.layout.plan, found.layout.pipeline.schedule
     return {
@@ -93,7 +93,7 @@ def axes_of(found: Estimate) -> dict[str, float | str]:
         "schedule": pipeline.name if plan.pp > 1 else "",
         "chunks": pipeline.chunks,
         "blocks": "compiled" if found.config.compile else "eager",
-        "long": "-".join(measures(found.config).split()),
+        "long": "-".join(describe_measures(found.config).split()),
     }
 
 

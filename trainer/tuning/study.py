@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import Config, ConfigError
-from trainer.config.compose import quoted
-from trainer.config.typed import flat
-from trainer.planning.estimate.report import recipe
+from trainer.config.compose import quote_value
+from trainer.config.typed import flatten_values
+from trainer.planning.estimate.report import format_recipe
 from trainer.planning.estimate.step import GIB
-from trainer.sweep import launch, to_run
+from trainer.sweep import run_trials, to_run
 from trainer.sweep.plan import SweepConfig, make_trial
-from trainer.sweep.results import Results, TrialResult
-from trainer.tuning.engines import Option, Outcome, fastest
-from trainer.tuning.space import Plan
+from trainer.sweep.results import SweepResults, TrialResult
+from trainer.tuning.engines import PlanOption, TrialOutcome, fastest_outcome
+from trainer.tuning.space import SearchPlan
 from trainer.util.files import write_atomic
-from trainer.util.reading import brief, on_one_line, read_json
+from trainer.util.reading import on_one_line, read_json, shorten_foreign
 from trainer.util.run_folder import BEST, TRIALS
 
 ENDED = ("done", "out_of_memory", "failed", "timeout")
@@ -35,7 +35,7 @@ FLAT = 1e-9
 """Learning rate of trials, which have no warm-up."""
 
 
-def measuring(base: Config, steps: int) -> list[str]:
+def measuring_overrides(base: Config, steps: int) -> list[str]:
     """Overrides of a run that is only to be measured: short, and it neither evaluates nor saves."""
     return [
         *(f"run.steps={steps}", "run.tokens=null", "run.hours=null"),
@@ -47,53 +47,53 @@ def measuring(base: Config, steps: int) -> list[str]:
     ]
 
 
-class Study:
+class TuningStudy:
     """The trials of a search in their folder.
 
     settings: what all trials share and predictions are made from. Raises `ConfigError` with the names of what has
     changed where the folder was begun with other settings."""
 
-    def __init__(self, folder: Path, plans: Sequence[Plan], settings: dict[str, Any]):
+    def __init__(self, folder: Path, plans: Sequence[SearchPlan], settings: dict[str, Any]):
         self.folder, self.plans = folder, {plan.option.name: plan for plan in plans}
-        self.results = Results(folder, TRIALS, PREDICTED)
+        self.results = SweepResults(folder, TRIALS, PREDICTED)
         self.illegal: set[str] = set()
         path, way_out = folder / BEGUN, f"set another sweep.name, or remove {folder}"
         now = json.loads(json.dumps(settings))
         try:
-            before, after = flat(read_json(path, dict, way_out)), flat(now)
+            before, after = flatten_values(read_json(path, dict, way_out)), flatten_values(now)
         except FileNotFoundError:
             write_atomic(path, json.dumps(now) + "\n")
             return
         except RecursionError:
             raise ConfigError(f"{path} is nested too deeply; {way_out}") from None
         if changed := [
-            f"{on_one_line(name)}={brief(after.get(name))}, then {brief(before.get(name))}"
+            f"{on_one_line(name)}={shorten_foreign(after.get(name))}, then {shorten_foreign(before.get(name))}"
             for name in {**after, **before}
             if before.get(name) != after.get(name)
         ]:
             raise ConfigError(f"{folder} holds trials with other settings ({'; '.join(changed[:3])}); {way_out}")
 
     @property
-    def options(self) -> list[Option]:
+    def options(self) -> list[PlanOption]:
         return [plan.option for plan in self.plans.values() if plan.option.name not in self.illegal]
 
     @property
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[TrialOutcome]:
         """What the trials have shown so far, in their order. Times are of a step of the recipe's tokens."""
         return [
-            Outcome(plan.option, seconds_of(line, plan), line["status"] == "out_of_memory")
+            TrialOutcome(plan.option, seconds_of(line, plan), line["status"] == "out_of_memory")
             for name, line in self.results.lines.items()
             if line["status"] in ENDED and (plan := self.plans.get(name))
         ]
 
     @property
-    def best(self) -> Plan | None:
-        found = fastest(self.outcomes)
+    def best(self) -> SearchPlan | None:
+        found = fastest_outcome(self.outcomes)
         return None if found is None else self.plans[found.option.name]
 
     def measure(
         self,
-        option: Option,
+        option: PlanOption,
         expected: float,
         sweep: SweepConfig,
         common: list[str],
@@ -105,43 +105,43 @@ class Study:
         """Runs the trial of a plan, which is expected to take so many seconds a step, and returns its status. Raises
         `ConfigError` where an override means nothing."""
         plan = self.plans[option.name]
-        words = [*common, *measuring(base, steps)]
-        trial, wrong = make_trial(sweep, option.name, words, overrides(plan), config_dir, len(gpus))
+        words = [*common, *measuring_overrides(base, steps)]
+        trial, wrong = make_trial(sweep, option.name, words, plan_overrides(plan), config_dir, len(gpus))
         if wrong:
             raise ConfigError(list(wrong.values()))
         memory = plan.found.memory / GIB
         trial.more = dict(zip(PREDICTED, (plan.found.seconds, expected / plan.scale, memory)))
-        launch(to_run([trial], self.results, sweep.launcher == "slurm"), sweep, config_dir, gpus, self.results)
+        run_trials(to_run([trial], self.results, sweep.launcher == "slurm"), sweep, config_dir, gpus, self.results)
         status = self.results.lines[option.name]["status"]
         if status == "refused":
             self.illegal.add(option.name)
         return status
 
-    def write_best(self, plan: Plan) -> None:
+    def write_best(self, plan: SearchPlan) -> None:
         """best.yaml: the fastest plan as a recipe to put behind the own one."""
         layout, seconds = plan.found.layout, self.results.lines[plan.option.name]["step_seconds_p50"]
         measured = f"step {seconds:.4g} s, {layout.batch.tokens / seconds:.4g} tokens/s"
         place = f"{layout.plan.world} x {plan.found.hardware.device}"
         path = self.folder / BEST
         path.parent.mkdir(exist_ok=True)
-        write_atomic(path, recipe(plan.changes, f"Measured on {place}: {measured}; {plan.option.name}."))
+        write_atomic(path, format_recipe(plan.changes, f"Measured on {place}: {measured}; {plan.option.name}."))
 
 
-def overrides(plan: Plan) -> list[str]:
+def plan_overrides(plan: SearchPlan) -> list[str]:
     """What makes a recipe's run one of a plan."""
-    return [f"{name}={written(value)}" for name, value in plan.changes.items()]
+    return [f"{name}={format_override(value)}" for name, value in plan.changes.items()]
 
 
-def seconds_of(line: TrialResult, plan: Plan) -> float | None:
+def seconds_of(line: TrialResult, plan: SearchPlan) -> float | None:
     """What a step of the recipe's tokens took; None where no step was measured."""
     seconds = line["step_seconds_p50"] if line["status"] == "done" else None
     return plan.scale * seconds if seconds else None
 
 
-def written(value: Any) -> str:
+def format_override(value: Any) -> str:
     """A value of a setting as Hydra's grammar reads it."""
     if isinstance(value, str):
-        return quoted(value)
+        return quote_value(value)
     if isinstance(value, list):
-        return f"[{','.join(map(written, value))}]"
+        return f"[{','.join(map(format_override, value))}]"
     return json.dumps(value)

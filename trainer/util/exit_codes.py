@@ -26,19 +26,19 @@ INTERRUPTED = 130
 """Ctrl-C twice, or before the first step: the run left at once. By the convention of shells."""
 
 
-def rank() -> int:
+def process_rank() -> int:
     """This process's rank, as torchrun sets it; 0 without torchrun."""
     return int(os.environ.get("RANK", 0))
 
 
 def give_way() -> None:
     """Before a refusal: a rank other than 0 waits for it to be printed, and for torchrun to end this rank."""
-    if rank() != 0:
+    if process_rank() != 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(5)
 
 
-def refuse(error: ConfigError) -> int:
+def refuse_config(error: ConfigError) -> int:
     """Prints what is wrong, once, and returns the exit code.
 
     Rank 0 prints at once, and torchrun then ends the other ranks. A rank that is still there after five seconds was

@@ -12,7 +12,7 @@ DISTRIBUTION = "composable-trainer"
 
 
 @contextmanager
-def needs(extra: str, what: str) -> Iterator[None]:
+def requires_extra(extra: str, what: str) -> Iterator[None]:
     """Around the imports of an extra's packages; raises `ConfigError` with the command that installs them."""
     try:
         yield

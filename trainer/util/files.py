@@ -78,7 +78,7 @@ def temporary_name(path: str | os.PathLike) -> str:
 
 
 @contextlib.contextmanager
-def replacing(path: str | os.PathLike) -> Iterator[str]:
+def replace_file(path: str | os.PathLike) -> Iterator[str]:
     """Gives a temporary name beside `path`; the file written there replaces `path` at the end of the block.
 
     Where the block raises, the temporary file is removed and `path` stays as it was.
@@ -98,7 +98,7 @@ def write_atomic(path: str | os.PathLike, content: str | bytes, sync: bool = Fal
 
     sync: the content is on the disk before it takes the name, so that it also survives a power cut.
     """
-    with replacing(path) as part:
+    with replace_file(path) as part:
         with open(part, "xb") as file:
             file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
             if sync:

@@ -30,12 +30,12 @@ def missing_memory(error: BaseException | None) -> str | None:
     error."""
     while error is not None:
         if lacks_memory(text := f"{type(error).__name__}: {error}"):
-            return said(text)
+            return error_reason(text)
         error = error.__cause__
     return None
 
 
-def said(text: str) -> str:
+def error_reason(text: str) -> str:
     """The first line of an error's text, without what is of no use to its reader."""
     first = next(filter(None, map(str.strip, text.splitlines())), "")
     return NOISE.sub("", NOISE.sub("", first)).strip(" .")

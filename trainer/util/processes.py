@@ -10,7 +10,7 @@ LAUNCH = "TORCHELASTIC_RUN_ID"
 """Environment variable that torchrun sets for what it starts: the name of the launch."""
 
 
-def children(pid: int) -> list[int]:
+def child_processes(pid: int) -> list[int]:
     """The processes that the main thread of the process `pid` has started; empty where it has ended."""
     try:
         return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
@@ -19,23 +19,23 @@ def children(pid: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Process:
+class KnownProcess:
     """A process that is not taken for a later one with its number. started: in ticks since the machine's start."""
 
     pid: int
     started: str
 
     @classmethod
-    def of(cls, pid: int) -> Process | None:
+    def of(cls, pid: int) -> KnownProcess | None:
         """The process `pid`; None where it has ended."""
         known = _stat(pid)
-        return Process(pid, known[19]) if known and known[0] not in "ZX" else None
+        return KnownProcess(pid, known[19]) if known and known[0] not in "ZX" else None
 
     def lives(self) -> bool:
-        return Process.of(self.pid) == self
+        return KnownProcess.of(self.pid) == self
 
 
-def find_launcher() -> Process | None:
+def find_launcher() -> KnownProcess | None:
     """The torchrun that has started this process, by way of a script or directly; None if none has.
 
     That is the nearest ancestor without the launch in its own environment. A process whose shell or notebook ends is
@@ -45,7 +45,7 @@ def find_launcher() -> Process | None:
     mark, pid = f"{LAUNCH}={os.environ[LAUNCH]}".encode(), os.getppid()
     while pid > 1 and mark in _environment(pid):
         pid = int((_stat(pid) or ["", "0"])[1])
-    return Process.of(pid)
+    return KnownProcess.of(pid)
 
 
 def _environment(pid: int) -> list[bytes]:

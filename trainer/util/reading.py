@@ -78,7 +78,7 @@ def read_yaml(path: str | os.PathLike) -> Any:
         check_yaml(content)
         return whole_characters(yaml.load(content, LOADER))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise Malformed(f"{path} is not YAML: {brief(error)}; write it anew") from None
+        raise Malformed(f"{path} is not YAML: {shorten_foreign(error)}; write it anew") from None
 
 
 def read_json(path: str | os.PathLike, shape: Shape, way_out: str, limit: int = LIMIT) -> Any:
@@ -88,13 +88,13 @@ def read_json(path: str | os.PathLike, shape: Shape, way_out: str, limit: int = 
     try:
         value = parse_json(content)
     except ValueError as error:
-        raise Malformed(f"{path} is not JSON ({brief(error)}); {way_out}") from None
-    if wrong := mismatch(value, shape):
+        raise Malformed(f"{path} is not JSON ({shorten_foreign(error)}); {way_out}") from None
+    if wrong := find_mismatch(value, shape):
         raise Malformed(f"{path} is not what it should be: {wrong}; {way_out}")
     return value
 
 
-def mismatch(value: Any, shape: Shape, place: str = "") -> str | None:
+def find_mismatch(value: Any, shape: Shape, place: str = "") -> str | None:
     """The first thing in which a value differs from a shape, or None."""
     if isinstance(shape, dict):
         if not isinstance(value, dict):
@@ -109,11 +109,11 @@ def mismatch(value: Any, shape: Shape, place: str = "") -> str | None:
     else:
         kinds = shape if isinstance(shape, tuple) else (shape,)
         return None if type(value) in kinds else _wrong(value, " or ".join(kind.__name__ for kind in kinds), place)
-    return next((wrong for item in inner if (wrong := mismatch(*item))), None)
+    return next((wrong for item in inner if (wrong := find_mismatch(*item))), None)
 
 
 def _wrong(value: Any, wanted: str, place: str) -> str:
-    return f"{place or 'it'} is {brief(value)} instead of {wanted}"
+    return f"{place or 'it'} is {shorten_foreign(value)} instead of {wanted}"
 
 
 WORD = re.compile(r"[\w.+*/@<>=-]{1,40}")
@@ -123,7 +123,7 @@ meant, such as one with passwords, and messages end in logs."""
 QUOTE = re.compile(r"""(['"`])(.*?)\1""", re.DOTALL)
 
 
-def brief(value: object) -> str:
+def shorten_foreign(value: object) -> str:
     """A foreign value in a message: a short word or number as it is, all else by its kind and length. Of an error, its
     message on one line, in which what it quotes is shown so."""
     if isinstance(value, (dict, list)):
@@ -146,16 +146,16 @@ def brief(value: object) -> str:
 def on_one_line(text: str) -> str:
     """Names that stand in a file, such as those of files and columns: on one line, short, without control
     characters."""
-    text = " ".join(printable(text[:1000]).split())
+    text = " ".join(make_printable(text[:1000]).split())
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-def printable(text: str) -> str:
+def make_printable(text: str) -> str:
     """A foreign text for a terminal, which control characters could make show something else."""
     return "".join(character if character.isprintable() else " " for character in text)
 
 
-def inside(folder: Path, name: str) -> Path:
+def path_inside(folder: Path, name: str) -> Path:
     """The path of a file that a list in `folder` names. Raises `ValueError` for a name that leads elsewhere, be it by
     a symbolic link."""
     path = PurePath(name)
@@ -184,5 +184,5 @@ def check_links(folder: Path) -> None:
     for path in sorted(folder.iterdir()):
         if path.is_symlink() and leads_out(folder, path):
             raise Malformed(
-                f"{printable(str(path))} is a link out of its folder; remove it, or put the file itself there"
+                f"{make_printable(str(path))} is a link out of its folder; remove it, or put the file itself there"
             )

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trainer.config import ConfigError
-from trainer.util.reading import printable
+from trainer.util.reading import make_printable
 
 METRICS_FILE, REPLACED, STATUS, LOG = "metrics.jsonl", "metrics-replaced.jsonl", "status.json", "console.log"
 STARTS, SETTINGS, EARLIER = "starts.jsonl", "config.yaml", "earlier"
@@ -78,10 +78,10 @@ def _links(path: Path, deep: bool) -> Iterator[Path]:
                 yield from _links(inner, True)
 
 
-def labels(folders: Sequence[Path]) -> list[str]:
+def label_runs(folders: Sequence[Path]) -> list[str]:
     """A short name for each run: the fewest trailing parts of the paths that make all names different."""
     paths = [(folder.parent if folder.is_file() else folder).resolve() for folder in folders]
-    parts = [tuple(map(printable, path.parts)) for path in paths]
+    parts = [tuple(map(make_printable, path.parts)) for path in paths]
     for length in range(1, max(map(len, parts))):
         names = ["/".join(path[-length:]) for path in parts]
         if len(set(names)) == len(set(parts)):

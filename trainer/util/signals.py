@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainer.util.processes import Process, find_launcher
+from trainer.util.processes import KnownProcess, find_launcher
 
 NOT_ENDING = {
     getattr(signal, f"SIG{name}") for name in ("CHLD", "CONT", "URG", "WINCH", "STOP", "TSTP", "TTIN", "TTOU")
@@ -33,7 +33,7 @@ ALWAYS = {signal.SIGTERM, signal.SIGUSR1}
 
 LAUNCHER_ENDED = "the end of its launcher"
 
-TOLD = "TRAINER_STOPPED"
+STOPPED_VARIABLE = "TRAINER_STOPPED"
 """Environment variable by which our launcher tells ranks that it starts again that they have been asked to stop."""
 
 SECONDS = 1.0
@@ -48,7 +48,7 @@ def name_of(number: int) -> str:
         return f"SIGRTMIN+{number - signal.SIGRTMIN}"
 
 
-def heeded() -> set[int]:
+def handled_signals() -> set[int]:
     """The signals that this process is to handle, SIGINT aside: what it ignores stays ignored, and what a library
     handles stays with the library."""
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -68,7 +68,7 @@ def die_of(number: int) -> None:
     os._exit(128 + number)  # the first process of a container gets no signal that it does not handle
 
 
-class Signals:
+class SignalHandlers:
     """Handles the signals of this process from construction until `restore`, and watches the launcher.
 
     stop: called with what has come, for requests and when the launcher has ended; leave: called with the name of a
@@ -79,14 +79,14 @@ class Signals:
     (asyncio) may need the one descriptor that such a thread reads from.
     """
 
-    present: Signals | None = None
+    present: SignalHandlers | None = None
 
     def __init__(self, stop: Callable[[str], None], leave: Callable[[str], None], own: bool):
         self.stop, self.leave, self.own = stop, leave, own
         self.launcher = find_launcher()
         self.before: dict[int, Any] = {}
         self.reading, self.writing = os.pipe()
-        Signals.present = self
+        SignalHandlers.present = self
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
 
     def handle(self) -> None:
@@ -94,7 +94,7 @@ class Signals:
         if self.own:
             os.set_blocking(self.writing, False)
             signal.set_wakeup_fd(self.writing, warn_on_full_buffer=False)
-        for number in heeded():
+        for number in handled_signals():
             handler = (lambda *_: None) if self.own else (lambda number, _: self._take(number))
             self.before[number] = signal.signal(number, handler)
 
@@ -104,11 +104,11 @@ class Signals:
             signal.set_wakeup_fd(-1)
         for number, handler in self.before.items():
             signal.signal(number, handler or signal.SIG_DFL)  # None: of a library; Python cannot give that back
-        Signals.present = None
+        SignalHandlers.present = None
         os.close(self.writing)  # ends the thread
 
     def _listen(self) -> None:
-        launcher: Process | None = self.launcher
+        launcher: KnownProcess | None = self.launcher
         while True:
             ready, _, _ = select.select([self.reading], [], [], SECONDS if launcher else None)
             if ready:
@@ -133,8 +133,8 @@ class Signals:
 
 def _forget() -> None:
     """A forked process is not what the signals were for: what ends it by default ends it."""
-    if (signals := Signals.present) is not None:
-        Signals.present = None
+    if (signals := SignalHandlers.present) is not None:
+        SignalHandlers.present = None
         if signals.own:
             signal.set_wakeup_fd(-1)
         for number in signals.before:

@@ -14,39 +14,39 @@ from rich.table import Table
 Rows = Sequence[tuple[str, Any]]
 
 
-def count(value: float | None) -> str:
+def format_count(value: float | None) -> str:
     """Three significant digits with k, M, B, T: 8.03B parameters, 12.3k tokens/s; small whole numbers as they are."""
     return _scaled(value, ("", "k", "M", "B", "T"), 1000, "")
 
 
-def flops(value: float | None) -> str:
+def format_flops(value: float | None) -> str:
     """Floating-point operations: 48.1 GFLOP."""
     return _scaled(value, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP", "ZFLOP"), 1000, " ")
 
 
-def size(value: float | None) -> str:
+def format_bytes(value: float | None) -> str:
     """Bytes in binary units: 54.3 GiB."""
     return _scaled(value, ("B", "KiB", "MiB", "GiB", "TiB"), 1024, " ")
 
 
-def sizes(values: Sequence[float]) -> list[str]:
+def format_sizes(values: Sequence[float]) -> list[str]:
     """Bytes in one unit, that of the largest, so that they can be compared: 0.12 GiB, 54.3 GiB."""
     power = max(0, min(4, (int(max(values, default=0)).bit_length() - 1) // 10))
     units = ("B", "KiB", "MiB", "GiB", "TiB")
     return [f"{_three_digits(value / 1024**power) if power else int(value)} {units[power]}" for value in values]
 
 
-def number(value: int, one: str, more: str = "s") -> str:
+def format_number(value: int, one: str, more: str = "s") -> str:
     """A number with what it counts: 1 process, 4 processes."""
     return f"{value} {one}{more if value != 1 else ''}"
 
 
-def percent(value: float | None) -> str:
+def format_percent(value: float | None) -> str:
     """A share of one: 0.532 is 53.2%."""
     return "-" if value is None else f"{100 * value:.1f}%"
 
 
-def duration(value: float | None) -> str:
+def format_duration(value: float | None) -> str:
     """Seconds, in the two largest units that matter: 12.3 ms, 4.56 s, 2m 05s, 3h 07m, 4d 02h."""
     if value is None or not math.isfinite(value):
         return "-"
@@ -99,7 +99,7 @@ def titled_table(title: str, frame: box.Box | None) -> Table:
     )
 
 
-def sections(rows: Mapping[str, Rows], console: Console | None = None) -> None:
+def print_sections(rows: Mapping[str, Rows], console: Console | None = None) -> None:
     """Prints one table of titled sections, each a list of (label, value) rows.
 
     Values are printed by `str`; numbers should be formatted by this module's functions. On a terminal the table has a
@@ -116,7 +116,7 @@ def sections(rows: Mapping[str, Rows], console: Console | None = None) -> None:
     print_table(console, table)
 
 
-def rows(title: str, rows: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
+def print_rows(title: str, rows: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
     """Prints a titled table: the keys of the first row as header, whole numbers abbreviated."""
     console, frame = console_for(console)
     if frame is None:  # or a title would be wrapped to the width of its table
@@ -127,7 +127,7 @@ def rows(title: str, rows: Sequence[Mapping[str, Any]], console: Console | None 
     for name in names:
         table.add_column(name, justify="right" if isinstance(rows[0][name], (int, float)) else "left", no_wrap=True)
     for row in rows:
-        table.add_row(*(count(row[name]) if type(row[name]) is int else _cell(row[name]) for name in names))
+        table.add_row(*(format_count(row[name]) if type(row[name]) is int else _cell(row[name]) for name in names))
     print_table(console, table)
 
 

@@ -35,7 +35,7 @@ TINY = 1e-30
 
 
 @dataclass(frozen=True)
-class Codec:
+class BlockCodec:
     """How blocks become codes.
 
     kind: bf16, int8, int4 or fp8 (e4m3). block: elements that share a scale. hadamard: the size of the orthonormal
@@ -65,7 +65,7 @@ class Codec:
         return payload[..., :begin].view(torch.float32)[..., :blocks], payload[..., begin:]
 
 
-class Blocks:
+class BlockLayout:
     """Where the blocks of a payload lie in a flat tensor.
 
     segments: (offset, length) in the tensor, in order. Each is filled up to a multiple of `grain` (a multiple of
@@ -84,7 +84,7 @@ class Blocks:
         self.count = -(-place // (rows * self.grain)) * (self.grain // block)
 
     @classmethod
-    def dense(cls, rows: int, length: int, block: int, device: torch.device) -> Blocks:
+    def dense(cls, rows: int, length: int, block: int, device: torch.device) -> BlockLayout:
         """Blocks of a tensor that holds `rows` rows of `length` elements, a multiple of `block`."""
         return cls([(0, rows * length)], block, rows, device)
 
@@ -133,7 +133,7 @@ class ErrorFeedback:
     RESET = 1024
     """average8: the average is reset every so many steps."""
 
-    def __init__(self, kind: str, blocks: Blocks):
+    def __init__(self, kind: str, blocks: BlockLayout):
         self.kind = kind
         shape = blocks.rows, blocks.count, blocks.block
         self.kept = self._zeros(shape, blocks.device)
@@ -166,10 +166,10 @@ class ErrorFeedback:
             kept.copy_(torch.where(found_inf > 0, kept, torch.zeros_like(left) if anew else left))
 
 
-def pack(
-    codec: Codec,
+def pack_blocks(
+    codec: BlockCodec,
     flat: Tensor,
-    blocks: Blocks,
+    blocks: BlockLayout,
     errors: ErrorFeedback | None = None,
     unit: Tensor | None = None,
     seed: int = 0,
@@ -180,32 +180,32 @@ def pack(
     tensor. seed: for stochastic rounding."""
     if flat.is_cuda:
         return triton_pack(codec, flat, blocks, errors, unit, seed)
-    values = rotate(blocks.gather(flat).float(), codec.hadamard)
+    values = hadamard_rotate(blocks.gather(flat).float(), codec.hadamard)
     if errors is None:
-        return encode(codec, values, seed)[0]
-    payload, left = encode(codec, values + errors.read() * unit, seed)
+        return encode_blocks(codec, values, seed)[0]
+    payload, left = encode_blocks(codec, values + errors.read() * unit, seed)
     errors.write(left / unit)
     return payload
 
 
-def unpack(codec: Codec, payload: Tensor, blocks: Blocks, flat: Tensor) -> None:
+def unpack_blocks(codec: BlockCodec, payload: Tensor, blocks: BlockLayout, flat: Tensor) -> None:
     """Decodes a payload [senders, rows, row_bytes], sums it over senders, and writes the sum to its places in
     `flat`."""
     if flat.is_cuda:
         triton_unpack(codec, payload, blocks, flat)
     else:
-        blocks.scatter(rotate(decode(codec, payload, blocks.count), codec.hadamard), flat)
+        blocks.scatter(hadamard_rotate(decode_payload(codec, payload, blocks.count), codec.hadamard), flat)
 
 
 def triton_pack(
-    codec: Codec,
+    codec: BlockCodec,
     flat: Tensor,
-    blocks: Blocks,
+    blocks: BlockLayout,
     errors: ErrorFeedback | None = None,
     unit: Tensor | None = None,
     seed: int = 0,
 ) -> Tensor:
-    """`pack` in one pass over the gradient, with the same bits."""
+    """`pack_blocks` in one pass over the gradient, with the same bits."""
     from trainer.kernels import quantize  # needs Triton
 
     payload = torch.empty(blocks.rows, codec.row_bytes(blocks.count), dtype=torch.uint8, device=flat.device)
@@ -214,33 +214,33 @@ def triton_pack(
         if errors
         else {}
     )
-    quantize.pack(_form(codec, blocks), flat, blocks.table, payload, mixed(seed), **feedback)
+    quantize.pack_blocks(_form(codec, blocks), flat, blocks.table, payload, mix_seed(seed), **feedback)
     return payload
 
 
-def triton_unpack(codec: Codec, payload: Tensor, blocks: Blocks, flat: Tensor) -> None:
-    """`unpack` in one pass over the received bytes, with the same bits."""
+def triton_unpack(codec: BlockCodec, payload: Tensor, blocks: BlockLayout, flat: Tensor) -> None:
+    """`unpack_blocks` in one pass over the received bytes, with the same bits."""
     from trainer.kernels import quantize
 
-    quantize.unpack(_form(codec, blocks), payload, blocks.table, flat)
+    quantize.unpack_blocks(_form(codec, blocks), payload, blocks.table, flat)
 
 
-def _form(codec: Codec, blocks: Blocks) -> quantize.Form:
+def _form(codec: BlockCodec, blocks: BlockLayout) -> quantize.BlockFormat:
     """The codec as the kernels see it."""
     from trainer.kernels import quantize
 
-    return quantize.Form(
+    return quantize.BlockFormat(
         codec.kind,
         codec.block,
         LARGEST.get(codec.kind, 1.0),
         codec.hadamard,
-        factor(codec.hadamard),
+        hadamard_factor(codec.hadamard),
         codec.stochastic,
         codec.scale_bytes(blocks.count),
     )
 
 
-def encode(codec: Codec, blocks: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
+def encode_blocks(codec: BlockCodec, blocks: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Quantises blocks [rows, count, block], which are rotated already if the codec rotates.
 
     Returns the payload [rows, row_bytes] and the quantisation error, in fp32 and rotated: [rows, count, block].
@@ -260,7 +260,7 @@ def encode(codec: Codec, blocks: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]
         quantised = scaled.clamp(-largest, largest).to(torch.float8_e4m3fn)
         codes.copy_(quantised.view(rows, -1).view(torch.uint8))
     else:
-        up = uniform(scaled.shape, seed, blocks.device) if codec.stochastic else 0.5
+        up = uniform_noise(scaled.shape, seed, blocks.device) if codec.stochastic else 0.5
         quantised = (scaled + up).floor_().clamp_(-largest, largest)
         if codec.kind == "int8":
             codes.copy_(quantised.to(torch.int8).view(rows, -1).view(torch.uint8))
@@ -270,7 +270,7 @@ def encode(codec: Codec, blocks: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]
     return payload, blocks - quantised.float() * scale.unsqueeze(-1)
 
 
-def decode(codec: Codec, payload: Tensor, count: int) -> Tensor:
+def decode_payload(codec: BlockCodec, payload: Tensor, count: int) -> Tensor:
     """Decodes a payload and sums it over senders, in their order, in fp32; still rotated.
 
     payload [senders, rows, row_bytes] -> [rows, count, block]."""
@@ -297,12 +297,12 @@ def scale_of(blocks: Tensor, largest: float) -> tuple[Tensor, Tensor]:
     return scale, torch.where(scale > 0, 1 / scale, 0.0)
 
 
-def factor(size: int) -> float:
+def hadamard_factor(size: int) -> float:
     """The factor that makes the Hadamard matrix of this size orthonormal."""
     return 1 / math.sqrt(size) if size else 1.0
 
 
-def rotate(blocks: Tensor, size: int) -> Tensor:
+def hadamard_rotate(blocks: Tensor, size: int) -> Tensor:
     """Multiplies runs of `size` elements by the orthonormal Hadamard matrix, which is its own inverse."""
     if not size:
         return blocks
@@ -311,17 +311,17 @@ def rotate(blocks: Tensor, size: int) -> Tensor:
         low, high = values.view(-1, 2, half).unbind(1)
         values = torch.stack([low + high, low - high], 1)
         half *= 2
-    return (values * factor(size)).view(blocks.shape)
+    return (values * hadamard_factor(size)).view(blocks.shape)
 
 
-def uniform(shape: Sequence[int], seed: int, device: torch.device) -> Tensor:
+def uniform_noise(shape: Sequence[int], seed: int, device: torch.device) -> Tensor:
     """Numbers in [0, 1) as a function of seed and position alone: a 32-bit finaliser (Wellons, lowbias32) of the
     position."""
     word = torch.arange(math.prod(shape), device=device) & 0xFFFFFFFF
-    return (_finalised(word ^ mixed(seed)) >> 8).float().mul_(2.0**-24).view(shape)
+    return (_finalised(word ^ mix_seed(seed)) >> 8).float().mul_(2.0**-24).view(shape)
 
 
-def mixed(seed: int) -> int:
+def mix_seed(seed: int) -> int:
     """A hash of the seed, in 31 bits.
 
     Positions are combined with it bit by bit. With the plain seed, seeds that differ in few bits would draw the same

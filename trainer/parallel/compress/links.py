@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.parallel.compress.codec import Blocks, Codec, ErrorFeedback, pack, unpack
+from trainer.parallel.compress.codec import BlockCodec, BlockLayout, ErrorFeedback, pack_blocks, unpack_blocks
 
 # torch 2.13 renames these functions and warns of the old names; 2.11 has the old names only.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -19,7 +19,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 @dataclass
-class Link:
+class CompressedLink:
     """A group of ranks and how gradients travel between them.
 
     kind: inner or outer. sent: bytes that this rank has sent since the last reset.
@@ -27,7 +27,7 @@ class Link:
 
     kind: str
     group: dist.ProcessGroup
-    codec: Codec | None
+    codec: BlockCodec | None
     sent: int = 0
 
     def __post_init__(self) -> None:
@@ -36,9 +36,9 @@ class Link:
     def scatter(
         self,
         flat: Tensor,
-        blocks: Blocks,
+        blocks: BlockLayout,
         target: Tensor,
-        places: Blocks,
+        places: BlockLayout,
         errors: ErrorFeedback | None = None,
         unit: Tensor | None = None,
         seed: int = 0,
@@ -46,18 +46,18 @@ class Link:
         """Reduce-scatter. The rows of `blocks` in `flat` go to the ranks in order; each rank sums up the rows it
         receives.
 
-        places: where this rank's sum is written in `target`. errors, unit, seed: see `codec.pack`."""
+        places: where this rank's sum is written in `target`. errors, unit, seed: see `codec.pack_blocks`."""
         if self.codec is None:
             rows = blocks.gather(flat)
             total = rows.new_empty(places.rows, places.count, places.block)
             self.scatter_plain(rows.view(-1), total.view(-1))
             places.scatter(total, target)
             return
-        payload = pack(self.codec, flat, blocks, errors, unit, seed)
+        payload = pack_blocks(self.codec, flat, blocks, errors, unit, seed)
         received = torch.empty_like(payload)
         dist.all_to_all_single(received, payload, group=self.group)
         self.sent += payload.numel() // self.size * (self.size - 1)
-        unpack(self.codec, received.view(self.size, places.rows, -1), places, target)
+        unpack_blocks(self.codec, received.view(self.size, places.rows, -1), places, target)
 
     def scatter_plain(self, flat: Tensor, total: Tensor) -> None:
         """Reduce-scatter in the tensors' own type."""

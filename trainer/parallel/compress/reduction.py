@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.config import GradCommConfig, HopConfig
-from trainer.distributed.world import World, gather
+from trainer.distributed.world import World, gather_objects
 from trainer.model.initial import name_seed
-from trainer.optim.groups import Policy
-from trainer.parallel.compress.codec import Blocks, Codec, ErrorFeedback, pack, unpack
-from trainer.parallel.compress.links import Link
+from trainer.optim.groups import ParameterPolicy
+from trainer.parallel.compress.codec import BlockCodec, BlockLayout, ErrorFeedback, pack_blocks, unpack_blocks
+from trainer.parallel.compress.links import CompressedLink
 from trainer.parallel.fsdp_internals import fsdp_units, sharded_sizes
-from trainer.planning.gradient_comm import BLOCK, Route, asked, routes
+from trainer.planning.gradient_comm import BLOCK, ReductionRoute, enabled_codecs, reduction_routes
 from trainer.planning.plan import Plan, node_size
 from trainer.precision.scaler import LossScale
 
@@ -37,9 +37,9 @@ class LinkUse:
     blocks: what is sent. places: where the received blocks are written. errors: what quantisation left out of earlier
     steps, None without error feedback."""
 
-    link: Link
-    blocks: Blocks
-    places: Blocks
+    link: CompressedLink
+    blocks: BlockLayout
+    places: BlockLayout
     errors: ErrorFeedback | None
 
 
@@ -53,7 +53,7 @@ class CodedPath:
 
     def __init__(
         self,
-        links: list[Link],
+        links: list[CompressedLink],
         segments: list[tuple[int, int]],
         rows: int,
         parts: list[tuple[int, int]] | None,
@@ -62,19 +62,19 @@ class CodedPath:
     ):
         grain = max(link.codec.block for link in links if link.codec is not None)
         block = [link.codec.block if link.codec is not None else grain for link in links]
-        start = [Blocks(segments, size, rows, device, grain) for size in block]
+        start = [BlockLayout(segments, size, rows, device, grain) for size in block]
         length = start[0].length
         self.length, self.device = length, device
         self.scatter_uses: list[LinkUse] = []
         left = rows
         for index, link in enumerate(links):
-            blocks = start[0] if index == 0 else Blocks.dense(left, length, block[index], device)
+            blocks = start[0] if index == 0 else BlockLayout.dense(left, length, block[index], device)
             left //= link.size
             last_of_scatter = parts is not None and index == len(links) - 1
             places = (
-                Blocks(parts, block[index], 1, device, grain)
+                BlockLayout(parts, block[index], 1, device, grain)
                 if last_of_scatter
-                else Blocks.dense(left, length, block[index], device)
+                else BlockLayout.dense(left, length, block[index], device)
             )
             self.scatter_uses.append(LinkUse(link, blocks, places, _errors(link, feedback, blocks)))
         self.gather_uses: list[LinkUse] = []
@@ -83,13 +83,13 @@ class CodedPath:
             # all ranks decode the same bytes.
             encoder = next(index for index in reversed(range(len(links))) if links[index].codec is not None)
             for index in reversed(range(len(links))):
-                blocks = Blocks.dense(left, length, block[encoder], device)
+                blocks = BlockLayout.dense(left, length, block[encoder], device)
                 left *= links[index].size
                 self.gather_uses.append(
                     LinkUse(
                         links[index],
                         blocks,
-                        Blocks(segments, block[encoder], rows, device, grain),
+                        BlockLayout(segments, block[encoder], rows, device, grain),
                         _errors(links[index], feedback, blocks) if index == encoder else None,
                     )
                 )
@@ -117,12 +117,12 @@ class CodedPath:
         for use in self.gather_uses:
             if codec is None and use.link.codec is not None:
                 codec = use.link.codec
-                moving = pack(codec, moving.view(-1), use.blocks, use.errors, unit, common)
+                moving = pack_blocks(codec, moving.view(-1), use.blocks, use.errors, unit, common)
             moving = use.link.gather(moving)
-        unpack(codec, moving.unsqueeze(0), self.gather_uses[-1].places, flat)
+        unpack_blocks(codec, moving.unsqueeze(0), self.gather_uses[-1].places, flat)
 
 
-def _errors(link: Link, feedback: dict[str, str], blocks: Blocks) -> ErrorFeedback | None:
+def _errors(link: CompressedLink, feedback: dict[str, str], blocks: BlockLayout) -> ErrorFeedback | None:
     kind = feedback[link.kind]
     return ErrorFeedback(kind, blocks) if link.codec is not None and kind != "none" else None
 
@@ -229,12 +229,12 @@ class UnitMessage:
         return (word ^ word >> 24) & 0x7FFFFFFF
 
 
-def compression_of(settings: GradCommConfig, plan: Plan, world: World) -> Compression | Uncompressed:
+def compression_of(settings: GradCommConfig, plan: Plan, world: World) -> Compression | NoCompression:
     """The compression of gradients that `parallel.grad_comm` asks for. All ranks call it together."""
-    return Compression(settings, plan, world) if asked(settings) else Uncompressed()
+    return Compression(settings, plan, world) if enabled_codecs(settings) else NoCompression()
 
 
-class Uncompressed:
+class NoCompression:
     """Stands for `Compression` where no hop has a codec: gradients travel as the engine sends them."""
 
     adds_replicas = once = False
@@ -244,7 +244,7 @@ class Uncompressed:
     def sent(self) -> dict[str, int]:
         return {}
 
-    def attach(self, model: nn.Module, policies: dict[str, Policy]) -> None: ...
+    def attach(self, model: nn.Module, policies: dict[str, ParameterPolicy]) -> None: ...
     def begin_step(self, step: int, scaler: LossScale) -> None: ...
     def end_step(self, found_inf: Tensor) -> None: ...
     def identity(self) -> None: ...
@@ -274,16 +274,16 @@ class Compression:
         self.feedback = {kind: getattr(settings, kind).error_feedback for kind in ("inner", "outer")}
         self.messages: list[UnitMessage] = []
         self.unit, self.last, self.step = torch.ones((), device=world.device), True, 0
-        scattered, reduced = routes(plan, node_size(world.size))
+        scattered, reduced = reduction_routes(plan, node_size(world.size))
         self.scatter_links = _links(scattered, world, "shard", settings)
         self.reduce_links = _links(reduced, world, "replicate", settings)
         self.whole_scatter, self.whole_reduce = (
-            Link(route.hops[-1][0], world.dimensions[name].get_group(), None) if route else None
+            CompressedLink(route.hops[-1][0], world.dimensions[name].get_group(), None) if route else None
             for route, name in ((scattered, "shard"), (reduced, "replicate"))
         )
 
     @staticmethod
-    def coded(links: list[Link]) -> bool:
+    def coded(links: list[CompressedLink]) -> bool:
         return any(link.codec is not None for link in links)
 
     @property
@@ -292,7 +292,7 @@ class Compression:
         error."""
         return self.coded(self.scatter_links)
 
-    def attach(self, model: nn.Module, policies: dict[str, Policy]) -> None:
+    def attach(self, model: nn.Module, policies: dict[str, ParameterPolicy]) -> None:
         """Takes over the reductions of a sharded model's units."""
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         for unit in fsdp_units(model):
@@ -333,7 +333,7 @@ class Compression:
         """What the meaning of `tensors` depends on. The same on all ranks, which call it together.
 
         Ranks of a pipeline have different messages, so a hash of all ranks' messages is part of it."""
-        everyone = gather(name_seed(0, json.dumps([message.parameters for message in self.messages])))
+        everyone = gather_objects(name_seed(0, json.dumps([message.parameters for message in self.messages])))
         return json.loads(
             json.dumps(
                 {
@@ -376,7 +376,7 @@ class Compression:
             for link in links if len(links) > 1 else ():
                 dist.destroy_process_group(link.group)
 
-    def _all_links(self) -> list[Link]:
+    def _all_links(self) -> list[CompressedLink]:
         return [*self.scatter_links, *self.reduce_links, *filter(None, (self.whole_scatter, self.whole_reduce))]
 
 
@@ -395,14 +395,14 @@ def with_chosen_codecs(saved: dict[str, Any]) -> dict[str, Any]:
     return saved | {"chosen": [], "settings": settings | hops}
 
 
-def resolve(hop: HopConfig) -> Codec | None:
+def resolve_codec(hop: HopConfig) -> BlockCodec | None:
     """The codec of a hop."""
     if hop.codec == "none":
         return None
-    return Codec(hop.codec, hop.block or BLOCK[hop.codec], hop.hadamard, hop.stochastic)
+    return BlockCodec(hop.codec, hop.block or BLOCK[hop.codec], hop.hadamard, hop.stochastic)
 
 
-def _links(route: Route | None, world: World, name: str, settings: GradCommConfig) -> list[Link]:
+def _links(route: ReductionRoute | None, world: World, name: str, settings: GradCommConfig) -> list[CompressedLink]:
     """The links of a route, first to last, with their codecs."""
     if route is None:
         return []
@@ -412,7 +412,8 @@ def _links(route: Route | None, world: World, name: str, settings: GradCommConfi
         between = [ranks for group in route.groups for ranks in zip(*group)]
         groups = [_group(members, world) for members in (within, between)]
     return [
-        Link(kind, group, resolve(getattr(settings, kind))) for (kind, _), group in zip(route.hops, groups, strict=True)
+        CompressedLink(kind, group, resolve_codec(getattr(settings, kind)))
+        for (kind, _), group in zip(route.hops, groups, strict=True)
     ]
 
 

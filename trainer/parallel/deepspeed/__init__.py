@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def load(device: torch.device) -> ModuleType:
+def import_engine(device: torch.device) -> ModuleType:
     """`engine.py`, imported for the kind of the run's device: DeepSpeed settles on one when it is imported, and left
     to itself on a GPU where there is one. Raises `ConfigError` if it has been imported for another."""
     if "deepspeed" not in sys.modules:

@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trainer.config import Config, OptimizerConfig
-from trainer.distributed.tensors import Fragment, extent
+from trainer.distributed.tensors import Fragment, local_extent
 from trainer.distributed.world import World
 from trainer.model.initial import Weights
-from trainer.optim.groups import Policy
+from trainer.optim.groups import ParameterPolicy
 from trainer.optim.optimizer import Optimizer
-from trainer.parallel.deepspeed.config import generate
+from trainer.parallel.deepspeed.config import generate_config
 from trainer.parallel.gradients import SharedParameters
 from trainer.planning.cost.parameters import ParameterInfo
-from trainer.planning.cost.updates import moments
+from trainer.planning.cost.updates import moment_count
 
 deepspeed.utils.logger.setLevel(logging.ERROR)
 warnings.filterwarnings(
@@ -33,7 +33,7 @@ warnings.filterwarnings(
 )  # which it calls in every step
 
 
-def prepare() -> None:
+def prepare_deepspeed() -> None:
     """What DeepSpeed wants to know of a process in which torch.distributed runs."""
     os.environ.setdefault("LOCAL_RANK", "0")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
@@ -43,7 +43,7 @@ def prepare() -> None:
     deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False, dist_init_required=False)
 
 
-class Updates(torch.optim.Optimizer):
+class DeepSpeedOptimizer(torch.optim.Optimizer):
     """Our optimizer in the form that DeepSpeed wants: updates the flat tensors which it puts into the groups.
 
     rate: learning rate of the step; updates: steps that were not skipped; scalars on the device of the flat tensors.
@@ -54,7 +54,7 @@ class Updates(torch.optim.Optimizer):
         self.config, self.rate, self.updates = config, torch.zeros(()), torch.zeros(())
         self.by_flat: dict[Tensor, tuple[Optimizer, dict[str, slice]]] = {}
 
-    def add(self, flat: Tensor, parts: dict[str, slice], policies: dict[str, Policy], swapped: bool) -> None:
+    def add(self, flat: Tensor, parts: dict[str, slice], policies: dict[str, ParameterPolicy], swapped: bool) -> None:
         """Makes the moments of a flat tensor in which parameters are at `parts`. A swapped one is of one policy and
         updated as a whole, and DeepSpeed moves its moments between disk and memory with it."""
         if swapped:
@@ -76,7 +76,7 @@ class Updates(torch.optim.Optimizer):
                 optimizer.parameters[name].grad = None
 
 
-class Scaler:
+class DeepSpeedScaler:
     """DeepSpeed's dynamic loss scale with the state of our own."""
 
     def __init__(self, theirs: Any, config: Config, world: World):
@@ -122,7 +122,7 @@ class Scaler:
             self._set_tracker(state["_growth_tracker"])
 
 
-class Unsharded:
+class NoSharding:
     """What the schedule asks around a stage's computation, where parameters stay as they are and gradients
     accumulate."""
 
@@ -136,7 +136,7 @@ class Unsharded:
     def end(self, stage: int) -> None: ...
 
 
-class Zero:
+class DeepSpeedZero:
     """What a training state has for its optimizer (`trainer.parallel.engine.EngineOptimizer`).
 
     parameters: global name -> this rank's fragment of the fp32 master; it has the reduced gradient from `gradients` to
@@ -153,7 +153,7 @@ class Zero:
         self,
         parameters: dict[str, nn.Parameter],
         infos: dict[str, ParameterInfo],
-        policies: dict[str, Policy],
+        policies: dict[str, ParameterPolicy],
         shared: SharedParameters,
         config: Config,
         world: World,
@@ -162,21 +162,21 @@ class Zero:
         self.copies = dict(map(reversed, shared.copies))
         self.counted = dict(zip(parameters, shared.counted.tolist()))
         self.policies = {name: policies[name] for name in parameters if name not in self.copies}
-        prepare()
+        prepare_deepspeed()
 
     def start(self, module: nn.Module, theirs: dict[str, Tensor], groups: list[list[Tensor]], mpu: Any = None) -> None:
         """Hands `module` to DeepSpeed. theirs: its parameters by their global names; groups: what may share a flat
         tensor. All ranks have as many groups, or their collectives would not match."""
         self.theirs = theirs
-        self.updater = Updates(groups, self.config.optimizer)
+        self.updater = DeepSpeedOptimizer(groups, self.config.optimizer)
         self.engine, self.zero, *_ = deepspeed.initialize(
             model=module,
             optimizer=self.updater,
             mpu=mpu,
             dist_init_required=False,
-            config=generate(self.config, self.world.device),
+            config=generate_config(self.config, self.world.device),
         )
-        self.scaler = Scaler(self.zero.loss_scaler, self.config, self.world)
+        self.scaler = DeepSpeedScaler(self.zero.loss_scaler, self.config, self.world)
         # It would move the scale before it unscales by it: half of every gradient, in a step after which the scale
         # grows.
         self.zero._update_scale = lambda has_overflow=False: None
@@ -191,7 +191,7 @@ class Zero:
         for name in self.theirs:
             parameter, whole = self.ours[name], torch.Size(self.infos[name].shape)
             part, offset = (
-                extent(parameter) if isinstance(parameter, DTensor) else (whole, torch.Size([0] * len(whole)))
+                local_extent(parameter) if isinstance(parameter, DTensor) else (whole, torch.Size([0] * len(whole)))
             )
             index, at, start, size = places.get(name, (0, 0, 0, 0))
             self.parameters[name] = Fragment(
@@ -207,7 +207,7 @@ class Zero:
             for name, values in self.values():
                 self.parameters[name].values = values["model"]
 
-    def sharding(self, micro_batches: int) -> Unsharded:
+    def sharding(self, micro_batches: int) -> NoSharding:
         """For a schedule of so many micro-batches."""
         raise NotImplementedError
 
@@ -236,7 +236,7 @@ class Zero:
                             "model": flat.detach()[part],
                             **{
                                 moment: state["", moment][part] if self.swapped else state[name, moment]
-                                for moment in moments(self.policies[name].optimizer)
+                                for moment in moment_count(self.policies[name].optimizer)
                             },
                         },
                     )

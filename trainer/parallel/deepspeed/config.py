@@ -29,7 +29,7 @@ def _zero(parallel: ParallelConfig) -> dict[str, Any]:
     return section
 
 
-def generate(config: Config, device: torch.device) -> dict[str, Any]:
+def generate_config(config: Config, device: torch.device) -> dict[str, Any]:
     """DeepSpeed's configuration for a run on `device`."""
     precision, own = config.precision, config.parallel.zero.deepspeed
     zero = {

@@ -10,7 +10,7 @@ nothing of tensor parallelism, of pipelines, or of who runs backward. Gradients 
 step, until when the parameters accumulate them in fp32; in stage 2 from hooks. Stage 3 (`PartitionedZero`): DeepSpeed's
 own hooks gather each layer and reduce its gradients.
 
-`trainer.parallel.deepspeed.load` imports this module, and with it DeepSpeed.
+`trainer.parallel.deepspeed.import_engine` imports this module, and with it DeepSpeed.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trainer.config import Config, ConfigError
-from trainer.distributed.tensors import local
+from trainer.distributed.tensors import local_values
 from trainer.distributed.world import World
 from trainer.model.initial import Weights, reset_buffers
 from trainer.model.stage import Stage
-from trainer.optim.groups import Policy
-from trainer.parallel.compress.reduction import Uncompressed
-from trainer.parallel.deepspeed.base import Scaler, Unsharded, Zero, prepare
-from trainer.parallel.deepspeed.config import generate
+from trainer.optim.groups import ParameterPolicy
+from trainer.parallel.compress.reduction import NoCompression
+from trainer.parallel.deepspeed.base import DeepSpeedScaler, DeepSpeedZero, NoSharding, prepare_deepspeed
+from trainer.parallel.deepspeed.config import generate_config
 from trainer.parallel.gradients import SharedParameters
 from trainer.parallel.tensor import is_split
 from trainer.planning.cost.parameters import ParameterInfo
@@ -83,7 +83,7 @@ def check_deepspeed(config: Config, device: torch.device) -> None:
             "for GPUs; leave it out, or set run.device=cuda"
         )
     try:
-        DeepSpeedConfig(generate(config, device))
+        DeepSpeedConfig(generate_config(config, device))
     except (ValueError, TypeError, AttributeError, KeyError, AssertionError, DeepSpeedConfigError) as error:
         said = (
             " ".join(re.sub(r"(For further information visit )?https?://\S+", "", str(error)).split())
@@ -105,7 +105,7 @@ class DeepSpeed:
 
     def __init__(self, config: Config, plan: Plan, world: World):
         self.config, self.world, self.stage = config, world, plan.stage
-        self.compression = Uncompressed()
+        self.compression = NoCompression()
         self.modules: dict[int, nn.Module] = {}
         self.models: list[Stage] = []
 
@@ -118,13 +118,13 @@ class DeepSpeed:
         if self.stage < 3:
             model.to_empty(device=self.world.device)
             return
-        prepare()
+        prepare_deepspeed()
         for module in [*model.layers.values(), *(child for child in model.children() if child is not model.layers)]:
             module.to_empty(device=self.world.device)
             model.tie()
             deepspeed.zero.Init(
                 module=module,
-                config_dict_or_path=generate(self.config, self.world.device),
+                config_dict_or_path=generate_config(self.config, self.world.device),
                 dtype=DTYPES[self.config.precision.compute],
                 # Which it would make anew for each, and refuses to.
                 zero_param_parallel_group=deepspeed.utils.groups._get_zero_param_intra_parallel_group(),
@@ -135,10 +135,10 @@ class DeepSpeed:
         stages: dict[int, Stage],
         parameters: dict[str, nn.Parameter],
         infos: dict[str, ParameterInfo],
-        policies: dict[str, Policy],
+        policies: dict[str, ParameterPolicy],
         shared: SharedParameters,
         weights: Weights,
-    ) -> tuple[Zero, Scaler]:
+    ) -> tuple[DeepSpeedZero, DeepSpeedScaler]:
         self.models = list(stages.values())
         for model in self.models:
             reset_buffers(model)
@@ -152,11 +152,11 @@ class DeepSpeed:
         """Gradients and what travels lie in buffers of DeepSpeed's own."""
         own = [parameter for model in self.models for _, parameter in model.named_parameters()]
         parts = [part for parameter in own if (part := getattr(parameter, "ds_tensor", None)) is not None]
-        whole = {"gathered parameters": map(local, own)} if self.stage == 3 else {}
-        shards = parts if self.stage == 3 else map(local, own)
+        whole = {"gathered parameters": map(local_values, own)} if self.stage == 3 else {}
+        shards = parts if self.stage == 3 else map(local_values, own)
         return {"parameters": shards, **whole, "gradients": None, "communication buffers": None}
 
-    def sharding(self, reductions: int) -> Unsharded:
+    def sharding(self, reductions: int) -> NoSharding:
         return self.zero.sharding(reductions)
 
 
@@ -166,10 +166,10 @@ def of_rank(parameter: nn.Parameter) -> Tensor:
     gradient = parameter.grad
     if isinstance(gradient, DTensor):
         gradient = gradient.redistribute(placements=parameter.placements)
-    return local(gradient).contiguous()
+    return local_values(gradient).contiguous()
 
 
-class FlatZero(Zero):
+class FlatZero(DeepSpeedZero):
     """Stages 1 and 2."""
 
     def __init__(
@@ -177,7 +177,7 @@ class FlatZero(Zero):
         stages: dict[int, Stage],
         parameters: dict[str, nn.Parameter],
         infos: dict[str, ParameterInfo],
-        policies: dict[str, Policy],
+        policies: dict[str, ParameterPolicy],
         shared: SharedParameters,
         config: Config,
         world: World,
@@ -186,7 +186,7 @@ class FlatZero(Zero):
         self.modules, self.by_hand = dict(stages), config.parallel.zero.stage == 1
         shadows = {}
         for name in self.policies:
-            shadows[name] = shadow = nn.Parameter(local(parameters[name]).detach())
+            shadows[name] = shadow = nn.Parameter(local_values(parameters[name]).detach())
             # What DeepSpeed counts in the norm: what is marked as split, and the rest on the first tensor-parallel
             # rank.
             shadow.model_parallel = is_split(parameters[name])
@@ -232,8 +232,8 @@ class FlatZero(Zero):
                 places[name] = 0, theirs.start, mine.start, theirs.numel
         return places
 
-    def sharding(self, micro_batches: int) -> Unsharded:
-        return Unsharded() if self.by_hand else ReducedEach(self.zero, micro_batches)
+    def sharding(self, micro_batches: int) -> NoSharding:
+        return NoSharding() if self.by_hand else EachPassSharding(self.zero, micro_batches)
 
     def refresh(self) -> None:
         self.zero.update_lp_params()
@@ -279,7 +279,7 @@ class FlatZero(Zero):
         self.zero.averaged_gradients = dict.fromkeys(self.zero.averaged_gradients)
 
 
-class ReducedEach(Unsharded):
+class EachPassSharding(NoSharding):
     """Stage 2: gradients are reduced during each backward pass; `zero` has to know which is the last."""
 
     def __init__(self, zero: Any, micro_batches: int):
@@ -339,7 +339,7 @@ class ModelParallel:
         return self.world.dimensions["pp"].size()
 
 
-class PartitionedZero(Zero):
+class PartitionedZero(DeepSpeedZero):
     """Stage 3."""
 
     def __init__(
@@ -347,7 +347,7 @@ class PartitionedZero(Zero):
         stages: dict[int, Stage],
         parameters: dict[str, nn.Parameter],
         infos: dict[str, ParameterInfo],
-        policies: dict[str, Policy],
+        policies: dict[str, ParameterPolicy],
         shared: SharedParameters,
         config: Config,
         world: World,
@@ -356,7 +356,7 @@ class PartitionedZero(Zero):
         ((number, model),) = stages.items()
         # Gathered as one, as their parts are not called one by one.
         set_z3_leaf_modules(model, list({type(layer) for layer in model.layers.values()}))
-        groups: dict[Policy, list[Tensor]] = {}
+        groups: dict[ParameterPolicy, list[Tensor]] = {}
         for name, policy in self.policies.items():
             groups.setdefault(policy, []).append(parameters[name])
             parameters[name].dropped_after_use = True
@@ -366,8 +366,8 @@ class PartitionedZero(Zero):
         self.modules = {number: self.engine}
         self.share_out()
 
-    def sharding(self, micro_batches: int) -> Unsharded:
-        return Scaled(self.engine)
+    def sharding(self, micro_batches: int) -> NoSharding:
+        return ScaledBackward(self.engine)
 
     def places(self) -> dict[str, tuple[int, int, int, int]]:
         places = {}
@@ -427,7 +427,7 @@ class PartitionedZero(Zero):
             norm.fill_(torch.nan)
 
 
-class Scaled(Unsharded):
+class ScaledBackward(NoSharding):
     """Stage 3: DeepSpeed refuses backward passes under fp16 that it has not scaled itself, unless it is told that one
     is."""
 

@@ -19,16 +19,16 @@ from torch.profiler import record_function
 
 from trainer.config import ConfigError
 from trainer.diagnosis.traces import WAIT
-from trainer.distributed.channels import Channels, PeerError, Pending, PipelineError, TransferError
-from trainer.model.stage import Report, Stage, apart
+from trainer.distributed.channels import PeerError, PendingTensor, PipelineChannels, PipelineError, TransferError
+from trainer.model.stage import BlockReport, Stage, split_report
 from trainer.parallel.pipeline.timing import LayerProbe, StepTimes
 from trainer.planning.schedules.ir import COMPUTE, Action, Schedule
-from trainer.planning.schedules.lower import lower
-from trainer.planning.schedules.simulate import Span
+from trainer.planning.schedules.lower import lower_schedule
+from trainer.planning.schedules.simulate import ActionSpan
 from trainer.planning.schedules.templates import forward_only
 
 if TYPE_CHECKING:
-    from trainer.data.batches import Batch
+    from trainer.data.batches import MicroBatch
 
 PATIENCE = 1.0
 """Seconds that a rank waits for an explanation in the store after a transfer broke; then it reports that its peer has
@@ -42,7 +42,7 @@ EVALUATED_TOGETHER = 8
 """Micro-batches per rank that an evaluation has on their way: no backward pass holds back the first ranks there."""
 
 
-class Sharding(Protocol):
+class StageSharding(Protocol):
     """What happens to a stage's parameters and gradients around its computation (ZeRO)."""
 
     def begin(self, stage: int) -> None:
@@ -80,35 +80,35 @@ class DeferredGrads(Protocol):
         """Everything left since the last call, as one function that computes and accumulates it."""
 
 
-class Instruction(NamedTuple):
+class RankAction(NamedTuple):
     """An action of this rank; `reduces`: a backward pass that also does the reduction after it."""
 
     action: Action
     reduces: bool = False
 
 
-def instructions(actions: tuple[Action, ...]) -> tuple[Instruction, ...]:
+def join_reductions(actions: tuple[Action, ...]) -> tuple[RankAction, ...]:
     """A lowered program, each reduction joined to the action before it on its stage where that is a full backward."""
-    program: list[Instruction] = []
+    program: list[RankAction] = []
     latest: dict[int, int] = {}  # by stage, where its last compute action stands in the program
     for action in actions:
         if action.kind == "REDUCE_GRAD" and program[place := latest[action.stage]].action.kind == "B":
-            program[place] = Instruction(program[place].action, reduces=True)
+            program[place] = RankAction(program[place].action, reduces=True)
             continue
         if action.kind in COMPUTE:
             latest[action.stage] = len(program)
-        program.append(Instruction(action))
+        program.append(RankAction(action))
     return tuple(program)
 
 
-class Runtime:
+class PipelineRuntime:
     """Executes `schedule` on this rank.
 
     stages: by stage, the module that this rank holds, called as a `Stage`: `hidden` is None on the first stage,
     `targets` on all but the last. What is differentiated is the objective that the last returns, and those that any
     reports. channels: the edges of the pipeline; None on a rank without one. hidden: shape and dtype of the activation
-    between any two stages, for a micro-batch. reduce, ahead: how `lower` places reductions ("last" or "every" backward)
-    and how many stages it gathers ahead.
+    between any two stages, for a micro-batch. reduce, ahead: how `lower_schedule` places reductions ("last" or "every"
+    backward) and how many stages it gathers ahead.
 
     Memory is bounded by the schedule: the buffer of a receive exists from its posting, the input of a micro-batch until
     its backward (I or B) is done, its output only until it is sent.
@@ -120,10 +120,10 @@ class Runtime:
         self,
         schedule: Schedule,
         stages: dict[int, Stage],
-        channels: Channels | None,
-        sharding: Sharding,
+        channels: PipelineChannels | None,
+        sharding: StageSharding,
         deferred: DeferredGrads,
-        hidden: Callable[[Batch], tuple[torch.Size, torch.dtype]],
+        hidden: Callable[[MicroBatch], tuple[torch.Size, torch.dtype]],
         device: torch.device,
         reduce: str = "last",
         ahead: int = 1,
@@ -136,14 +136,14 @@ class Runtime:
             raise ValueError(
                 f"schedule {schedule.name} places stages {sorted(held)} on rank {self.rank}, which has {sorted(stages)}"
             )
-        self._program = instructions(lower(schedule, self.rank, reduce=reduce, ahead=ahead))
-        self._evaluations: dict[int, tuple[Instruction, ...]] = {}
+        self._program = join_reductions(lower_schedule(schedule, self.rank, reduce=reduce, ahead=ahead))
+        self._evaluations: dict[int, tuple[RankAction, ...]] = {}
         self._times: deque[StepTimes] = deque(maxlen=STEPS_TIMED)
         self.probe: LayerProbe | None = None
         self.statistics: dict[str, Tensor] = {}
         """What the stages of this rank reported in the latest step: vectors in fp64, summed over its micro-batches."""
 
-    def train(self, batches: list[Batch], scale: Tensor) -> Tensor:
+    def train(self, batches: list[MicroBatch], scale: Tensor) -> Tensor:
         """Forward and backward of one step's micro-batches; gradients are added to those that the parameters have.
 
         scale: scalar that multiplies the objective in the backward pass (loss scale / valid tokens).
@@ -168,7 +168,7 @@ class Runtime:
         return flight.losses(self.device)
 
     @torch.no_grad()
-    def evaluate(self, batches: list[Batch]) -> Tensor:
+    def evaluate(self, batches: list[MicroBatch]) -> Tensor:
         """The entropies [batches, sequences of one] in fp64 without backward passes; zeros on ranks without the last
         stage.
 
@@ -193,7 +193,7 @@ class Runtime:
         return self._times[-1]
 
     @property
-    def timeline(self) -> tuple[Span, ...]:
+    def timeline(self) -> tuple[ActionSpan, ...]:
         """When each compute action of the latest finished step ran."""
         return self._finished().spans()
 
@@ -208,14 +208,14 @@ class Runtime:
     def _finished(self) -> StepTimes:
         return next((times for times in reversed(self._times) if times.finished()), self._times[0])
 
-    def _forward_only(self, count: int) -> tuple[Instruction, ...]:
+    def _forward_only(self, count: int) -> tuple[RankAction, ...]:
         if count not in self._evaluations:
-            self._evaluations[count] = instructions(
-                lower(forward_only(self.schedule.placement, count), self.rank, ahead=self.ahead)
+            self._evaluations[count] = join_reductions(
+                lower_schedule(forward_only(self.schedule.placement, count), self.rank, ahead=self.ahead)
             )
         return self._evaluations[count]
 
-    def _run(self, program: tuple[Instruction, ...], flight: _Flight) -> None:
+    def _run(self, program: tuple[RankAction, ...], flight: _Flight) -> None:
         named = _named if torch.autograd._profiler_enabled() else _unnamed
         instruction = None
         try:
@@ -231,7 +231,7 @@ class Runtime:
         finally:
             self.deferred.active = False
 
-    def _perform(self, instruction: Instruction, flight: _Flight) -> None:
+    def _perform(self, instruction: RankAction, flight: _Flight) -> None:
         action = instruction.action
         stage, key, placement = action.stage, (action.stage, action.microbatch), self.schedule.placement
         match action.kind:
@@ -271,7 +271,7 @@ class Runtime:
             hidden.requires_grad_(flight.training)
         with flight.timed(action):
             output = self.stages[stage](batch.tokens, batch.targets if last else None, batch.documents, hidden)
-        output, report = apart(output)
+        output, report = split_report(output)
         if last:
             output, entropy = output
             flight.entropies[number] = entropy.detach()
@@ -343,14 +343,14 @@ class _Flight:
     """The micro-batches of one run of a program, and what of them is in memory on this rank; keys are (stage,
     micro-batch)."""
 
-    batches: list[Batch]
+    batches: list[MicroBatch]
     scale: Tensor | None = None
     times: StepTimes | None = None
     probe: LayerProbe | None = None
-    inputs: dict[tuple[int, int], Tensor | Pending] = field(default_factory=dict)
+    inputs: dict[tuple[int, int], Tensor | PendingTensor] = field(default_factory=dict)
     outputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     """To be sent."""
-    output_gradients: dict[tuple[int, int], Tensor | Pending] = field(default_factory=dict)
+    output_gradients: dict[tuple[int, int], Tensor | PendingTensor] = field(default_factory=dict)
     input_gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     """To be sent."""
     graphs: dict[tuple[int, int], tuple[Tensor | None, GradientEdge | None]] = field(default_factory=dict)
@@ -366,7 +366,7 @@ class _Flight:
     def training(self) -> bool:
         return self.scale is not None
 
-    def take(self, key: tuple[int, int], report: Report) -> None:
+    def take(self, key: tuple[int, int], report: BlockReport) -> None:
         """What a stage reports of a micro-batch."""
         objective = report.objective
         if objective is not None and objective.requires_grad:
@@ -386,8 +386,8 @@ class _Flight:
         return torch.stack([self.entropies[number] for number in range(len(self.batches))]).double()
 
 
-def _arrived(tensor: Tensor | Pending) -> Tensor:
-    if not isinstance(tensor, Pending):
+def _arrived(tensor: Tensor | PendingTensor) -> Tensor:
+    if not isinstance(tensor, PendingTensor):
         return tensor
     with record_function(WAIT):
         return tensor.wait()

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.model.stage import Stage, apart
+from trainer.model.stage import Stage, split_report
 from trainer.planning.schedules.ir import COMPUTE, Action
-from trainer.planning.schedules.simulate import Span
+from trainer.planning.schedules.simulate import ActionSpan
 
 
 class StepTimes:
@@ -46,13 +46,13 @@ class StepTimes:
         """Whether the step has ended on the device too."""
         return not self._cuda or self._marks[self._used - 1].query()
 
-    def spans(self) -> tuple[Span, ...]:
+    def spans(self) -> tuple[ActionSpan, ...]:
         """In seconds from the step's start; waits for the step to end."""
         if self._cuda:
             self._marks[self._used - 1].synchronize()
         first, *marks = self._marks[: self._used]
         seconds = [first.elapsed_time(mark) / 1000 if self._cuda else mark - first for mark in marks]
-        return tuple(Span(action, *seconds[2 * i : 2 * i + 2]) for i, action in enumerate(self._actions))
+        return tuple(ActionSpan(action, *seconds[2 * i : 2 * i + 2]) for i, action in enumerate(self._actions))
 
     def busy(self, kinds: tuple[str, ...] = COMPUTE) -> float:
         """Seconds within actions of these kinds."""
@@ -72,7 +72,7 @@ class StepTimes:
 
 
 @dataclass
-class Measured:
+class MeasuredCosts:
     """What one rank has measured of a micro-batch.
 
     seconds: by unit of the model (0 the embedding, then the layers, last norm, head and loss) and kind of action (F, I,
@@ -152,17 +152,17 @@ class LayerProbe:
 
         def after(_: nn.Module, __: Any, output: Any) -> None:
             if torch.is_grad_enabled():
-                apart(output)[0].register_hook(lambda _: self.mark(layer + 1))
+                split_report(output)[0].register_hook(lambda _: self.mark(layer + 1))
                 if ends:
                     self.mark(layer + 2)
 
         return after
 
-    def measured(self) -> Measured:
+    def measured(self) -> MeasuredCosts:
         """What the marks so far say; they are then forgotten. Waits for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        found = Measured()
+        found = MeasuredCosts()
         for action, marks, held in self.actions:
             units: dict[int, float] = defaultdict(float)
             for (unit, start), (_, end) in zip(marks, marks[1:]):

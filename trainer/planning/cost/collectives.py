@@ -8,7 +8,7 @@ from typing import NamedTuple
 from trainer.planning.plan import Plan
 
 
-class Moved(NamedTuple):
+class StateCollective(NamedTuple):
     """Collectives of one kind: how many in each micro-batch and once a step, and bytes of the whole tensor of each."""
 
     each: int
@@ -20,7 +20,9 @@ class Moved(NamedTuple):
         return self.each * microbatches + self.once
 
 
-def of_states(plan: Plan, gathered: float, reduced: float, outer: bool, once: bool = False) -> dict[str, Moved]:
+def of_states(
+    plan: Plan, gathered: float, reduced: float, outer: bool, once: bool = False
+) -> dict[str, StateCollective]:
     """By kind: `gather` and `scatter` among the ranks that share states, `reduce`, an all-reduce, among replicas.
 
     gathered, reduced: bytes of a unit's parameters, and of its gradients, as they travel. outer: whether it is that of
@@ -28,7 +30,7 @@ def of_states(plan: Plan, gathered: float, reduced: float, outer: bool, once: bo
     reduced once a step whatever the ZeRO stage."""
     every, again = plan.stage >= 2 and not once, plan.stage == 3
     return {
-        "gather": Moved(again * (1 if outer else 2), plan.stage in (1, 2), gathered),
-        "scatter": Moved(every, plan.stage >= 1 and not every, reduced),
-        "reduce": Moved(0, plan.replicate > 1, reduced / plan.shard),
+        "gather": StateCollective(again * (1 if outer else 2), plan.stage in (1, 2), gathered),
+        "scatter": StateCollective(every, plan.stage >= 1 and not every, reduced),
+        "reduce": StateCollective(0, plan.replicate > 1, reduced / plan.shard),
     }

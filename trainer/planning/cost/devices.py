@@ -87,7 +87,7 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
     return None if peak is None else peak * 1e12
 
 
-def multiprocessors(device_name: str) -> int | None:
+def multiprocessor_count(device_name: str) -> int | None:
     """Streaming multiprocessors of a device, whose name is as for `peak_flops`; None where they are not known."""
     return _UNITS.get(device_name.strip().removeprefix("NVIDIA "))
 

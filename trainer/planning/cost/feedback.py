@@ -14,13 +14,13 @@ from trainer.config import Config, GradCommConfig, TypePolicy
 from trainer.config.model import ModelSpec
 from trainer.planning.cost.memory import MASTER_BYTES
 from trainer.planning.cost.parameters import Table, layer_tables, outer_tables
-from trainer.planning.cost.updates import Updates
-from trainer.planning.gradient_comm import BLOCK, Route, asked, routes
-from trainer.planning.pipeline import Pipeline
+from trainer.planning.cost.updates import UpdateSettings
+from trainer.planning.gradient_comm import BLOCK, ReductionRoute, enabled_codecs, reduction_routes
+from trainer.planning.pipeline import PipelinePlan
 from trainer.planning.plan import Plan
 
 
-class Hop(NamedTuple):
+class ReductionHop(NamedTuple):
     """A hop of a reduction. ranks: that it joins; block: elements that share a scale, None where nothing is encoded;
     feedback: the kind of error feedback."""
 
@@ -36,12 +36,12 @@ class Hop(NamedTuple):
         return 2 * (MASTER_BYTES * elements if self.feedback == "classic" else eighths)
 
 
-def feedback_bytes(config: Config, spec: ModelSpec, plan: Plan, pipeline: Pipeline, node: int) -> list[int]:
+def feedback_bytes(config: Config, spec: ModelSpec, plan: Plan, pipeline: PipelinePlan, node: int) -> list[int]:
     """Of each pipeline rank, on nodes of `node` processes."""
     settings, kept = config.parallel.grad_comm, [0] * plan.pp
-    if all(hop.error_feedback == "none" for hop in asked(settings).values()):
+    if all(hop.error_feedback == "none" for hop in enabled_codecs(settings).values()):
         return kept
-    updates, layers = Updates.of(config), layer_tables(spec)
+    updates, layers = UpdateSettings.of(config), layer_tables(spec)
     for part, place in zip(pipeline.split, pipeline.schedule.placement, strict=True):
         before, behind = outer_tables(spec, part.start == 0, part.stop == spec.depth)
         units: list[Table] = [{**before, **behind}]
@@ -54,7 +54,7 @@ def _of_unit(unit: Table, policies: Mapping[str, TypePolicy], settings: GradComm
     """Of the message of one unit."""
     sizes = {name: info.row(plan.tp, plan.shard) for name, info in unit.items()}
     coded, chunk = [size for name, size in sizes.items() if policies[name].quantise], sum(sizes.values())
-    scattered, reduced = (_hops(route, settings) for route in routes(plan, node))
+    scattered, reduced = (_hops(route, settings) for route in reduction_routes(plan, node))
     total = 0
     if coded and MASTER_BYTES * chunk * plan.shard >= settings.min_size:
         total += _of_path(scattered, coded * plan.shard, plan.shard, scatters=True)
@@ -63,16 +63,16 @@ def _of_unit(unit: Table, policies: Mapping[str, TypePolicy], settings: GradComm
     return total
 
 
-def _hops(route: Route | None, settings: GradCommConfig) -> list[Hop]:
+def _hops(route: ReductionRoute | None, settings: GradCommConfig) -> list[ReductionHop]:
     found = []
     for kind, ranks in route.hops if route else ():
         hop = getattr(settings, kind)
         block = None if hop.codec == "none" else hop.block or BLOCK[hop.codec]
-        found.append(Hop(ranks, block, hop.error_feedback))
+        found.append(ReductionHop(ranks, block, hop.error_feedback))
     return found
 
 
-def _of_path(hops: Sequence[Hop], segments: Sequence[int], rows: int, scatters: bool) -> int:
+def _of_path(hops: Sequence[ReductionHop], segments: Sequence[int], rows: int, scatters: bool) -> int:
     """Of a reduce-scatter of `rows` rows over hops, and unless it only `scatters`, of the all-gather on the way back,
     which the last hop that has a codec encodes. segments: elements of the parameters, each of which fills blocks."""
     blocks = [hop.block for hop in hops if hop.block is not None]

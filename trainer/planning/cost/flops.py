@@ -12,12 +12,12 @@ from trainer.planning.cost.parameters import (
     ROLES,
     ParameterInfo,
     by_value,
-    declarations,
-    head,
+    declare_parameters,
+    head_matrix,
     layer_specs,
     layer_tables,
 )
-from trainer.planning.cost.updates import Updates
+from trainer.planning.cost.updates import UpdateSettings
 
 
 @by_value
@@ -25,9 +25,9 @@ def parameter_counts(spec: ModelSpec) -> Mapping[str, int]:
     """Numbers of parameters: `total`; `embedding` (token and position tables); `matmul`, those that a token is
     multiplied with. A tied head is counted once in `total`, and in `matmul` as well as in `embedding`."""
     sizes = dict.fromkeys(ROLES, 0)
-    for info in declarations(spec).values():
+    for info in declare_parameters(spec).values():
         sizes[info.role] += info.size
-    matmul = round(sum(info.active * info.size for info in matrices(spec)))
+    matmul = round(sum(info.active * info.size for info in matmul_parameters(spec)))
     return MappingProxyType({"total": sum(sizes.values()), "embedding": sizes["embedding"], "matmul": matmul})
 
 
@@ -39,20 +39,20 @@ def flops_per_token(spec: ModelSpec, length: int, causal: bool) -> float:
     causal: whether attention counts the keys that a token sees, averaged over the positions and within the window, or
     all `length` keys (as published MFU figures often do).
     """
-    forward = sum(map(product_flops, matrices(spec)))
+    forward = sum(map(gemm_flops, matmul_parameters(spec)))
     for layer in layer_specs(spec):
         forward += attention_flops(layer.attention, seen_keys(length, layer.attention.window) if causal else length)
     return 3.0 * forward
 
 
-def matrices(spec: ModelSpec) -> Iterator[ParameterInfo]:
+def matmul_parameters(spec: ModelSpec) -> Iterator[ParameterInfo]:
     """Every matrix that a token's hidden state is multiplied with; a tied head too."""
     for table in layer_tables(spec):
         yield from (info for info in table.values() if info.role == "matrix")
-    yield head(spec)
+    yield head_matrix(spec)
 
 
-def product_flops(matrix: ParameterInfo, ranks: int = 1) -> float:
+def gemm_flops(matrix: ParameterInfo, ranks: int = 1) -> float:
     """Forward FLOPs of one token in the product with a matrix, on one of `ranks` tensor-parallel ranks."""
     return 2.0 * matrix.active * prod(matrix.multiplied(ranks))
 
@@ -72,7 +72,7 @@ def seen_keys(length: int, window: int = 0) -> float:
     return window * (length - (window - 1) / 2) / length
 
 
-def orthogonalisation(shape: Sequence[int], steps: int) -> int:
+def orthogonalisation_flops(shape: Sequence[int], steps: int) -> int:
     """FLOPs of Muon's Newton-Schulz iteration for a matrix: in each step, three products with its smaller Gram
     matrix."""
     small, large = sorted(shape)
@@ -80,7 +80,7 @@ def orthogonalisation(shape: Sequence[int], steps: int) -> int:
 
 
 @by_value
-def muon_flops(spec: ModelSpec, updates: Updates) -> tuple[int, ...]:
+def muon_flops(spec: ModelSpec, updates: UpdateSettings) -> tuple[int, ...]:
     """FLOPs of an update's orthogonalisations in each layer."""
     found = []
     for index, table in enumerate(layer_tables(spec)):
@@ -88,7 +88,7 @@ def muon_flops(spec: ModelSpec, updates: Updates) -> tuple[int, ...]:
         policies, steps = updates.policies(infos), updates.optimizer.muon.steps
         found.append(
             sum(
-                orthogonalisation(info.shape, steps)
+                orthogonalisation_flops(info.shape, steps)
                 for name, info in infos.items()
                 if policies[name].optimizer == "muon"
             )

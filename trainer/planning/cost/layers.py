@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from trainer.config import registry
 from trainer.config.model import LayerSpec, ModelSpec
-from trainer.planning.cost.flops import attention_flops, product_flops, seen_keys
-from trainer.planning.cost.parameters import by_value, head, head_rows, layer_specs, layer_table
-from trainer.planning.cost.saved import ALL, MATMULS, Entry, by_layer, saved_in
+from trainer.planning.cost.flops import attention_flops, gemm_flops, seen_keys
+from trainer.planning.cost.parameters import by_value, head_matrix, head_rows, layer_specs, layer_table
+from trainer.planning.cost.saved import ALL, MATMULS, SaveEntry, by_layer, saved_in
 from trainer.planning.cost.stages import LayerCosts
 
 if TYPE_CHECKING:
@@ -61,9 +61,9 @@ def layer_costs(
     parallelism that gathers its inputs again in backward, and exposed collectives; not element-wise operations.
     """
     tokens = length * micro_size / cp
-    collective = ring(element_bytes * tokens * spec.width, tp, tp_bandwidth, latency)
+    collective = ring_seconds(element_bytes * tokens * spec.width, tp, tp_bandwidth, latency)
     rate = tokens / flops_per_second
-    rows, columns = head(spec).multiplied(tp)
+    rows, columns = head_matrix(spec).multiplied(tp)
     table = rows * columns  # elements of the head, and of the embedding, which has its shape
     f, i, w, activation, sizes = [collective], [0.0], [collective], [8.0 * tokens], [table]
     layers = model_work(spec, length, tp, element_bytes, fusion)
@@ -78,7 +78,7 @@ def layer_costs(
         w.append(rate * layer.matmul)
         activation.append(tokens * left.saved)
         sizes.append(layer.weights)
-    logits = product_flops(head(spec), tp)
+    logits = gemm_flops(head_matrix(spec), tp)
     behind = not loss_tile  # with tiles the gradients are computed in the forward pass
     f.append(rate * logits * (1 if behind else 3) + collective * (1 if behind else 2))
     i.append((rate * logits + collective) * behind)
@@ -100,12 +100,12 @@ def layer_costs(
         host=host,
         transfer=latency + element_bytes * tokens * spec.width / tp / bandwidth,
         latency=latency,
-        unshard=tuple(ring(element_bytes * size, shard, bandwidth, latency) for size in sizes),
-        reduce=tuple(ring(4 * size, shard, bandwidth, latency) for size in sizes),
+        unshard=tuple(ring_seconds(element_bytes * size, shard, bandwidth, latency) for size in sizes),
+        reduce=tuple(ring_seconds(4 * size, shard, bandwidth, latency) for size in sizes),
     )
 
 
-def ring(size: float, ranks: int, bandwidth: float, latency: float) -> float:
+def ring_seconds(size: float, ranks: int, bandwidth: float, latency: float) -> float:
     """Seconds of a ring all-gather or reduce-scatter whose whole tensor has `size` bytes."""
     return (ranks - 1) * (latency + size / ranks / bandwidth)
 
@@ -185,12 +185,12 @@ def layer_work(
     by_rows = tuple(name for name, info in matrices.items() if info.cut == 1)
     by_columns = groupby((name for name in matrices if name not in by_rows), lambda name: name.partition(".")[0])
     stream = element_bytes * width / tp  # of the residual stream, whose tokens the ranks share
-    flops = {name: product_flops(info, tp) for name, info in matrices.items()}
+    flops = {name: gemm_flops(info, tp) for name, info in matrices.items()}
     flops["attention"] = attention_flops(a, seen_keys(length, a.window), tp)
     outputs = {name: stream if name in by_rows else element_bytes * rows for name, (rows, _) in shapes.items()}
     # What the projections read: the norms' outputs, attention's output, the feed-forward block's hidden state.
     deferred = sum(outputs.values()) + 2 * stream + sum(element_bytes * shapes[name][1] for name in by_rows)
-    inner = [name for name in shapes if fed(name)]
+    inner = [name for name in shapes if is_feed_forward(name)]
     feed_deferred = stream + sum(outputs[name] for name in inner)
     feed_deferred += sum(element_bytes * shapes[name][1] for name in inner if name in by_rows)
     # Attention holds its output and, in fp32, the log-sum-exp of each head's scores; a registered one need have none.
@@ -248,7 +248,7 @@ def plain_saved(layer: LayerSpec, outputs: Mapping[str, float]) -> float:
     return 2 * outputs["feed_forward.up"]
 
 
-def block_saved(kinds: registry.Registry, ours: Mapping[str, Saved], kind: str) -> Saved:
+def block_saved(kinds: registry.KindRegistry, ours: Mapping[str, Saved], kind: str) -> Saved:
     """What a block holds for backward, whether its kind is one of `ours` or registered."""
     if kind not in kinds.registered:
         return ours[kind]
@@ -264,7 +264,7 @@ ATTENTION_SAVED: dict[str, Saved] = {"softmax": softmax_saved}
 FEED_FORWARD_SAVED: dict[str, Saved] = {"gated": gated_saved, "plain": plain_saved}
 
 
-class Eager(NamedTuple):
+class EagerExtra(NamedTuple):
     """What eager layers over ranks hold and repeat, and compiled ones leave out since nothing reads it.
 
     saved: bytes of one token: products before their sums, and sums, which selective recompute keeps both; and what
@@ -277,7 +277,7 @@ class Eager(NamedTuple):
     calls: int = 0
 
 
-class Remaining(NamedTuple):
+class RecomputeEffect(NamedTuple):
     """What a recompute policy leaves of a layer.
 
     saved: bytes of one token that are held for backward. again: operations that the backward pass repeats, and the
@@ -290,14 +290,14 @@ class Remaining(NamedTuple):
     again: Mapping[str, float]
     host: float = 0.0
     attends: float = 0.0
-    eager: Eager = Eager()
+    eager: EagerExtra = EagerExtra()
 
 
 def left_by_recompute(
     layers: Sequence[LayerWork], config: ActivationConfig | None, compiled: bool = False
-) -> list[Remaining]:
+) -> list[RecomputeEffect]:
     """What a recompute policy leaves of each layer of a model."""
-    known: dict[tuple[int, object], Remaining] = {}
+    known: dict[tuple[int, object], RecomputeEffect] = {}
     left, varied = [], config is not None and by_layer(config.save)
     for index, layer in enumerate(layers):
         # Equal layers share one `LayerWork`; patterns on modules may name single layers, and so may what is saved.
@@ -307,66 +307,68 @@ def left_by_recompute(
             rule = index if config.modules else (index % config.every, entries)
         key = id(layer), rule
         if key not in known:
-            known[key] = recomputed(layer, index, config, compiled)
+            known[key] = recompute_effect(layer, index, config, compiled)
         left.append(known[key])
     return left
 
 
-def recomputed(layer: LayerWork, index: int, config: ActivationConfig | None, compiled: bool) -> Remaining:
+def recompute_effect(layer: LayerWork, index: int, config: ActivationConfig | None, compiled: bool) -> RecomputeEffect:
     """What a recompute policy (see `checkpointing/activation.py`) leaves of layer `index`. Eager layers hold what they
     are told to keep, compiled ones what of it backward reads."""
     if config is None:
-        return Remaining(layer.saved, {}, eager=Eager(layer.spread))
-    tiled = list(filter(fed, layer.flops)) if config.tile else []  # what tiles repeat, the last product too
+        return RecomputeEffect(layer.saved, {}, eager=EagerExtra(layer.spread))
+    tiled = list(filter(is_feed_forward, layer.flops)) if config.tile else []  # what tiles repeat, the last product too
     whole, host, attends = layer.saved - layer.feed * bool(tiled), 0.0, True
     entries = saved_in(config.save, index) if config.mode == "selective" and not config.modules else ()
     spared = config.mode != "budget" and index % config.every or any(entry.name == ALL for entry in entries)
     if config.mode in ("none", "auto") or spared:  # auto: before it is decided
-        return Remaining(whole, dict.fromkeys(tiled, 1.0), eager=Eager(layer.spread))
+        return RecomputeEffect(whole, dict.fromkeys(tiled, 1.0), eager=EagerExtra(layer.spread))
     if config.mode == "selective" and config.modules:
-        matched = [name for name in layer.flops if matches(index, name, config.modules)]
+        matched = [name for name in layer.flops if matches_module(index, name, config.modules)]
         again = [name for name in matched if name not in layer.reduces]  # recompute ends before a block's last product
         # A block's input is a norm's output, which is kept. What a single projection returns is its consumer's to keep.
-        saved = whole - sum(size for block, size in layer.blocks.items() if matches(index, block, config.modules))
-        attends = matches(index, "attention", config.modules)
+        saved = whole - sum(
+            size for block, size in layer.blocks.items() if matches_module(index, block, config.modules)
+        )
+        attends = matches_module(index, "attention", config.modules)
         summed = tuple(name for name in layer.reduces if name in matched) if layer.partial else ()
-        eager = Eager(layer.spread * (not attends), summed, len(summed))
+        eager = EagerExtra(layer.spread * (not attends), summed, len(summed))
     else:
-        kept = [name for name in layer.flops if selected(layer, name, entries) or entries and name in layer.summed]
+        kept = [name for name in layer.flops if is_saved(layer, name, entries) or entries and name in layer.summed]
         inputs = layer.input + layer.between * bool(tiled)
         held = [name for name in kept if name in layer.needed or not compiled]
         saved = inputs + sum(layer.outputs[name] for name in held if name not in tiled)
         again = [name for name in layer.flops if name not in kept]
-        eager = unread(layer, entries, kept, [name for name in layer.reduces if name not in tiled])
+        eager = eager_extra(layer, entries, kept, [name for name in layer.reduces if name not in tiled])
         if config.offload:  # a byte is left, of which what W needs can be a multiple
             saved, host = max(1.0, saved - inputs), inputs
     share = 1.0
     if config.mode == "budget":  # which operations the compiler keeps is not known: between all and none
         saved, share = saved + config.budget * (layer.saved - saved), 1 - config.budget
     repeated = {name: share for name in again if name in layer.needed}
-    return Remaining(saved, repeated | dict.fromkeys(tiled, 1.0), host, share * attends, eager)
+    return RecomputeEffect(saved, repeated | dict.fromkeys(tiled, 1.0), host, share * attends, eager)
 
 
-def unread(layer: LayerWork, entries: Sequence[Entry], kept: Sequence[str], rows: Sequence[str]) -> Eager:
+def eager_extra(layer: LayerWork, entries: Sequence[SaveEntry], kept: Sequence[str], rows: Sequence[str]) -> EagerExtra:
     """What an eager layer holds and repeats beside, of which `kept` is planned to be kept. rows: products whose results
     are summed."""
     if not layer.partial:
-        return Eager()
-    chosen = [name for name in rows if selected(layer, name, entries)]
+        return EagerExtra()
+    chosen = [name for name in rows if is_saved(layer, name, entries)]
     again = tuple(name for name in rows if name not in chosen and (name in kept or name not in layer.needed))
     if not entries:
-        return Eager(0.0, again, len(again))
+        return EagerExtra(0.0, again, len(again))
     saved = layer.partial * len(chosen) + sum(layer.outputs[name] for name in rows if name not in kept)
-    whole = [names for names in layer.gathers if all(selected(layer, name, entries) for name in names)]
-    return Eager(saved, again, len(whole))
+    whole = [names for names in layer.gathers if all(is_saved(layer, name, entries) for name in names)]
+    return EagerExtra(saved, again, len(whole))
 
 
-def fed(name: str) -> bool:
+def is_feed_forward(name: str) -> bool:
     """Whether an operation belongs to the feed-forward block."""
     return name.startswith("feed_forward.")
 
 
-def selected(layer: LayerWork, name: str, entries: Sequence[Entry]) -> bool:
+def is_saved(layer: LayerWork, name: str, entries: Sequence[SaveEntry]) -> bool:
     """Whether entries of `activation.save` keep an operation."""
     if name == "attention":
         return any("attention" in entry.name.rpartition(".")[2] and entry.every == 1 for entry in entries)
@@ -379,7 +381,7 @@ def selected(layer: LayerWork, name: str, entries: Sequence[Entry]) -> bool:
     )
 
 
-def matches(index: int, name: str, patterns: list[str]) -> bool:
+def matches_module(index: int, name: str, patterns: list[str]) -> bool:
     """Whether `activation.modules` names a block or projection of layer `index`, or a module around it."""
     parts = f"layers.{index}.{name}".split(".")
     return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(3, len(parts) + 1) for pattern in patterns)

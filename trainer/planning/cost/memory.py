@@ -9,8 +9,8 @@ from trainer.config import Config
 from trainer.config.model import ModelSpec
 from trainer.planning.batch import BatchPlan
 from trainer.planning.cost.parameters import Table, by_value, layer_tables, outer_tables
-from trainer.planning.cost.updates import Updates, moments
-from trainer.planning.pipeline import Pipeline
+from trainer.planning.cost.updates import UpdateSettings, moment_count
+from trainer.planning.pipeline import PipelinePlan
 from trainer.planning.plan import Plan
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -18,11 +18,11 @@ ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 MASTER_BYTES = 4  # an fp32 parameter or gradient
 
-BOX = 2**26
+MAX_IN_FLIGHT = 2**26
 """Elements of shards or gradients that are on their way at once under `parallel.zero.transport=copy_engine`."""
 
 
-def tensor_boxes(fusion: str, stream: float) -> float:
+def symmetric_buffer_bytes(fusion: str, stream: float) -> float:
     """Bytes that a rank shares with its tensor group (`distributed/boxes.py`): for what is gathered and for what is
     summed, each in two halves. stream: bytes of the hidden states of a micro-batch, all ranks' tokens."""
     return 2 * 2 * stream if fusion != "off" else 0.0
@@ -88,7 +88,7 @@ class StateBytes:
 
 
 @dataclass(frozen=True)
-class HeldParameters:
+class LocalParameters:
     """Numbers of parameters that one tensor-parallel rank holds, or the bytes of their states.
 
     layers: of each layer.
@@ -105,21 +105,21 @@ class HeldParameters:
 
 
 @by_value
-def held_parameters(spec: ModelSpec, tp: int) -> HeldParameters:
+def local_parameters(spec: ModelSpec, tp: int) -> LocalParameters:
     """What each of `tp` tensor-parallel ranks holds of a model."""
 
     def held(*tables: Table) -> int:
         return sum(info.held(tp) for table in tables for info in table.values())
 
     ends = [(first, last) for first in (True, False) for last in (True, False)]
-    return HeldParameters(
+    return LocalParameters(
         layers=tuple(held(table) for table in layer_tables(spec)),
         outer={end: held(*outer_tables(spec, *end)) for end in ends},
     )
 
 
 @by_value
-def sent_parameters(spec: ModelSpec, tp: int, shards: int) -> HeldParameters:
+def sent_parameters(spec: ModelSpec, tp: int, shards: int) -> LocalParameters:
     """What the first of `tp` tensor-parallel ranks sends of each unit that `shards` ranks gather and reduce: what it
     holds, and padding."""
 
@@ -127,26 +127,26 @@ def sent_parameters(spec: ModelSpec, tp: int, shards: int) -> HeldParameters:
         return shards * sum(info.row(tp, shards) for table in tables for info in table.values())
 
     ends = [(first, last) for first in (True, False) for last in (True, False)]
-    return HeldParameters(
+    return LocalParameters(
         layers=tuple(sent(table) for table in layer_tables(spec)),
         outer={end: sent(*outer_tables(spec, *end)) for end in ends},
     )
 
 
 @by_value
-def held_moments(spec: ModelSpec, tp: int, updates: Updates) -> HeldParameters:
+def local_moments(spec: ModelSpec, tp: int, updates: UpdateSettings) -> LocalParameters:
     """Bytes of what the optimizers of a model keep on each of `tp` tensor-parallel ranks."""
 
     def held(table: Table, prefix: str = "") -> int:
         infos = {prefix + name: info for name, info in table.items()}
         return sum(
-            infos[name].held(tp) * len(moments(policy.optimizer)) * ELEMENT_BYTES[policy.state_dtype]
+            infos[name].held(tp) * len(moment_count(policy.optimizer)) * ELEMENT_BYTES[policy.state_dtype]
             for name, policy in updates.policies(infos).items()
             if policy.optimizer
         )
 
     ends = [(first, last) for first in (True, False) for last in (True, False)]
-    return HeldParameters(
+    return LocalParameters(
         layers=tuple(held(table, f"layers.{index}.") for index, table in enumerate(layer_tables(spec))),
         outer={end: sum(map(held, outer_tables(spec, *end))) for end in ends},
     )
@@ -159,7 +159,7 @@ def state_bytes(
     layers: Iterable[range] | None = None,
     once: bool = False,
     device_sums: bool = False,
-    updates: Updates | None = None,
+    updates: UpdateSettings | None = None,
 ) -> StateBytes:
     """The states on one rank under a plan.
 
@@ -169,9 +169,13 @@ def state_bytes(
     device_sums: whether those that are reduced every micro-batch and offloaded are added up on the device.
     updates: how parameters are updated; None: by AdamW.
     """
-    held, updates, layers = held_parameters(spec, plan.tp), updates or Updates(), [*(layers or [range(spec.depth)])]
+    held, updates, layers = (
+        local_parameters(spec, plan.tp),
+        updates or UpdateSettings(),
+        [*(layers or [range(spec.depth)])],
+    )
     units = [held.units(part) for part in layers]
-    moments = sum(sum(held_moments(spec, plan.tp, updates).units(part)) for part in layers)
+    moments = sum(sum(local_moments(spec, plan.tp, updates).units(part)) for part in layers)
     total, shard = sum(map(sum, units)), plan.shard if plan.stage >= 1 else 1
     # Gathered or unreduced at a time where layers are gathered one by one: each stage's outer unit, the largest layer.
     at_once = sum(unit[0] for unit in units) + max(max(unit[1:]) for unit in units)
@@ -199,7 +203,7 @@ def rank_states(
     placement: Sequence[int],
     once: bool = False,
     device_sums: bool = False,
-    updates: Updates | None = None,
+    updates: UpdateSettings | None = None,
 ) -> list[StateBytes]:
     """The states on each pipeline rank.
 
@@ -215,7 +219,7 @@ def constant_bytes(
     compute_bytes: int,
     split: Sequence[range],
     placement: Sequence[int],
-    updates: Updates | None = None,
+    updates: UpdateSettings | None = None,
 ) -> list[float]:
     """Bytes on the device of each pipeline rank that no schedule changes."""
     ranks = rank_states(spec, plan, compute_bytes, split, placement, updates=updates)
@@ -226,7 +230,7 @@ def fullest_rank(
     config: Config,
     spec: ModelSpec,
     plan: Plan,
-    pipeline: Pipeline,
+    pipeline: PipelinePlan,
     batch: BatchPlan,
     once: bool,
     feedback: Sequence[int],
@@ -238,7 +242,7 @@ def fullest_rank(
     """
     sums = batch.accumulation > 1 and sums_on_device(plan, config.precision.reduce == "fp32")
     element, placement = ELEMENT_BYTES[config.precision.compute], pipeline.schedule.placement
-    ranks = rank_states(spec, plan, element, pipeline.split, placement, once, sums, Updates.of(config))
+    ranks = rank_states(spec, plan, element, pipeline.split, placement, once, sums, UpdateSettings.of(config))
     ranks = [replace(states, feedback=size) for states, size in zip(ranks, feedback, strict=True)]
     return max(ranks, key=lambda states: states.total)
 

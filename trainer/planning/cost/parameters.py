@@ -116,7 +116,7 @@ def by_value(function: Callable[Arguments, Result]) -> Callable[Arguments, Resul
     return cached
 
 
-def declarations(spec: ModelSpec, layers: range | None = None) -> dict[str, ParameterInfo]:
+def declare_parameters(spec: ModelSpec, layers: range | None = None) -> dict[str, ParameterInfo]:
     """Global name -> facts of every parameter of the pipeline stage with `layers`, or of the whole model.
 
     A tied head is the embedding's parameter and appears as that alone, on the first stage and on the last.
@@ -147,15 +147,15 @@ def layer_table(layer: LayerSpec, width: int) -> Table:
     blocks = [
         ("attention", block_table(layer.attention, registry.ATTENTION, ATTENTION, layer, width)),
         ("feed_forward", block_table(layer.feed_forward, registry.FEED_FORWARD, FEED_FORWARD, layer, width)),
-        *((f"{block}_norm", norm(width, layer.norm)) for block in ("attention", "feed_forward") if pre),
-        *((f"{block}_post_norm", norm(width, layer.norm)) for block in ("attention", "feed_forward") if post),
+        *((f"{block}_norm", norm_table(width, layer.norm)) for block in ("attention", "feed_forward") if pre),
+        *((f"{block}_post_norm", norm_table(width, layer.norm)) for block in ("attention", "feed_forward") if post),
     ]
-    return MappingProxyType(joined(blocks))
+    return MappingProxyType(join_tables(blocks))
 
 
 def block_table(
     spec: AttentionSpec | FeedForwardSpec,
-    kinds: registry.Registry,
+    kinds: registry.KindRegistry,
     ours: Mapping[str, Block],
     layer: LayerSpec,
     width: int,
@@ -175,12 +175,12 @@ def outer_tables(spec: ModelSpec, first: bool, last: bool) -> tuple[Table, Table
     positions = ParameterInfo((spec.max_length, spec.width), ("seq", "embed"), "embedding")
     before = {"embedding.weight": tokens} if first or (last and spec.tied) else {}
     before |= {"positions.weight": positions} if first and spec.learned_positions else {}
-    behind = joined([("norm", norm(spec.width, spec.norm))]) if last else {}
-    behind |= {"head.weight": head(spec)} if last and not spec.tied else {}
+    behind = join_tables([("norm", norm_table(spec.width, spec.norm))]) if last else {}
+    behind |= {"head.weight": head_matrix(spec)} if last and not spec.tied else {}
     return before, behind
 
 
-def head(spec: ModelSpec) -> ParameterInfo:
+def head_matrix(spec: ModelSpec) -> ParameterInfo:
     """The matrix that hidden states are multiplied with for logits; where it is tied, the embedding's."""
     return ParameterInfo((spec.vocab_size, spec.width), ("vocab", "embed"), "head")
 
@@ -196,12 +196,12 @@ def head_rows(rows: float) -> float:
     return ceil(rows / HEAD_ROWS) * HEAD_ROWS if rows > FEW_ROWS else rows
 
 
-def joined(modules: Iterable[tuple[str, Table]]) -> dict[str, ParameterInfo]:
+def join_tables(modules: Iterable[tuple[str, Table]]) -> dict[str, ParameterInfo]:
     """The tables of several modules as one, each name behind its module's."""
     return {f"{module}.{name}": info for module, table in modules for name, info in table.items()}
 
 
-def linear(
+def linear_table(
     inputs: int, outputs: int, axes: tuple[str, str], bias: bool, residual: bool = False, units: int = 0
 ) -> dict[str, ParameterInfo]:
     """A matrix [outputs, inputs] and its bias. axes: of (outputs, inputs)."""
@@ -209,7 +209,7 @@ def linear(
     return {**table, "bias": ParameterInfo((outputs,), axes[:1], "bias", units=units)} if bias else table
 
 
-def norm(width: int, spec: NormSpec, axis: str = "embed", units: int = 0) -> dict[str, ParameterInfo]:
+def norm_table(width: int, spec: NormSpec, axis: str = "embed", units: int = 0) -> dict[str, ParameterInfo]:
     """The weight of an RMSNorm or LayerNorm over `width` elements, and the bias of the latter."""
     names = ("weight", "bias") if spec.kind == "layer" else ("weight",)
     return {name: ParameterInfo((width,), (axis,), "norm", units=units) for name in names}
@@ -220,32 +220,32 @@ def softmax_attention(layer: LayerSpec, width: int) -> dict[str, ParameterInfo]:
     a = layer.attention
     queries, keys = a.heads * a.head_dim, a.kv_heads * a.head_dim
     modules = [
-        ("q", linear(width, queries, ("heads", "embed"), a.bias, units=a.heads)),
-        ("k", linear(width, keys, ("kv_heads", "embed"), a.bias, units=a.kv_heads)),
-        ("v", linear(width, keys, ("kv_heads", "embed"), a.bias, units=a.kv_heads)),
-        ("o", linear(queries, width, ("embed", "heads"), a.output_bias, residual=True)),
+        ("q", linear_table(width, queries, ("heads", "embed"), a.bias, units=a.heads)),
+        ("k", linear_table(width, keys, ("kv_heads", "embed"), a.bias, units=a.kv_heads)),
+        ("v", linear_table(width, keys, ("kv_heads", "embed"), a.bias, units=a.kv_heads)),
+        ("o", linear_table(queries, width, ("embed", "heads"), a.output_bias, residual=True)),
     ]
     if a.qk_norm == "head":
-        modules += [(name, norm(a.head_dim, layer.norm, "head_dim")) for name in ("q_norm", "k_norm")]
+        modules += [(name, norm_table(a.head_dim, layer.norm, "head_dim")) for name in ("q_norm", "k_norm")]
     elif a.qk_norm == "full":
         modules += [
-            ("q_norm", norm(queries, layer.norm, "heads", a.heads)),
-            ("k_norm", norm(keys, layer.norm, "kv_heads", a.kv_heads)),
+            ("q_norm", norm_table(queries, layer.norm, "heads", a.heads)),
+            ("k_norm", norm_table(keys, layer.norm, "kv_heads", a.kv_heads)),
         ]
-    return joined(modules)
+    return join_tables(modules)
 
 
 def plain_feed_forward(layer: LayerSpec, width: int) -> dict[str, ParameterInfo]:
     """down(act(up(x)))."""
     inner, bias = layer.feed_forward.width, layer.feed_forward.bias
-    up = linear(width, inner, ("mlp", "embed"), bias)
-    return joined([("up", up), ("down", linear(inner, width, ("embed", "mlp"), bias, residual=True))])
+    up = linear_table(width, inner, ("mlp", "embed"), bias)
+    return join_tables([("up", up), ("down", linear_table(inner, width, ("embed", "mlp"), bias, residual=True))])
 
 
 def gated_feed_forward(layer: LayerSpec, width: int) -> dict[str, ParameterInfo]:
     """down(act(gate(x)) * up(x))."""
-    gate = linear(width, layer.feed_forward.width, ("mlp", "embed"), layer.feed_forward.bias)
-    return {**joined([("gate", gate)]), **plain_feed_forward(layer, width)}
+    gate = linear_table(width, layer.feed_forward.width, ("mlp", "embed"), layer.feed_forward.bias)
+    return {**join_tables([("gate", gate)]), **plain_feed_forward(layer, width)}
 
 
 ATTENTION: dict[str, Block] = {"softmax": softmax_attention}

@@ -21,7 +21,7 @@ MATMULS = ("matmul", "aten.mm", "aten.addmm", "aten.bmm", "aten._scaled_mm")
 FORM = re.compile(r"(?P<name>[^/@\s]+)(/(?P<every>[1-9]\d*))?(@(?P<first>\d+)(-(?P<last>\d+)(/(?P<step>[1-9]\d*))?)?)?")
 
 
-class Entry(NamedTuple):
+class SaveEntry(NamedTuple):
     """name: of the operation; every: which of its calls are kept, the last of so many; layers: None means all."""
 
     name: str
@@ -30,17 +30,17 @@ class Entry(NamedTuple):
 
     def products(self, names: Sequence[str]) -> list[str]:
         """Of a layer's products, in the order in which they run, those that are kept."""
-        return matched(self.name, tuple(names))[self.every - 1 :: self.every]
+        return match_operations(self.name, tuple(names))[self.every - 1 :: self.every]
 
 
 @lru_cache(4096)
-def matched(name: str, products: tuple[str, ...]) -> list[str]:
+def match_operations(name: str, products: tuple[str, ...]) -> list[str]:
     """The products of a layer that a name means."""
     return [product for product in products if name in MATMULS or fnmatchcase(product, name)]
 
 
 @lru_cache(4096)
-def parse(entry: str) -> Entry:
+def parse_entry(entry: str) -> SaveEntry:
     """Raises `ConfigError`."""
     if (found := FORM.fullmatch(entry)) is None:
         raise ConfigError(
@@ -51,14 +51,14 @@ def parse(entry: str) -> Entry:
     layers = None if first is None else range(int(first), int(last or first) + 1, int(step or 1))
     if layers is not None and not layers:
         raise ConfigError(f"activation.save: '{entry}' names no layer; write the smaller number first")
-    return Entry(name, int(every or 1), layers)
+    return SaveEntry(name, int(every or 1), layers)
 
 
-def problems(save: Sequence[str], depth: int | None = None) -> Iterator[str]:
+def entry_problems(save: Sequence[str], depth: int | None = None) -> Iterator[str]:
     """What is wrong with entries for a model of `depth` layers, if that is known."""
     for entry in save:
         try:
-            layers = parse(entry).layers
+            layers = parse_entry(entry).layers
         except ConfigError as error:
             yield from error.problems
             continue
@@ -66,15 +66,15 @@ def problems(save: Sequence[str], depth: int | None = None) -> Iterator[str]:
             yield f"activation.save: '{entry}' names layers that are not there; the model has 0 to {depth - 1}"
 
 
-def saved_in(save: Sequence[str], layer: int) -> tuple[Entry, ...]:
+def saved_in(save: Sequence[str], layer: int) -> tuple[SaveEntry, ...]:
     """The entries that hold for a layer, as entries for every layer: equal where two layers keep the same."""
-    entries = (parse(entry) for entry in save)
-    return tuple(Entry(name, every, None) for name, every, layers in entries if layers is None or layer in layers)
+    entries = (parse_entry(entry) for entry in save)
+    return tuple(SaveEntry(name, every, None) for name, every, layers in entries if layers is None or layer in layers)
 
 
 def by_layer(save: Sequence[str]) -> bool:
     """Whether some layers keep other operations than others."""
-    return any(parse(entry).layers is not None for entry in save)
+    return any(parse_entry(entry).layers is not None for entry in save)
 
 
 def entries_of(kept: Sequence[Collection[str]], order: Sequence[str]) -> list[str]:
@@ -90,18 +90,18 @@ def entries_of(kept: Sequence[Collection[str]], order: Sequence[str]) -> list[st
     return [
         text
         for name, layers in entries.items()
-        for text in ([name] if len(layers) == everywhere else (f"{name}@{part}" for part in runs(layers)))
+        for text in ([name] if len(layers) == everywhere else (f"{name}@{part}" for part in format_layers(layers)))
     ]
 
 
-def runs(layers: Sequence[int]) -> Iterator[str]:
+def format_layers(layers: Sequence[int]) -> Iterator[str]:
     """Layers in ascending order as few texts, as an entry has them."""
-    for piece in pieces(layers):
+    for piece in split_ranges(layers):
         many = f"-{piece[-1]}" + f"/{piece.step}" * (piece.step > 1)
         yield f"{piece[0]}" + many * (len(piece) > 1)
 
 
-def pieces(layers: Sequence[int]) -> Iterator[range]:
+def split_ranges(layers: Sequence[int]) -> Iterator[range]:
     """The same as ranges: of neighbours, or else with the step to the next."""
     start = 0
     while start < len(layers):

@@ -88,7 +88,7 @@ class StageCosts:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> StageCosts:
-        return restore(cls, values)
+        return restore_costs(cls, values)
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class LayerCosts:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> LayerCosts:
-        return restore(cls, values)
+        return restore_costs(cls, values)
 
 
 def check_lengths(costs: StageCosts | LayerCosts) -> None:
@@ -201,7 +201,7 @@ def to_mapping(costs: StageCosts | LayerCosts) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(costs).items()}
 
 
-def restore(cls: type[Costs], values: dict[str, Any]) -> Costs:
+def restore_costs(cls: type[Costs], values: dict[str, Any]) -> Costs:
     """The inverse of `to_mapping`. Raises `ValueError` for an unknown cost."""
     unknown = sorted(set(values) - {field.name for field in fields(cls)})
     if unknown:

@@ -34,21 +34,21 @@ by 0.3% with beta2=0.95, 1.7% with 0.99, 25% with 0.995, and 88% with 0.998 and 
 noise is 0.1 of their mean or more; without any noise 2.8%, 17%, 46%, 88%)."""
 
 
-def moments(optimizer: str) -> tuple[str, ...]:
+def moment_count(optimizer: str) -> tuple[str, ...]:
     """The same of any optimizer."""
     entry = OPTIMIZERS.registered.get(optimizer)
     return entry.facts["moments"] if entry else MOMENTS[optimizer]
 
 
 @dataclass(frozen=True)
-class Updates:
+class UpdateSettings:
     """The settings from which every parameter's update follows."""
 
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     types: ParameterTypes = field(default_factory=ParameterTypes)
 
     @classmethod
-    def of(cls, config: Config) -> Updates:
+    def of(cls, config: Config) -> UpdateSettings:
         return cls(config.optimizer, config.precision.types)
 
     def policies(self, infos: Mapping[str, ParameterInfo]) -> dict[str, TypePolicy]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainer.config.model import AttentionSpec
-from trainer.planning.context import gathered, kernel
+from trainer.planning.context import attention_kernel, gathered_elements
 from trainer.planning.cost.masks import mask_bytes
 from trainer.planning.cost.parameters import layer_specs
 from trainer.planning.resolve import Layout
@@ -20,7 +20,7 @@ def gathered_keys(layout: Layout, element: int) -> list[float]:
     if layout.context is None:
         return [0.0] * layout.spec.depth
     length, tp = layout.batch.sequence_length, layout.plan.tp
-    return [size * gathered(layer.attention, layout.context, length, tp) for layer in layers]
+    return [size * gathered_elements(layer.attention, layout.context, length, tp) for layer in layers]
 
 
 def groups_of_heads(layout: Layout) -> list[int]:
@@ -29,7 +29,7 @@ def groups_of_heads(layout: Layout) -> list[int]:
     return [1 if context is None else context.parts(layer.attention, tp, length) for layer in layer_specs(layout.spec)]
 
 
-def masks(layout: Layout, masked: bool) -> list[float]:
+def mask_bytes_by_layer(layout: Layout, masked: bool) -> list[float]:
     """Bytes of the masks of a micro-batch on a GPU, at the first layer of a stage that takes each: layers with one
     window and soft cap share theirs. masked: whether documents are."""
     layers, found = [layer.attention for layer in layer_specs(layout.spec)], [0.0] * layout.spec.depth
@@ -43,7 +43,10 @@ def masks(layout: Layout, masked: bool) -> list[float]:
 def mask_of(layout: Layout, attention: AttentionSpec, masked: bool) -> float:
     """Bytes of what `model.context.ContextGroup.build_mask`, or `model.attention.build_mask`, returns on a GPU."""
     context, length = layout.context, layout.batch.sequence_length
-    batch, tables = layout.batch.micro_size if masked else 1, kernel(attention, context, length, masked) == "block_mask"
+    batch, tables = (
+        layout.batch.micro_size if masked else 1,
+        attention_kernel(attention, context, length, masked) == "block_mask",
+    )
     if context is None:
         return mask_bytes(batch, length, length) * tables
     order = 2.0 * PLACE * length  # of tokens over ranks, there and back

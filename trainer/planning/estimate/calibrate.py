@@ -15,7 +15,7 @@ from trainer.planning.context import KERNELS
 from trainer.planning.cost.devices import peak_flops, product_type
 from trainer.planning.cost.memory import ELEMENT_BYTES
 from trainer.planning.estimate.timing import time_units
-from trainer.planning.resolve import Layout, resolve
+from trainer.planning.resolve import Layout, resolve_layout
 
 LEAST_BAND = 0.05
 """Parts of a step that are predicted exactly do not make the whole exact."""
@@ -27,7 +27,7 @@ COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "poin
 
 
 @dataclass(frozen=True)
-class Product:
+class MeasuredGEMM:
     """A product of [tokens, inputs] with a matrix [outputs, inputs], in seconds; count: how many a step's forward pass
     has of the shape."""
 
@@ -49,7 +49,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Pass:
+class MeasuredPass:
     """Seconds of a forward and a backward pass of `sequences` sequences of `length` tokens through the model, cut to
     `depth` layers."""
 
@@ -65,7 +65,7 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Work:
+class MeasuredWork:
     """An amount of work (FLOPs or bytes) and the seconds that it took."""
 
     amount: float
@@ -77,7 +77,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Sent:
+class MeasuredCollective:
     """Seconds of a collective over `ranks` ranks whose whole tensor has `size` bytes. axis: whose ranks they are;
     place: the link that it goes over, "node" or "network", and empty where it goes over both."""
 
@@ -99,7 +99,7 @@ class Sent:
 
 
 @dataclass(frozen=True)
-class Measurements:
+class DeviceMeasurements:
     """What was measured. memory, fixed: bytes; devices: processes of a node, or GPUs that it has; products: of the
     model's own matrices, sweep: square ones; attention: forward and backward, by kernel; passes: of one shape, through
     few layers and, if the model has them, through more; eager: the same again, where the recipe is compiled; stream,
@@ -111,20 +111,20 @@ class Measurements:
     memory: float
     fixed: float
     devices: int
-    products: Sequence[Product]
-    sweep: Sequence[Product]
-    attention: Mapping[str, Work]
-    passes: Sequence[Pass]
-    stream: Work
-    update: Work
-    copy: Work
+    products: Sequence[MeasuredGEMM]
+    sweep: Sequence[MeasuredGEMM]
+    attention: Mapping[str, MeasuredWork]
+    passes: Sequence[MeasuredPass]
+    stream: MeasuredWork
+    update: MeasuredWork
+    copy: MeasuredWork
     kernel: float
     launch: float
-    eager: Sequence[Pass] = ()
+    eager: Sequence[MeasuredPass] = ()
     hidden: float | None = None
     signal: float | None = None
-    sent: Sequence[Sent] = ()
-    float8: Work | None = None
+    sent: Sequence[MeasuredCollective] = ()
+    float8: MeasuredWork | None = None
 
 
 Error = tuple[str, float, float]
@@ -141,7 +141,7 @@ class Calibration:
     errors: tuple[Error, ...]
 
 
-def calibrate(measured: Measurements, config: Config, base: HardwareConfig) -> Calibration:
+def calibrate_hardware(measured: DeviceMeasurements, config: Config, base: HardwareConfig) -> Calibration:
     """The constants that give the measured times. base: published figures, if it is a file of this kind of device;
     otherwise only what was not measured is taken from it, and peaks are the best that was reached."""
     published = base.device == measured.device != "CPU"
@@ -179,29 +179,29 @@ def _fit_float8(found: HardwareConfig, rate: float, published: bool) -> None:
     if peak is None:
         peak = rate / reached.product
         found.peak = found.peak | {"fp8": peak / 1e12}
-    reached.float8 = share(rate, peak * reached.product)
+    reached.float8 = achieved_share(rate, peak * reached.product)
 
 
-def _fit_eager(found: HardwareConfig, measured: Measurements, config: Config) -> None:
+def _fit_eager(found: HardwareConfig, measured: DeviceMeasurements, config: Config) -> None:
     """Sets what eager layers move: so much more that a pass through all layers takes as many times as long as it
     does."""
     compiled, eager = cuts_of(measured.passes, config), cuts_of(measured.eager, replace(config, compile=False))
 
     def predicted(cuts: Sequence[tuple[Config, Layout]]) -> float:
-        return whole(measured.passes, [sum(pass_seconds(*one, found)) for one in cuts], config.model.depth)
+        return scale_to_depth(measured.passes, [sum(pass_seconds(*one, found)) for one in cuts], config.model.depth)
 
     def seconds(part: float) -> float:
         found.eager = 1 / part
         return predicted(eager)
 
     took, before = (
-        whole(passes, [one.seconds for one in passes], config.model.depth)
+        scale_to_depth(passes, [one.seconds for one in passes], config.model.depth)
         for passes in (measured.eager, measured.passes)
     )
-    solve(seconds, took / before * predicted(compiled))
+    solve_share(seconds, took / before * predicted(compiled))
 
 
-def _fit_device(found: HardwareConfig, measured: Measurements, config: Config, published: bool) -> list[Error]:
+def _fit_device(found: HardwareConfig, measured: DeviceMeasurements, config: Config, published: bool) -> list[Error]:
     """Sets the peaks of a device and the shares of them; returns how far the measured passes are off."""
     kind, element = product_type(config.precision), ELEMENT_BYTES[config.precision.compute]
     peak = (found.peak.get(kind, 0.0) * 1e12 or peak_flops(measured.device, kind)) if published else None
@@ -212,7 +212,7 @@ def _fit_device(found: HardwareConfig, measured: Measurements, config: Config, p
     # Without a published one, the bandwidth is the best rate, which only the fit tells: caches may hold small passes.
     bandwidth = found.bandwidth * 1e9 if published else 100 * max(rates)
     found.bandwidth, reached = bandwidth / 1e9, found.achieved
-    reached.memory, reached.optimizer, reached.copy = (share(rate, bandwidth) for rate in rates)
+    reached.memory, reached.optimizer, reached.copy = (achieved_share(rate, bandwidth) for rate in rates)
     cuts, depth = cuts_of(measured.passes, config), config.model.depth
 
     def products(part: float) -> float:
@@ -225,14 +225,16 @@ def _fit_device(found: HardwareConfig, measured: Measurements, config: Config, p
 
     def passes(part: float) -> float:
         reached.memory = part
-        return whole(measured.passes, [sum(pass_seconds(small, layout, found)) for small, layout in cuts], depth)
+        return scale_to_depth(
+            measured.passes, [sum(pass_seconds(small, layout, found)) for small, layout in cuts], depth
+        )
 
     for _ in range(4):  # each depends on the other a little
-        solve(products, sum(one.count * one.seconds for one in measured.products))
+        solve_share(products, sum(one.count * one.seconds for one in measured.products))
         _fit_attention(reached, measured, peak)
-        solve(passes, whole(measured.passes, [one.seconds for one in measured.passes], depth))
+        solve_share(passes, scale_to_depth(measured.passes, [one.seconds for one in measured.passes], depth))
     if not published:
-        most = max(reached.memory, *(share(rate, bandwidth) for rate in rates))
+        most = max(reached.memory, *(achieved_share(rate, bandwidth) for rate in rates))
         found.bandwidth *= most
         reached.memory, reached.optimizer, reached.copy = (
             min(1.0, part / most) for part in (reached.memory, reached.optimizer, reached.copy)
@@ -245,19 +247,19 @@ def _fit_device(found: HardwareConfig, measured: Measurements, config: Config, p
     return errors
 
 
-def _fit_attention(reached: AchievedConfig, measured: Measurements, peak: float) -> None:
+def _fit_attention(reached: AchievedConfig, measured: DeviceMeasurements, peak: float) -> None:
     """Sets the share of the peak that attention of whole sequences reaches, and those of it that other kernels do."""
     rates = {
         name: one.amount / max(one.seconds - 2 * measured.kernel, 0.1 * one.seconds)
         for name, one in measured.attention.items()
     }
-    reached.attention = share(rates["attention"], peak) if "attention" in rates else reached.product
+    reached.attention = achieved_share(rates["attention"], peak) if "attention" in rates else reached.product
     for name in KERNELS[1:]:
         if name in rates:
             setattr(reached, name, max(1e-6, rates[name] / (peak * reached.attention)))
 
 
-def _fill_link(link: LinkConfig, sent: Sequence[Sent], published: bool) -> list[Error]:
+def _fill_link(link: LinkConfig, sent: Sequence[MeasuredCollective], published: bool) -> list[Error]:
     """Sets what was measured of a link: a share of its published bandwidth, or that bandwidth itself. Returns how far
     large transfers are off."""
     latency, bandwidth = fit_link(sent)
@@ -273,7 +275,7 @@ def _fill_link(link: LinkConfig, sent: Sequence[Sent], published: bool) -> list[
     ]
 
 
-def whole(passes: Sequence[Pass], seconds: Sequence[float], depth: int) -> float:
+def scale_to_depth(passes: Sequence[MeasuredPass], seconds: Sequence[float], depth: int) -> float:
     """Of a pass through all layers, from those of `passes` through some: what a layer takes counts as often as it does
     in a step."""
     if len(seconds) == 1:
@@ -282,12 +284,12 @@ def whole(passes: Sequence[Pass], seconds: Sequence[float], depth: int) -> float
     return seconds[0] + (depth - few) * max(0.0, seconds[1] - seconds[0]) / (many - few)
 
 
-def cuts_of(passes: Sequence[Pass], config: Config) -> list[tuple[Config, Layout]]:
+def cuts_of(passes: Sequence[MeasuredPass], config: Config) -> list[tuple[Config, Layout]]:
     """What passes went through."""
-    return [cut(config, one.depth, one.length, one.sequences) for one in passes]
+    return [truncate_model(config, one.depth, one.length, one.sequences) for one in passes]
 
 
-def cut(config: Config, depth: int, length: int, sequences: int) -> tuple[Config, Layout]:
+def truncate_model(config: Config, depth: int, length: int, sequences: int) -> tuple[Config, Layout]:
     """The recipe's model cut to its first layers, on one process and with nothing computed twice: what a pass
     measures."""
     small = replace(
@@ -299,7 +301,7 @@ def cut(config: Config, depth: int, length: int, sequences: int) -> tuple[Config
         data=replace(config.data, mask_documents=False),
         loss=replace(config.loss, tile=config.loss.tile or 0),
     )
-    return small, resolve(small, 1, small.model, 1)
+    return small, resolve_layout(small, 1, small.model, 1)
 
 
 def pass_seconds(config: Config, layout: Layout, hardware: HardwareConfig) -> tuple[float, float]:
@@ -309,11 +311,11 @@ def pass_seconds(config: Config, layout: Layout, hardware: HardwareConfig) -> tu
     return forward, sum(sum(unit.input.values()) + sum(unit.weight.values()) for unit in units)
 
 
-def share(rate: float, peak: float) -> float:
+def achieved_share(rate: float, peak: float) -> float:
     return min(1.0, max(1e-6, rate / peak))
 
 
-def solve(seconds: Callable[[float], float], target: float) -> None:
+def solve_share(seconds: Callable[[float], float], target: float) -> None:
     """Calls falling `seconds` last with the share at which they are `target`, or an end of what is legal."""
     low, high = log(1e-6), 0.0
     for _ in range(40):
@@ -322,7 +324,7 @@ def solve(seconds: Callable[[float], float], target: float) -> None:
     seconds(exp(high))
 
 
-def fit_link(sent: Iterable[Sent]) -> tuple[float, float]:
+def fit_link(sent: Iterable[MeasuredCollective]) -> tuple[float, float]:
     """Latency in seconds and bytes/s of a link: least squares of the relative errors of steps x latency + bytes /
     bandwidth."""
     rows = [(one.steps / one.seconds, one.through / one.seconds) for one in sent]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainer.config import Config
-from trainer.planning.gradient_comm import asked, routes
+from trainer.planning.gradient_comm import enabled_codecs, reduction_routes
 from trainer.planning.plan import Plan
 
 CODE_BYTES = {"bf16": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5}
@@ -16,7 +16,7 @@ PLAIN = 4
 
 
 @dataclass(frozen=True)
-class Wire:
+class WireFormat:
     """How gradients travel over a route of `ranks`. width: bytes of an element on its slowest hop; codec: there."""
 
     ranks: int
@@ -40,15 +40,15 @@ class Wire:
         return self.scatter(elements) + self.encoding(elements / self.ranks) + self.decoding(elements, elements)
 
 
-def wires(config: Config, plan: Plan, node: int, plain: float) -> tuple[Wire, Wire]:
+def wire_formats(config: Config, plan: Plan, node: int, plain: float) -> tuple[WireFormat, WireFormat]:
     """Of the reduce-scatter among ranks that share states, and of the all-reduce among replicas. plain: bytes of an
     element that is not encoded."""
     settings, sizes = config.parallel.grad_comm, (plan.shard, plan.replicate)
-    if not asked(settings):
-        return Wire(sizes[0], plain, ""), Wire(sizes[1], plain, "")
+    if not enabled_codecs(settings):
+        return WireFormat(sizes[0], plain, ""), WireFormat(sizes[1], plain, "")
     found = []
-    for route, ranks in zip(routes(plan, node), sizes):
+    for route, ranks in zip(reduction_routes(plan, node), sizes):
         codec = getattr(settings, route.hops[-1][0]).codec if route else "none"
         known = codec in CODE_BYTES
-        found.append(Wire(ranks, CODE_BYTES[codec] if known else plain, codec if known else ""))
+        found.append(WireFormat(ranks, CODE_BYTES[codec] if known else plain, codec if known else ""))
     return found[0], found[1]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from trainer.planning.estimate.memory import ModelBytes, Peak, Replay, programs_of
-from trainer.planning.estimate.step import Estimate
+from trainer.planning.estimate.memory import MemoryPeak, MemoryReplay, ModelBytes, programs_of
+from trainer.planning.estimate.step import StepEstimate
 from trainer.planning.schedules.ir import COMPUTE
 
 
-class Stretch(NamedTuple):
+class Segment(NamedTuple):
     """Bytes by category between two moments of the step, in seconds from its start."""
 
     start: float
@@ -18,10 +18,10 @@ class Stretch(NamedTuple):
     categories: Mapping[str, float]
 
 
-class _Recorded(Replay):
+class _RecordedReplay(MemoryReplay):
     """A replay that keeps, of each action, what is held before it and at its fullest moment."""
 
-    def peak(self) -> Peak:
+    def peak(self) -> MemoryPeak:
         self.before: list[dict[str, float]] = []
         self.fullest: list[dict[str, float]] = []
         return super().peak()
@@ -38,19 +38,21 @@ class _Recorded(Replay):
             self.fullest[-1] = now
 
 
-def course(found: Estimate) -> list[Stretch]:
+def build_memory_timeline(found: StepEstimate) -> list[Segment]:
     """The step of the fullest rank from its start to its end: waiting with what is held, and computing with the most
     that is held meanwhile. The fullest stretch is the rank's peak."""
     rank, layout = found.fullest.rank, found.layout
     program = programs_of(layout.pipeline.schedule)[rank]
-    replay = _Recorded(ModelBytes(found.config, layout, min(layout.plan.world, found.hardware.devices)), rank, program)
+    replay = _RecordedReplay(
+        ModelBytes(found.config, layout, min(layout.plan.world, found.hardware.devices)), rank, program
+    )
     replay.peak()
     spans, now, stretches = iter(found.simulation.spans[rank]), 0.0, []
     for action, before, fullest in zip(program, replay.before, replay.fullest, strict=True):
         if action.kind in COMPUTE:
             span = next(spans)
             assert span.action == action, (span.action, action)
-            stretches += [Stretch(now, span.start, before)] * (span.start > now)
-            stretches.append(Stretch(span.start, span.end, fullest))
+            stretches += [Segment(now, span.start, before)] * (span.start > now)
+            stretches.append(Segment(span.start, span.end, fullest))
             now = span.end
-    return [*stretches, Stretch(now, found.seconds, dict(replay.held))]
+    return [*stretches, Segment(now, found.seconds, dict(replay.held))]

@@ -17,7 +17,7 @@ GATHERED, SENT = (1.135, 20e-6), (1.07, 130e-6)
 results are sent. Fitted to eight products on two H200 (docs/kernels.md), four of each: right within 6%."""
 
 
-class Took(NamedTuple):
+class OverlapTime(NamedTuple):
     """Seconds of products, and what communication adds to them."""
 
     products: float
@@ -25,7 +25,7 @@ class Took(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Link:
+class TensorGroupLink:
     """What a tensor group communicates by. ranks: of the group; collective, copied: seconds of a gather, or of a
     reduction, of a micro-batch's hidden states, by collectives and by copies; call: what copies take in a call beside
     their bytes; adding: to add up what all have sent; hidden: share of hidden communication that is free."""
@@ -57,102 +57,106 @@ class Link:
         return alone - self.hidden * (alone - end)
 
 
-class Off:
+class CollectiveOverlap:
     """A collective before or behind each product, and in backward two of three behind other products."""
 
-    def __init__(self, link: Link):
+    def __init__(self, link: TensorGroupLink):
         self.link = link
         self.moving = link.collective  # seconds of one gather or reduction, exposed or hidden
 
-    def gathered(self, product: float) -> Took:
+    def gathered(self, product: float) -> OverlapTime:
         """Products of one gathered input, forward."""
-        return Took(product, self.link.collective)
+        return OverlapTime(product, self.link.collective)
 
-    def reduced(self, product: float) -> Took:
+    def reduced(self, product: float) -> OverlapTime:
         """A product whose result is reduced, forward."""
-        return Took(product, self.link.collective)
+        return OverlapTime(product, self.link.collective)
 
-    def columns(self, to_input: float, to_weights: float) -> Took:
+    def columns(self, to_input: float, to_weights: float) -> OverlapTime:
         """Backward of products of one gathered input: it is gathered again behind the product for the input's gradient,
         and that is reduced behind the weights' gradients."""
-        return Took(to_input + to_weights, self.behind(to_input) + self.behind(to_weights))
+        return OverlapTime(to_input + to_weights, self.behind(to_input) + self.behind(to_weights))
 
-    def rows(self, to_input: float, to_weight: float) -> Took:
+    def rows(self, to_input: float, to_weight: float) -> OverlapTime:
         """Backward of a product whose result is reduced, and its gradient gathered therefore."""
-        return Took(to_input + to_weight, self.link.collective)
+        return OverlapTime(to_input + to_weight, self.link.collective)
 
     def behind(self, product: float) -> float:
         """What is left open of a collective behind a product."""
         return self.link.collective - self.link.hidden * min(self.link.collective, product)
 
 
-class CopyEngine(Off):
+class CopyEngineOverlap(CollectiveOverlap):
     """Copies beside cuBLAS's products."""
 
-    def __init__(self, link: Link):
+    def __init__(self, link: TensorGroupLink):
         super().__init__(link)
         self.moving = link.copied
 
-    def gathered(self, product: float) -> Took:
-        return Took(product, self.link.call + self.link.arriving(product) - product)
+    def gathered(self, product: float) -> OverlapTime:
+        return OverlapTime(product, self.link.call + self.link.arriving(product) - product)
 
-    def reduced(self, product: float) -> Took:
+    def reduced(self, product: float) -> OverlapTime:
         link = self.link
         end = link.beside(product + link.copied, link.leaving(product))
-        return Took(product, link.call + link.adding + end - product)
+        return OverlapTime(product, link.call + link.adding + end - product)
 
-    def columns(self, to_input: float, to_weights: float) -> Took:
+    def columns(self, to_input: float, to_weights: float) -> OverlapTime:
         """The input travels first, then parts of its gradient; weights' gradients need all of the input."""
         link, products = self.link, to_input + to_weights
         end = max(max(link.copied, to_input) + to_weights, link.leaving(to_input, link.copied))
         end = link.beside(products + 2 * link.copied, end)
-        return Took(products, 2 * link.call + link.adding + end - products)
+        return OverlapTime(products, 2 * link.call + link.adding + end - products)
 
-    def rows(self, to_input: float, to_weight: float) -> Took:
+    def rows(self, to_input: float, to_weight: float) -> OverlapTime:
         took = self.gathered(to_input)
         return took._replace(products=took.products + to_weight)
 
 
-class Triton(CopyEngine):
+class TritonOverlap(CopyEngineOverlap):
     """The same in kernels, which copy while they multiply, slower; weights' gradients are cuBLAS's products. What a
     call takes besides, sums too, is in the constants of the products."""
 
-    def __init__(self, link: Link):
+    def __init__(self, link: TensorGroupLink):
         super().__init__(replace(link, call=0.0, adding=0.0))
 
-    def gathered(self, product: float) -> Took:
+    def gathered(self, product: float) -> OverlapTime:
         return super().gathered(GATHERED[0] * product + GATHERED[1])
 
-    def reduced(self, product: float) -> Took:
+    def reduced(self, product: float) -> OverlapTime:
         return super().reduced(SENT[0] * product + SENT[1])
 
-    def columns(self, to_input: float, to_weights: float) -> Took:
+    def columns(self, to_input: float, to_weights: float) -> OverlapTime:
         sent = self.reduced(to_input)
-        return Took(sent.products + to_weights, sent.exposed + self.behind(sent.products))
+        return OverlapTime(sent.products + to_weights, sent.exposed + self.behind(sent.products))
 
 
-WAYS: dict[str, type[Off]] = {"off": Off, "copy_engine": CopyEngine, "triton": Triton}
+OVERLAP_MODELS: dict[str, type[CollectiveOverlap]] = {
+    "off": CollectiveOverlap,
+    "copy_engine": CopyEngineOverlap,
+    "triton": TritonOverlap,
+}
 """By the value of `parallel.fusion`."""
 
 
-class Passes(NamedTuple):
+class LayerPasses(NamedTuple):
     """What all products of a layer take in each pass, and in backward those that are repeated. moved: seconds of all
     communication, exposed or hidden."""
 
-    forward: Took
-    backward: Took
-    again: Took
+    forward: OverlapTime
+    backward: OverlapTime
+    again: OverlapTime
     moved: float
 
 
-def passes(
-    way: Off,
+def layer_passes(
+    way: CollectiveOverlap,
     work: LayerWork,
     products: Mapping[str, float],
     for_weights: Mapping[str, float],
     again: Mapping[str, float],
     apart: bool,
-) -> Passes:
+) -> LayerPasses:
     """products, for_weights: seconds of each projection's product forward, which that for its input's gradient takes
     too, and of that for its weight's gradient; again: which are repeated, and what share of each; apart: whether
     weights' gradients have a pass of their own, behind whose products their factors are gathered."""
@@ -160,24 +164,30 @@ def passes(
     for names in work.gathers:
         to_input, to_weights = (sum(seconds[name] for name in names) for seconds in (products, for_weights))
         forward.append(way.gathered(to_input))
-        backward += [way.reduced(to_input), hidden(way, to_weights)] if apart else [way.columns(to_input, to_weights)]
+        backward += (
+            [way.reduced(to_input), hidden_behind_gemm(way, to_weights)]
+            if apart
+            else [way.columns(to_input, to_weights)]
+        )
         if share := max(again.get(name, 0.0) for name in names):
             took = way.gathered(sum(again.get(name, 0.0) / share * products[name] for name in names))
-            repeated.append(Took(share * took.products, share * took.exposed))
+            repeated.append(OverlapTime(share * took.products, share * took.exposed))
     for name in work.reduces:
         product, to_weight, share = products[name], for_weights[name], again.get(name, 0.0)
         took = way.reduced(product)
         forward.append(took)
-        backward += [way.gathered(product), hidden(way, to_weight)] if apart else [way.rows(product, to_weight)]
-        repeated.append(Took(share * took.products, share * took.exposed))
+        backward += (
+            [way.gathered(product), hidden_behind_gemm(way, to_weight)] if apart else [way.rows(product, to_weight)]
+        )
+        repeated.append(OverlapTime(share * took.products, share * took.exposed))
     calls = len(forward) + 2 * len(work.gathers) + len(work.reduces) * (1 + apart)
     calls += sum(took.products > 0 for took in repeated)
-    return Passes(together(forward), together(backward), together(repeated), calls * way.moving)
+    return LayerPasses(sum_times(forward), sum_times(backward), sum_times(repeated), calls * way.moving)
 
 
-def hidden(way: Off, product: float) -> Took:
-    return Took(product, way.behind(product))
+def hidden_behind_gemm(way: CollectiveOverlap, product: float) -> OverlapTime:
+    return OverlapTime(product, way.behind(product))
 
 
-def together(parts: Iterable[Took]) -> Took:
-    return Took(*map(sum, zip(Took(0.0), *parts)))
+def sum_times(parts: Iterable[OverlapTime]) -> OverlapTime:
+    return OverlapTime(*map(sum, zip(OverlapTime(0.0), *parts)))

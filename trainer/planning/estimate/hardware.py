@@ -15,11 +15,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config import ConfigError
 from trainer.config.compose import CONFIGS
-from trainer.config.fields import nearest
+from trainer.config.fields import suggest_nearest
 from trainer.config.hardware import HardwareConfig, build_hardware
-from trainer.util.reading import brief, read_yaml
+from trainer.util.reading import read_yaml, shorten_foreign
 
-SHOWN = 20
+MAX_PROBLEMS = 20
 """The most problems of a file that a message names."""
 
 
@@ -35,22 +35,22 @@ def load_hardware(
     path = next((place for place in places if place.is_file()), None)
     if path is None:
         known = sorted(hardware_names(config_dir))
-        raise ConfigError(f"hardware={name}: there is no such file; {nearest(name, known)}")
+        raise ConfigError(f"hardware={name}: there is no such file; {suggest_nearest(name, known)}")
     try:
         values = read_yaml(path)
         if not isinstance(values, dict):
-            raise ConfigError(f"hardware={name}: {path} holds {brief(values)} instead of settings; mend it")
+            raise ConfigError(f"hardware={name}: {path} holds {shorten_foreign(values)} instead of settings; mend it")
         if values and not values.keys() & {field.name for field in fields(HardwareConfig)}:
             raise ConfigError(f"hardware={name}: {path} holds no settings of hardware; name a file of it")
         merged = OmegaConf.to_container(OmegaConf.merge(values, OmegaConf.from_dotlist(list(changes))))
     except (OSError, OmegaConfBaseException) as error:
-        raise ConfigError(f"hardware={name}: cannot read {path} ({brief(error)}); mend it") from None
+        raise ConfigError(f"hardware={name}: cannot read {path} ({shorten_foreign(error)}); mend it") from None
     assert isinstance(merged, dict)
     try:
         return build_hardware({str(key): value for key, value in merged.items()})
     except ConfigError as error:
         named = f"hardware={name}: " if path == places[-1] else ""
-        raise ConfigError([named + problem for problem in error.problems[:SHOWN]]) from None
+        raise ConfigError([named + problem for problem in error.problems[:MAX_PROBLEMS]]) from None
 
 
 def hardware_folders(config_dir: str | os.PathLike | None = None) -> list[Path]:
@@ -74,7 +74,7 @@ def shipped_for(device: str) -> str:
 def hardware_text(hardware: HardwareConfig, comments: Sequence[str]) -> str:
     """The file of a machine: paragraphs of comments, then every value that is not a default, with four digits."""
     lines = [line for comment in comments for line in textwrap.wrap(comment, 118, subsequent_indent="  ")]
-    values = {name: value for name, value in rounded(asdict(hardware)).items() if value != {}}
+    values = {name: value for name, value in round_value(asdict(hardware)).items() if value != {}}
     settings = [
         f"{name}: {yaml.safe_dump(value, default_flow_style=True, sort_keys=False)}"
         if isinstance(value, dict)
@@ -84,7 +84,7 @@ def hardware_text(hardware: HardwareConfig, comments: Sequence[str]) -> str:
     return "".join([*(f"# {line}\n" for line in lines), *settings])
 
 
-def rounded(value: Any) -> Any:
+def round_value(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: rounded(part) for name, part in value.items()}
+        return {name: round_value(part) for name, part in value.items()}
     return float(f"{value:.4g}") if isinstance(value, float) else value

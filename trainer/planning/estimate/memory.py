@@ -5,7 +5,7 @@ States that stay (parameters, optimizer) are those of `planning/cost/memory.py`,
 activations shrink, buffers of reductions and transfers, and what a layer's backward pass needs at once.
 
 FSDP reduces on a stream of its own, and the caching allocator keeps a pool for each stream: memory that activations
-have left is not given to reduced gradients. So more is reserved than is ever allocated at once (`Peak.pools`).
+have left is not given to reduced gradients. So more is reserved than is ever allocated at once (`MemoryPeak.pools`).
 Gradients of whole shards, which no ranks share, are added up where they are computed, and have no pool.
 """
 
@@ -18,23 +18,23 @@ from math import prod
 
 from trainer.config import Config
 from trainer.planning.cost.feedback import feedback_bytes
-from trainer.planning.cost.layers import LayerWork, Remaining, fed, left_by_recompute, model_work
+from trainer.planning.cost.layers import LayerWork, RecomputeEffect, is_feed_forward, left_by_recompute, model_work
 from trainer.planning.cost.memory import (
-    BOX,
     ELEMENT_BYTES,
     MASTER_BYTES,
-    HeldParameters,
+    MAX_IN_FLIGHT,
+    LocalParameters,
     StateBytes,
-    held_parameters,
+    local_parameters,
     rank_states,
     sums_on_device,
-    tensor_boxes,
+    symmetric_buffer_bytes,
 )
-from trainer.planning.cost.parameters import head, head_rows
-from trainer.planning.cost.updates import Updates
-from trainer.planning.estimate.attending import gathered_keys, groups_of_heads, masks
+from trainer.planning.cost.parameters import head_matrix, head_rows
+from trainer.planning.cost.updates import UpdateSettings
+from trainer.planning.estimate.attending import gathered_keys, groups_of_heads, mask_bytes_by_layer
 from trainer.planning.float8 import gathered_in_float8
-from trainer.planning.gradient_comm import reduces_once
+from trainer.planning.gradient_comm import reduces_at_step_end
 from trainer.planning.pipeline import estimated_costs
 from trainer.planning.plan import Plan
 from trainer.planning.resolve import Layout
@@ -56,7 +56,7 @@ CATEGORIES = (
 
 
 MOMENTARY = ("backward of a layer", "gradients", "communication buffers", "gathered parameters")
-"""Categories of what is held for a moment within an action, in the order of `Replay.look`."""
+"""Categories of what is held for a moment within an action, in the order of `MemoryReplay.look`."""
 
 FRAGMENTS = 0.03
 """What the allocator cannot use between blocks, as a share of the most that is allocated: fitted to reserved memory of
@@ -67,7 +67,7 @@ take."""
 
 
 @dataclass(frozen=True)
-class Peak:
+class MemoryPeak:
     """The fullest moment of a rank. All sizes in bytes.
 
     rank: in the pipeline. where: the action, its place among the rank's actions, and the unit in it. categories: what
@@ -95,7 +95,7 @@ class Peak:
         return [(label, size) for label, size in rows if size >= 1]
 
 
-def peaks(config: Config, layout: Layout, lowered: bool = True, node: int | None = None) -> list[Peak]:
+def find_peaks(config: Config, layout: Layout, lowered: bool = True, node: int | None = None) -> list[MemoryPeak]:
     """The fullest moment of each pipeline rank.
 
     lowered: whether transfers are replayed too, and not computation alone, which is quicker.
@@ -104,11 +104,11 @@ def peaks(config: Config, layout: Layout, lowered: bool = True, node: int | None
     model = ModelBytes(config, layout, node or layout.plan.world)
     schedule = layout.pipeline.schedule
     programs = programs_of(schedule) if lowered else [tuple(split_overlaps(order)) for order in schedule.orders]
-    return [Replay(model, rank, programs[rank]).peak() for rank in range(schedule.ranks)]
+    return [MemoryReplay(model, rank, programs[rank]).peak() for rank in range(schedule.ranks)]
 
 
-def replays(plan: Plan) -> bool:
-    """Whether `peaks` counts what the plan's engine holds: DeepSpeed reduces in buffers of its own."""
+def can_replay(plan: Plan) -> bool:
+    """Whether `find_peaks` counts what the plan's engine holds: DeepSpeed reduces in buffers of its own."""
     return plan.engine == "torch"
 
 
@@ -125,7 +125,7 @@ class ModelBytes:
         self.layout, self.plan = layout, layout.plan
         spec, plan, batch = layout.spec, layout.plan, layout.batch
         self.feedback = feedback_bytes(config, spec, plan, layout.pipeline, node)
-        once = reduces_once(config.parallel.grad_comm, plan, node)
+        once = reduces_at_step_end(config.parallel.grad_comm, plan, node)
         self.element = ELEMENT_BYTES[config.precision.compute]
         self.tokens = batch.sequence_length * batch.micro_size // plan.cp
         self.stream = self.element * self.tokens * spec.width / plan.tp
@@ -142,7 +142,7 @@ class ModelBytes:
                 (size * (1 - 1 / plan.cp) - self.tokens * work.fused) * (rest.saved == work.saved)
                 for size, rest, work in zip(keys, left, works)
             ]
-        masked = masks(layout, config.data.mask_documents)
+        masked = mask_bytes_by_layer(layout, config.data.mask_documents)
         self.activation = tuple(map(sum, zip(self.activation, [0.0, *more, 0.0], [0.0, *masked, 0.0])))
         self.tile = min(config.activation.tile or 0, self.tokens / plan.tp)
         self.working = tuple(
@@ -152,7 +152,7 @@ class ModelBytes:
         self.host = tuple(self.tokens * rest.host for rest in left)
         # The newest input that went to the host, and the one that is coming back.
         self.passing = 2 * self.stream * any(self.host)
-        own, columns = head(spec).multiplied(plan.tp)
+        own, columns = head_matrix(spec).multiplied(plan.tp)
         rows = head_rows(own)
         aligned = self.element * rows * columns * (rows > own)  # the copy of the head that products take
         at_once = min((config.loss.tile or self.tokens) * plan.tp, self.tokens)
@@ -164,20 +164,20 @@ class ModelBytes:
             self.loss += self.element * at_once * rows + self.stream + aligned
             self.logits = MASTER_BYTES * rows * columns
         self.head_gradient = self.element * rows * columns
-        self.held: HeldParameters = held_parameters(spec, plan.tp)
+        self.held: LocalParameters = local_parameters(spec, plan.tp)
         sums = batch.accumulation > 1 and sums_on_device(plan, config.precision.reduce == "fp32")
         placement = layout.pipeline.schedule.placement
         self.states: list[StateBytes] = rank_states(
-            spec, plan, self.element, layout.pipeline.split, placement, once, sums, Updates.of(config)
+            spec, plan, self.element, layout.pipeline.split, placement, once, sums, UpdateSettings.of(config)
         )
         self.shard = plan.shard if plan.stage else 1
         self.every = plan.stage >= 2 and not once  # whether each micro-batch's gradients are reduced
         self.copied = config.parallel.zero.transport == "copy_engine"
-        self.boxes = tensor_boxes(config.parallel.fusion, self.stream * plan.tp)
+        self.boxes = symmetric_buffer_bytes(config.parallel.fusion, self.stream * plan.tp)
         # Bytes of a layer in fp8 on their way.
         self.narrow = max(gathered_in_float8(config, spec, plan), default=0.0)
 
-    def of_layer(self, work: LayerWork, left: Remaining, keys: float, groups: int) -> float:
+    def of_layer(self, work: LayerWork, left: RecomputeEffect, keys: float, groups: int) -> float:
         """What the backward pass of a layer holds beside: what it computes again, gradients of the hidden states and of
         the widest products, and the whole tokens where ranks share them. With tiles: the more of that of both halves.
         In any case no less than while attention's kernel runs. keys: bytes of gathered keys and their gradients;
@@ -187,16 +187,16 @@ class ModelBytes:
         attending += self.of_attention(work, groups)
         first, saved = work.outputs, work.saved
         if self.tile:
-            first = {name: size for name, size in work.outputs.items() if not fed(name)}
+            first = {name: size for name, size in work.outputs.items() if not is_feed_forward(name)}
             saved -= work.feed
         computed = saved - left.saved - left.host + (2 + whole) * work.input + 2 * max(first.values())
         working = self.tokens * max(computed, attending) + keys
         if not self.tile:
             return working
-        second = {name: size for name, size in work.outputs.items() if fed(name)}
+        second = {name: size for name, size in work.outputs.items() if is_feed_forward(name)}
         tokens = self.tile * self.plan.tp
         tile = tokens * (work.feed + (2 + whole) * work.input + 2 * max(second.values()))
-        weights = sum(prod(shape) for name, shape in work.shapes.items() if fed(name))
+        weights = sum(prod(shape) for name, shape in work.shapes.items() if is_feed_forward(name))
         return max(working, 2 * self.stream + tile + MASTER_BYTES * weights)
 
     def of_attention(self, work: LayerWork, groups: int) -> float:
@@ -210,7 +210,7 @@ class ModelBytes:
         return 2 * queries + keys + values + added_up / groups
 
 
-class Replay:
+class MemoryReplay:
     """One rank's program, with the bytes held of each category."""
 
     def __init__(self, model: ModelBytes, rank: int, program: Sequence[Action]):
@@ -230,7 +230,7 @@ class Replay:
         if model.copied:
             largest = max(map(max, self.units.values()))
             own = -(-largest // model.shard)
-            rows = min(BOX, own) + min(BOX, own * (model.shard - 1))
+            rows = min(MAX_IN_FLIGHT, own) + min(MAX_IN_FLIGHT, own * (model.shard - 1))
             self.hold("communication buffers", 2.0 * model.element * rows)
         self.host = self.most_host = 0.0
         self.gathered = {stage: self.gathered_bytes(stage) for stage in self.stages}
@@ -245,11 +245,11 @@ class Replay:
         self.backwards = dict.fromkeys(self.stages, layout.batch.accumulation)  # to come
         self.accumulated: set[int] = set()  # stages that have gradients
         self.sent = dict.fromkeys(self.stages, 0.0)  # of a stage's last reduction
-        self.most, self.best = -1.0, Peak(rank, "", {}, 0.0)
+        self.most, self.best = -1.0, MemoryPeak(rank, "", {}, 0.0)
         self.reduced, self.apart, self.rest = 0.0, 0.0, 0.0  # in the pool of reductions; most in it, and in the other
         self.churn = 0.0  # most that activations take
 
-    def peak(self) -> Peak:
+    def peak(self) -> MemoryPeak:
         for place, action in enumerate(self.program):
             self.place, self.action = place, action
             self.look("start", gathered=self.ahead * (action.kind in COMPUTE))
@@ -293,7 +293,7 @@ class Replay:
         if total > self.most:
             self.most = total
             where = f"{self.action}, action {self.place + 1} of {len(self.program)}, {unit}"
-            self.best = Peak(self.rank, where, self.moment(momentary), 0.0)
+            self.best = MemoryPeak(self.rank, where, self.moment(momentary), 0.0)
 
     def moment(self, momentary: Sequence[float]) -> dict[str, float]:
         """Bytes by category with those of `MOMENTARY`."""

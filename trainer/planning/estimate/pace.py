@@ -14,16 +14,16 @@ from trainer.config import ConfigError, PrecisionConfig
 from trainer.config.hardware import HardwareConfig, LinkConfig
 from trainer.planning.context import KERNELS
 from trainer.planning.cost.devices import peak_flops, product_type
-from trainer.planning.cost.layers import ring
+from trainer.planning.cost.layers import ring_seconds
 from trainer.planning.float8_settings import float8_settings
 from trainer.planning.plan import Plan
 
 
 @dataclass(frozen=True)
-class Pace:
-    """Rates of one device. peak, products: FLOP/s; attention: the same by kernel (`context.kernel`); float8: of those
-    products in fp8, None if there are none; memory, optimizer, copy: bytes/s; kernel, launch: seconds of one, on the
-    device and on the host; hidden: share of hidden communication that is free."""
+class DeviceRates:
+    """Rates of one device. peak, products: FLOP/s; attention: the same by kernel (`context.attention_kernel`); float8:
+    of those products in fp8, None if there are none; memory, optimizer, copy: bytes/s; kernel, launch: seconds of one,
+    on the device and on the host; hidden: share of hidden communication that is free."""
 
     peak: float
     products: float
@@ -37,7 +37,7 @@ class Pace:
     hidden: float
 
     @classmethod
-    def of(cls, hardware: HardwareConfig, precision: PrecisionConfig) -> Pace:
+    def of(cls, hardware: HardwareConfig, precision: PrecisionConfig) -> DeviceRates:
         """Raises `ConfigError` where the peak in the type of the products is not known."""
         kind, reached = product_type(precision), hardware.achieved
         peak, float8 = peak_of(hardware, kind, "precision.compute"), None
@@ -76,7 +76,7 @@ def peak_of(hardware: HardwareConfig, kind: str, setting: str) -> float:
 
 
 @dataclass(frozen=True)
-class Ring:
+class RingTimes:
     """A group of ranks that gather and reduce. bandwidth: bytes/s into a device; latency: seconds of a step."""
 
     ranks: int
@@ -84,29 +84,29 @@ class Ring:
     latency: float
 
     @classmethod
-    def of(cls, hardware: HardwareConfig, plan: Plan, dimension: str) -> Ring:
+    def of(cls, hardware: HardwareConfig, plan: Plan, dimension: str) -> RingTimes:
         """The groups of a dimension of the mesh. Those that span nodes use all adapters of their ranks on a node."""
         return cls.among(hardware, plan.groups(dimension)[0])
 
     @classmethod
-    def among(cls, hardware: HardwareConfig, ranks: list[int]) -> Ring:
+    def among(cls, hardware: HardwareConfig, ranks: list[int]) -> RingTimes:
         """The group of these global ranks."""
         size, node = len(ranks), hardware.devices
         local = sum(rank // node == ranks[0] // node for rank in ranks)
         if local == size:
-            return cls(size, speed(hardware.node), hardware.node.latency * 1e-6)
-        between = min(speed(hardware.node), local * speed(hardware.network))
+            return cls(size, link_bandwidth(hardware.node), hardware.node.latency * 1e-6)
+        between = min(link_bandwidth(hardware.node), local * link_bandwidth(hardware.network))
         return cls(size, between, hardware.network.latency * 1e-6)
 
     def seconds(self, size: float) -> float:
         """Of an all-gather or reduce-scatter whose whole tensor has `size` bytes; an all-reduce takes twice as long."""
-        return ring(size, self.ranks, self.bandwidth, self.latency)
+        return ring_seconds(size, self.ranks, self.bandwidth, self.latency)
 
     def transfer(self, size: float) -> float:
         """Of `size` bytes from one rank to the next."""
         return self.latency + size / self.bandwidth
 
 
-def speed(link: LinkConfig) -> float:
+def link_bandwidth(link: LinkConfig) -> float:
     """Bytes per second that large transfers reach."""
     return link.bandwidth * 1e9 * link.achieved

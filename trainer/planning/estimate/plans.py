@@ -15,26 +15,26 @@ from math import inf
 from operator import attrgetter
 
 from trainer.config import Config, ConfigError, ContextConfig, ParallelConfig
-from trainer.config.fields import divisors
+from trainer.config.fields import list_divisors
 from trainer.config.hardware import HardwareConfig
 from trainer.planning.batch import BatchPlan
-from trainer.planning.context import Context
+from trainer.planning.context import ContextPlan
 from trainer.planning.context_choice import resolve_context
 from trainer.planning.cost.flops import parameter_counts
 from trainer.planning.cost.memory import ELEMENT_BYTES, state_bytes
-from trainer.planning.cost.updates import Updates
+from trainer.planning.cost.updates import UpdateSettings
 from trainer.planning.deepspeed import check_settings
-from trainer.planning.estimate.pace import Pace
-from trainer.planning.estimate.recompute import uniform
+from trainer.planning.estimate.pace import DeviceRates
+from trainer.planning.estimate.recompute import with_uniform_save
 from trainer.planning.estimate.seconds import update_bytes
-from trainer.planning.estimate.sequence import TILE, Room, choices, settle
-from trainer.planning.estimate.step import GIB, Estimate, estimate_within
-from trainer.planning.estimate.timing import Timing, time_units
+from trainer.planning.estimate.sequence import TILE, MemoryLimit, decide_memory, memory_choices
+from trainer.planning.estimate.step import GIB, StepEstimate, estimate_within
+from trainer.planning.estimate.timing import ModelTiming, time_units
 from trainer.planning.float8 import check_float8
 from trainer.planning.float8_settings import float8_settings
-from trainer.planning.gradient_comm import asked
-from trainer.planning.pipeline import Pipeline, check_pipeline, estimated_costs, resolve_split
-from trainer.planning.plan import Plan, check_plan, lay
+from trainer.planning.gradient_comm import enabled_codecs
+from trainer.planning.pipeline import PipelinePlan, check_pipeline, estimated_costs, resolve_split
+from trainer.planning.plan import Plan, build_plan, check_plan
 from trainer.planning.resolve import Layout
 from trainer.planning.schedules.ir import Schedule
 
@@ -78,7 +78,7 @@ MOST_MICRO_BATCHES = 256
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PlanCandidate:
     """A legal plan. bound: seconds that its step takes at least; least: bytes that its fullest rank holds at least;
     config: of a run under it."""
 
@@ -90,12 +90,12 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Ranking:
+class PlanRanking:
     """best: estimates of plans that fit or may fit, fastest first; where it is asked for, and none of the `fastest`
     fits for sure, the fastest that does comes last. legal, fitting: numbers of plans that are legal, and of those whose
     states and least activations fit."""
 
-    best: tuple[Estimate, ...]
+    best: tuple[StepEstimate, ...]
     fastest: int
     legal: int
     fitting: int
@@ -109,7 +109,7 @@ def rank_plans(
     most: int = 10,
     kept: Collection[str] = (),
     sure: bool = False,
-) -> Ranking:
+) -> PlanRanking:
     """The fastest `most` plans on `world` devices for a step of `global_size` sequences.
 
     config: what all plans share; its own plan, recompute and micro-batches are replaced, but for the settings `kept`,
@@ -133,7 +133,7 @@ def rank_plans(
         limit = (1 - hardware.memory_band) * hardware.memory * GIB
         small = [candidate for candidate in candidates if candidate.least <= limit]
         more = [*best, *search.fastest(small, 1, ("yes",))]
-    return Ranking(tuple(more), len(best), search.legal, len(candidates))
+    return PlanRanking(tuple(more), len(best), search.legal, len(candidates))
 
 
 class _Search:
@@ -142,16 +142,16 @@ class _Search:
     ):
         self.base, self.spec, self.hardware, self.kept = config, config.model, hardware, kept
         self.world, self.global_size, self.node = world, global_size, min(world, hardware.devices)
-        self.pace = Pace.of(hardware, config.precision)
-        self.element, self.updates = ELEMENT_BYTES[config.precision.compute], Updates.of(config)
+        self.pace = DeviceRates.of(hardware, config.precision)
+        self.element, self.updates = ELEMENT_BYTES[config.precision.compute], UpdateSettings.of(config)
         self.legal, self.reasons = 0, list[str]()
         self.splits: dict[tuple, tuple[range, ...]] = {}
         self.orders: dict[tuple, tuple[tuple[int, ...], Schedule | None]] = {}
 
-    def fastest(self, candidates: Sequence[Candidate], most: int, fits: Collection[str]) -> list[Estimate]:
+    def fastest(self, candidates: Sequence[PlanCandidate], most: int, fits: Collection[str]) -> list[StepEstimate]:
         """Of candidates in the order of their bounds the `most` that take least time and whose memory is as `fits`
         says, fastest first."""
-        best: list[Estimate] = []
+        best: list[StepEstimate] = []
         for candidate in candidates:
             limit = best[-1].seconds if len(best) == most else inf
             if candidate.bound >= limit:
@@ -161,11 +161,11 @@ class _Search:
                 best = sorted([*best, found], key=attrgetter("seconds"))[:most]
         return best
 
-    def candidates(self) -> Iterator[Candidate]:
+    def candidates(self) -> Iterator[PlanCandidate]:
         """All legal plans whose states and activations of one micro-batch may fit."""
         for parallel in self.parallels():
-            plan = lay(parallel, self.world)
-            for micro in divisors(self.global_size // plan.dp):
+            plan = build_plan(parallel, self.world)
+            for micro in list_divisors(self.global_size // plan.dp):
                 accumulation = self.global_size // plan.dp // micro
                 if accumulation > MOST_MICRO_BATCHES or accumulation < plan.pp:
                     continue
@@ -175,23 +175,23 @@ class _Search:
                     if not self.keeps(config, DEGREES):
                         continue
                     tokens = config.batch.sequence_length * micro / plan.token_ranks
-                    for chosen in choices(config, tokens) if tokens > TILE and not auto else (config,):
+                    for chosen in memory_choices(config, tokens) if tokens > TILE and not auto else (config,):
                         if {*check_settings(chosen)} <= {*check_settings(config)}:
                             yield from self.with_schedules(chosen, plan, micro, accumulation)
 
     def parallels(self) -> Iterator[ParallelConfig]:
         """Degrees, ZeRO stages and shard sizes."""
         length = self.base.batch.sequence_length
-        for tp in divisors(self.world):
-            for pp, cp in itertools.product(divisors(self.world // tp), self.shares()):
+        for tp in list_divisors(self.world):
+            for pp, cp in itertools.product(list_divisors(self.world // tp), self.shares()):
                 dp, rest = divmod(self.world // tp // pp, cp)  # dp x cp ranks hold the same part of the model
                 if rest or self.global_size % dp or length % (cp * tp):
                     continue
                 context = self.base.parallel.context if cp > 1 else ContextConfig()
                 whole = replace(self.base.parallel, dp=-1, tp=tp, pp=pp, cp=cp, context=context, shard=-1)
-                whole = by(whole, "off", "collectives")
+                whole = with_backends(whole, "off", "collectives")
                 problems = check_plan(whole, self.world, self.spec, self.node) or self.unshared(whole)
-                problems = problems or list(check_float8(self.base, self.spec, lay(whole, self.world)))
+                problems = problems or list(check_float8(self.base, self.spec, build_plan(whole, self.world)))
                 self.reasons += problems
                 for stage in () if problems else (0, 1, 2, 3) if dp * cp > 1 else (0,):
                     inside = self.node // tp  # ranks of a group that stays within a node
@@ -205,15 +205,19 @@ class _Search:
         fusions, transports = [base.parallel.fusion, *copies], [base.parallel.zero.transport, *copies]
         if parallel.tp == 1 or float8_settings(base.precision):  # in fp8 none has run on GPUs
             fusions = []
-        if base.precision.float8.gather or asked(parallel.grad_comm) or lay(parallel, self.world).shard == 1:
+        if (
+            base.precision.float8.gather
+            or enabled_codecs(parallel.grad_comm)
+            or build_plan(parallel, self.world).shard == 1
+        ):
             transports = []
         pairs = itertools.product(dict.fromkeys(["off", *fusions]), dict.fromkeys(["collectives", *transports]))
         for fusion, transport in pairs:
-            way = by(parallel, fusion, transport)
+            way = with_backends(parallel, fusion, transport)
             if (fusion, transport) == ("off", "collectives") or not check_plan(way, self.world, self.spec, self.node):
                 yield way
 
-    def with_schedules(self, config: Config, plan: Plan, micro: int, accumulation: int) -> Iterator[Candidate]:
+    def with_schedules(self, config: Config, plan: Plan, micro: int, accumulation: int) -> Iterator[PlanCandidate]:
         schedules = [
             self.scheduled(config, name, chunks) for name, chunks in SCHEDULES if plan.pp * chunks <= self.spec.depth
         ]
@@ -227,12 +231,12 @@ class _Search:
         bound += update_bytes(config) * sharded / self.pace.optimizer
         least = timing
         if config.activation.mode == "auto":  # timed as if nothing were recomputed, it may recompute all
-            least = self.timing(uniform(config, ()), plan, batch)
+            least = self.timing(with_uniform_save(config, ()), plan, batch)
         for chosen in schedules:
             schedule = chosen.parallel.pipeline.schedule
             held = self.rough_memory(plan, batch, least, schedule)
             if held <= self.hardware.memory * GIB:
-                yield Candidate(bound, held, chosen, plan, batch)
+                yield PlanCandidate(bound, held, chosen, plan, batch)
 
     def keeps(self, config: Config, names: Collection[str]) -> bool:
         """Whether what is to be kept of these settings is as it was given."""
@@ -267,36 +271,38 @@ class _Search:
     def shares(self) -> list[int]:
         """Ranks that share a sequence: as many as the settings say, and where it is long, other numbers too."""
         given, length = self.base.parallel.cp, self.base.batch.sequence_length
-        return sorted({given, *(n for n in divisors(self.world) if length // n >= SHARED)})
+        return sorted({given, *(n for n in list_divisors(self.world) if length // n >= SHARED)})
 
     def unshared(self, parallel: ParallelConfig) -> list[str]:
         """Why ranks cannot share sequences as asked."""
         config = copy.copy(self.base)
         config.parallel = parallel
         try:
-            self.context(config, lay(parallel, self.world))
+            self.context(config, build_plan(parallel, self.world))
         except ConfigError as error:
             return error.problems
         return []
 
-    def context(self, config: Config, plan: Plan) -> Context | None:
+    def context(self, config: Config, plan: Plan) -> ContextPlan | None:
         return resolve_context(config, self.spec, plan, self.node)
 
-    def timing(self, config: Config, plan: Plan, batch: BatchPlan) -> Timing:
+    def timing(self, config: Config, plan: Plan, batch: BatchPlan) -> ModelTiming:
         """The timing of units depends on no schedule and on no split."""
-        unused = Pipeline(Schedule("", ((),), (0,), batch.accumulation), (range(self.spec.depth),))
+        unused = PipelinePlan(Schedule("", ((),), (0,), batch.accumulation), (range(self.spec.depth),))
         return time_units(config, Layout(self.spec, plan, batch, unused, self.context(config, plan)), self.hardware)
 
-    def estimate(self, seconds: float, candidate: Candidate) -> Estimate | None:
+    def estimate(self, seconds: float, candidate: PlanCandidate) -> StepEstimate | None:
         """The estimate of a candidate that takes no longer than `seconds`, or None."""
         config, layout = candidate.config, self.layout(candidate)
         found = estimate_within(seconds, config, layout, self.hardware, lowered=False)
         if found is None or config.activation.mode != "auto":
             return found
-        room = Room(self.hardware.memory * GIB, inf)
-        return estimate_within(seconds, *settle(config, layout, room, self.node, self.hardware), self.hardware, False)
+        room = MemoryLimit(self.hardware.memory * GIB, inf)
+        return estimate_within(
+            seconds, *decide_memory(config, layout, room, self.node, self.hardware), self.hardware, False
+        )
 
-    def layout(self, candidate: Candidate) -> Layout:
+    def layout(self, candidate: PlanCandidate) -> Layout:
         """The layout that `resolve` gives; splits and schedules that other candidates have too are made once."""
         config, plan, batch = candidate.config, candidate.plan, candidate.batch
         pipeline = config.parallel.pipeline
@@ -309,9 +315,9 @@ class _Search:
         if cut not in self.splits:
             self.splits[cut] = resolve_split("balanced", estimated_costs(config, self.spec, plan, batch), placement)
         assert schedule is not None  # greedy is not among SCHEDULES
-        return Layout(self.spec, plan, batch, Pipeline(schedule, self.splits[cut]), self.context(config, plan))
+        return Layout(self.spec, plan, batch, PipelinePlan(schedule, self.splits[cut]), self.context(config, plan))
 
-    def rough_memory(self, plan: Plan, batch: BatchPlan, timing: Timing, schedule: str) -> float:
+    def rough_memory(self, plan: Plan, batch: BatchPlan, timing: ModelTiming, schedule: str) -> float:
         """Less than what the fullest rank holds: the mean of states, and four fifths of the activations in flight."""
         states = state_bytes(self.spec, plan, self.element, updates=self.updates)
         held = 0 if states.offloaded else states.parameters + states.optimizer + states.average
@@ -320,6 +326,6 @@ class _Search:
         return held / plan.pp + 0.8 * IN_FLIGHT.get(schedule, 1.0) * sum(timing.costs.activation[:-1])
 
 
-def by(parallel: ParallelConfig, fusion: str, transport: str) -> ParallelConfig:
+def with_backends(parallel: ParallelConfig, fusion: str, transport: str) -> ParallelConfig:
     """The plan whose ranks communicate so."""
     return replace(parallel, fusion=fusion, zero=replace(parallel.zero, transport=transport))

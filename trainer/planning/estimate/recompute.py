@@ -26,15 +26,15 @@ from trainer.config.hardware import HardwareConfig
 from trainer.planning.cost.layers import LayerWork, model_work
 from trainer.planning.cost.memory import ELEMENT_BYTES
 from trainer.planning.cost.saved import ALL, entries_of
-from trainer.planning.estimate.memory import FRAGMENTS, peaks
-from trainer.planning.estimate.pace import Pace
+from trainer.planning.estimate.memory import FRAGMENTS, find_peaks
+from trainer.planning.estimate.pace import DeviceRates
 from trainer.planning.estimate.seconds import step_seconds
 from trainer.planning.estimate.timing import time_units
 from trainer.planning.pipeline import resolve_pipeline
 from trainer.planning.resolve import Layout
 from trainer.planning.schedules.ir import split_overlaps
 
-Kept = tuple[str, ...]
+SavedOperations = tuple[str, ...]
 """Operations whose results a layer keeps; `(ALL,)`: of which nothing is recomputed."""
 
 EQUAL = 4e-3
@@ -54,24 +54,24 @@ ROUNDS = 3
 """How often layers are dealt to stages anew after a choice."""
 
 
-class Share(NamedTuple):
+class LayerShare(NamedTuple):
     """What equal layers of a stage keep: the last `late` of them `more`, the others `less`."""
 
     layers: tuple[int, ...]
-    less: Kept
-    more: Kept
+    less: SavedOperations
+    more: SavedOperations
     late: int
 
 
-class Point(NamedTuple):
+class CostPoint(NamedTuple):
     """A choice for some layers: bytes that they hold at the fullest moment, and seconds of a step."""
 
     size: float
     seconds: float
-    shares: tuple[Share, ...]
+    shares: tuple[LayerShare, ...]
 
 
-class Decided(NamedTuple):
+class RecomputeChoice(NamedTuple):
     """seconds: of a step. peak, host: bytes of the fullest rank, on the device and in host memory."""
 
     config: Config
@@ -81,37 +81,41 @@ class Decided(NamedTuple):
     host: float
 
 
-def decide(config: Config, layout: Layout, hardware: HardwareConfig, limit: float, node: int) -> Decided:
+def decide_recompute(
+    config: Config, layout: Layout, hardware: HardwareConfig, limit: float, node: int
+) -> RecomputeChoice:
     """The fastest choice whose predicted peak is at most `limit` bytes, or else the one that recomputes all.
 
     node: processes of a machine."""
-    everything = decided(uniform(config, (ALL,)), layout, hardware, node)
+    everything = measure_choice(with_uniform_save(config, (ALL,)), layout, hardware, node)
     if everything.peak <= limit:
         return everything
-    nothing = decided(uniform(config, ()), layout, hardware, node)
+    nothing = measure_choice(with_uniform_save(config, ()), layout, hardware, node)
     if nothing.peak > limit:
         return nothing
     found = [nothing]
     for _ in range(ROUNDS if layout.plan.pp > 1 else 1):
-        chosen = choose(config, layout, hardware, limit, node)
-        found.append(decided(chosen, layout, hardware, node))
+        chosen = choose_recompute(config, layout, hardware, limit, node)
+        found.append(measure_choice(chosen, layout, hardware, node))
         if found[-1].layout.pipeline == layout.pipeline:
             break
         layout = found[-1].layout  # the choice has moved layers to other stages
     return min((one for one in found if one.peak <= limit), key=lambda one: one.seconds)
 
 
-def decided(config: Config, layout: Layout, hardware: HardwareConfig, node: int) -> Decided:
+def measure_choice(config: Config, layout: Layout, hardware: HardwareConfig, node: int) -> RecomputeChoice:
     """A choice with its own layout, since pipelines deal out layers by what they cost."""
     if layout.plan.pp > 1:
         layout = replace(layout, pipeline=resolve_pipeline(config, layout.spec, layout.plan, layout.batch))
-    timing, pace = time_units(config, layout, hardware), Pace.of(hardware, config.precision)
+    timing, pace = time_units(config, layout, hardware), DeviceRates.of(hardware, config.precision)
     _, seconds = step_seconds(config, layout, timing, pace)
-    ranks = peaks(config, layout, lowered=False, node=node)
-    return Decided(config, layout, seconds, *(max(map(attrgetter(name), ranks)) for name in ("reserved", "host")))
+    ranks = find_peaks(config, layout, lowered=False, node=node)
+    return RecomputeChoice(
+        config, layout, seconds, *(max(map(attrgetter(name), ranks)) for name in ("reserved", "host"))
+    )
 
 
-def choose(config: Config, layout: Layout, hardware: HardwareConfig, limit: float, node: int) -> Config:
+def choose_recompute(config: Config, layout: Layout, hardware: HardwareConfig, limit: float, node: int) -> Config:
     """The settings of the choice that is fastest for the stages of a layout, or of the one that keeps nothing."""
     table = _Table(config, layout, hardware)
     flights, pipeline = in_flight(layout), layout.pipeline
@@ -120,14 +124,14 @@ def choose(config: Config, layout: Layout, hardware: HardwareConfig, limit: floa
         for rank in range(layout.plan.pp)
     ]
 
-    def fit(points: Sequence[Point]) -> list[bool]:
-        replayed = peaks(table.settings(points), layout, lowered=False, node=node)
+    def fit(points: Sequence[CostPoint]) -> list[bool]:
+        replayed = find_peaks(table.settings(points), layout, lowered=False, node=node)
         return [peak.reserved <= limit for peak in replayed]
 
     match choices:
         case [[[points]]] if len(points) <= FEW:
-            return table.settings([fastest(points, lambda point: all(fit([point])))])
-    fronts = [front(stages) for stages in choices]
+            return table.settings([fastest_fitting(points, lambda point: all(fit([point])))])
+    fronts = [pareto_front(stages) for stages in choices]
 
     def fitting(places: Sequence[int]) -> list[bool]:
         return fit([points[place] for points, place in zip(fronts, places)])
@@ -146,7 +150,7 @@ def choose(config: Config, layout: Layout, hardware: HardwareConfig, limit: floa
     for ahead in range(1, min(AHEAD, behind) + 1):
         further = [min(place + ahead, len(points) - 1) for place, points in zip(high, fronts)]
         low = [there if fits else place for place, there, fits in zip(low, further, fitting(further))]
-    simpler = [simplest(points[: place + 1]) for points, place in zip(fronts, low)]
+    simpler = [simplest_equals(points[: place + 1]) for points, place in zip(fronts, low)]
     chosen: dict[int, int] = {}
     while len(chosen) < len(fronts):  # the last of each is `low`'s at the latest, which fits
         places = [chosen.get(rank, left[0]) for rank, left in enumerate(simpler)]
@@ -166,7 +170,7 @@ class _Table:
         element = ELEMENT_BYTES[config.precision.compute]
         length, fusion = layout.batch.sequence_length, config.parallel.fusion
         self.works = model_work(layout.spec, length, layout.plan.tp, element, fusion)
-        self.known: dict[Kept, tuple[list[float], tuple[float, ...]]] = {}
+        self.known: dict[SavedOperations, tuple[list[float], tuple[float, ...]]] = {}
         self.kinds: dict[int, list[int]] = defaultdict(list)  # layers that are equal
         for layer, work in enumerate(self.works):
             self.kinds[id(work)].append(layer)
@@ -176,10 +180,10 @@ class _Table:
             for kind, layers in self.kinds.items()
         }
 
-    def of(self, kept: Kept) -> tuple[list[float], tuple[float, ...]]:
+    def of(self, kept: SavedOperations) -> tuple[list[float], tuple[float, ...]]:
         """Seconds of a step and bytes of a micro-batch, of each layer where all keep the same."""
         if kept not in self.known:
-            timing = time_units(uniform(self.config, kept), self.layout, self.hardware)
+            timing = time_units(with_uniform_save(self.config, kept), self.layout, self.hardware)
             microbatches = self.layout.pipeline.schedule.microbatches
             seconds = [
                 microbatches * sum(sum(terms.values()) for terms in (unit.forward, unit.input, unit.weight))
@@ -190,7 +194,7 @@ class _Table:
             self.known[kept] = seconds, timing.costs.activation[1:-1]
         return self.known[kept]
 
-    def ladder(self, work: LayerWork, layer: int) -> Iterator[Kept]:
+    def ladder(self, work: LayerWork, layer: int) -> Iterator[SavedOperations]:
         """What a layer may keep, in the order of bytes. Steps that save no time are left out."""
         (seconds, sizes), gains = self.of(()), {}
         for name in work.flops:
@@ -205,16 +209,16 @@ class _Table:
                 fastest = self.of(kept)[0][layer]
                 yield kept
 
-    def groups(self, layers: range, flight: int) -> Iterator[list[Point]]:
+    def groups(self, layers: range, flight: int) -> Iterator[list[CostPoint]]:
         """The choices of the layers of a stage, of which `flight` micro-batches are held, for each kind of layer."""
         for kind, members in self.kinds.items():
             if mine := tuple(layer for layer in members if layer in layers):
                 rungs = self.ladders[kind]
-                shares = [Share(mine, *both, late) for both in combinations(rungs, 2) for late in range(len(mine))]
-                shares.append(Share(mine, rungs[-1], rungs[-1], 0))
+                shares = [LayerShare(mine, *both, late) for both in combinations(rungs, 2) for late in range(len(mine))]
+                shares.append(LayerShare(mine, rungs[-1], rungs[-1], 0))
                 yield [self.point(share, flight, layers.stop - 1 in mine) for share in shares]
 
-    def point(self, share: Share, flight: int, last: bool) -> Point:
+    def point(self, share: LayerShare, flight: int, last: bool) -> CostPoint:
         """last: whether the stage's last layer is among them. At the fullest moment, when its backward pass begins, all
         of it is there, whether it was kept or is computed again."""
         layers, less, more, late = share
@@ -224,29 +228,29 @@ class _Table:
             for one, other in zip(some, others)
         )
         latest = (others if late else some)[1][layers[-1]] * last
-        return Point((1 + FRAGMENTS) * flight * size - latest, seconds, (share,))
+        return CostPoint((1 + FRAGMENTS) * flight * size - latest, seconds, (share,))
 
-    def settings(self, points: Iterable[Point]) -> Config:
+    def settings(self, points: Iterable[CostPoint]) -> Config:
         """The configuration of one choice of each rank."""
-        kept: dict[int, Kept] = {}
+        kept: dict[int, SavedOperations] = {}
         for layers, less, more, late in (share for point in points for share in point.shares):
             first = len(layers) - late
             kept |= dict.fromkeys(layers[:first], less) | dict.fromkeys(layers[first:], more)
-        return with_kept(self.config, [kept[layer] for layer in range(len(self.works))], self.order)
+        return with_saved_operations(self.config, [kept[layer] for layer in range(len(self.works))], self.order)
 
 
-def front(groups: Iterable[Iterable[list[Point]]]) -> list[Point]:
+def pareto_front(groups: Iterable[Iterable[list[CostPoint]]]) -> list[CostPoint]:
     """Of all combinations of a choice from each group, those than which no other is both smaller and faster, from the
     smallest to the fastest."""
 
-    def joined(one: list[Point], other: list[Point]) -> list[Point]:
-        pairs = [(a.size + b.size, a.seconds + b.seconds, (a, b)) for a in few(one) for b in few(other)]
-        return [Point(size, seconds, a.shares + b.shares) for size, seconds, (a, b) in best(pairs)]
+    def joined(one: list[CostPoint], other: list[CostPoint]) -> list[CostPoint]:
+        pairs = [(a.size + b.size, a.seconds + b.seconds, (a, b)) for a in thin_points(one) for b in thin_points(other)]
+        return [CostPoint(size, seconds, a.shares + b.shares) for size, seconds, (a, b) in drop_dominated(pairs)]
 
-    return reduce(joined, (best(group) for stage in groups for group in stage))
+    return reduce(joined, (drop_dominated(group) for stage in groups for group in stage))
 
 
-def best(points: Iterable[Any]) -> list[Any]:
+def drop_dominated(points: Iterable[Any]) -> list[Any]:
     """Those of which no other is both smaller and faster, by size. points: tuples that begin with both."""
     found: list[Any] = []
     for point in sorted(points, key=itemgetter(0, 1)):
@@ -255,21 +259,21 @@ def best(points: Iterable[Any]) -> list[Any]:
     return found
 
 
-def fastest(points: list[Point], fits: Callable[[Point], bool]) -> Point:
+def fastest_fitting(points: list[CostPoint], fits: Callable[[CostPoint], bool]) -> CostPoint:
     """Of those that fit, of which there is one; of what is as fast but for `EQUAL` the simplest."""
     slower = sorted(points, key=attrgetter("seconds"), reverse=True)
     while not fits(slower[-1]):
         slower.pop()
-    return next(slower[place] for place in simplest(slower) if fits(slower[place]))
+    return next(slower[place] for place in simplest_equals(slower) if fits(slower[place]))
 
 
-def few(points: list[Point]) -> list[Point]:
+def thin_points(points: list[CostPoint]) -> list[CostPoint]:
     """At most `POINTS` of them."""
     last = len(points) - 1
     return points if last < POINTS else [points[place * last // (POINTS - 1)] for place in range(POINTS)]
 
 
-def simplest(points: list[Point]) -> list[int]:
+def simplest_equals(points: list[CostPoint]) -> list[int]:
     """Places of those that take as long as the last, the fastest, but for `EQUAL`: fewest kinds of layers first, then
     fewest bytes."""
     equal = [place for place, point in enumerate(points) if point.seconds <= (1 + EQUAL) * points[-1].seconds]
@@ -298,17 +302,17 @@ def in_flight(layout: Layout) -> dict[int, int]:
     return fullest
 
 
-def uniform(config: Config, kept: Kept) -> Config:
+def with_uniform_save(config: Config, kept: SavedOperations) -> Config:
     """The settings with which every layer keeps the same operations."""
     if kept == (ALL,):
         return _with(config, mode="none", offload=False)
     return _with(config, mode="selective", save=list(kept)) if kept else _with(config, mode="full")
 
 
-def with_kept(config: Config, kept: Sequence[Kept], order: Sequence[str]) -> Config:
+def with_saved_operations(config: Config, kept: Sequence[SavedOperations], order: Sequence[str]) -> Config:
     """The settings with which each layer keeps its operations. order: of all operations."""
     if set(kept) in ({()}, {(ALL,)}):
-        return uniform(config, kept[0])
+        return with_uniform_save(config, kept[0])
     return _with(config, mode="selective", save=entries_of(kept, order))
 
 

@@ -9,15 +9,15 @@ from typing import Any
 import yaml
 
 from trainer.config import Config
-from trainer.config.typed import flat
+from trainer.config.typed import flatten_values
 from trainer.planning.cost.flops import parameter_counts
-from trainer.planning.estimate.plans import Ranking
-from trainer.planning.estimate.sequence import measures, recompute
-from trainer.planning.estimate.step import GIB, Band, Estimate
+from trainer.planning.estimate.plans import PlanRanking
+from trainer.planning.estimate.sequence import describe_measures, describe_recompute
+from trainer.planning.estimate.step import GIB, ErrorBand, StepEstimate
 from trainer.planning.estimate.timing import AXES
 from trainer.planning.float8 import numeric_types
-from trainer.planning.remarks import remarks
-from trainer.planning.ways import short, ways
+from trainer.planning.remarks import collect_warnings
+from trainer.planning.ways import communication_summary, communication_table
 from trainer.util import tables
 
 DAY = 86400.0
@@ -25,33 +25,33 @@ DAY = 86400.0
 Form = Callable[[float], str]
 
 
-def show(found: Estimate, tokens: float = 0.0, shapes: tables.Rows = ()) -> None:
+def print_estimate(found: StepEstimate, tokens: float = 0.0, shapes: tables.Rows = ()) -> None:
     """Prints one plan. tokens: a budget whose days and device hours are wanted. shapes: settings whose products do not
     fill the device, and what is to be said of each."""
     parts = {"plan": _plan(found), "memory": _memory(found), "time": _time(found), "result": _result(found, tokens)}
-    tables.sections(parts | ({"shapes": shapes} if shapes else {}))
+    tables.print_sections(parts | ({"shapes": shapes} if shapes else {}))
 
 
-def _plan(found: Estimate) -> list[tuple[str, Any]]:
+def _plan(found: StepEstimate) -> list[tuple[str, Any]]:
     config, layout, hardware = found.config, found.layout, found.hardware
     batch, plan = layout.batch, layout.plan
-    total = tables.count(parameter_counts(layout.spec)["total"])
+    total = tables.format_count(parameter_counts(layout.spec)["total"])
     arithmetic = f"{batch.micro_size} a micro-batch x {batch.accumulation} micro-batches x {plan.dp} ranks"
     return [
         ("model", f"{layout.spec.name}, {total} parameters"),
         ("processes", f"{plan.world} x {hardware.device}, {min(plan.world, hardware.devices)} a node"),
         ("plan", plan.describe()),
-        *ways(config, plan),
+        *communication_table(config, plan),
         *([("pipeline", layout.pipeline.describe())] if plan.pp > 1 else []),
         ("batch", f"{batch.global_size} sequences of {batch.sequence_length} tokens: {arithmetic}"),
         ("precision", numeric_types(config.precision) + (", compiled" if config.compile else ", eager")),
-        ("recompute", recompute(config.activation)),
-        *([("long sequences", long)] if (long := measures(config)) else []),
-        *(("note", text) for text in remarks(config, layout, min(plan.world, hardware.devices))),
+        ("recompute", describe_recompute(config.activation)),
+        *([("long sequences", long)] if (long := describe_measures(config)) else []),
+        *(("note", text) for text in collect_warnings(config, layout, min(plan.world, hardware.devices))),
     ]
 
 
-def _memory(found: Estimate) -> list[tuple[str, Any]]:
+def _memory(found: StepEstimate) -> list[tuple[str, Any]]:
     fullest, hardware = found.fullest, found.hardware
     rank = f"pipeline rank {fullest.rank} of {found.layout.plan.pp}" if found.layout.plan.pp > 1 else "every rank"
     least, most = (size / GIB for size in memory_band(found))
@@ -59,19 +59,19 @@ def _memory(found: Estimate) -> list[tuple[str, Any]]:
     return [
         ("fullest", rank),
         ("at", fullest.where),
-        *((label, tables.size(size)) for label, size in fullest.rows()),
-        ("outside of it", tables.size(hardware.fixed * GIB)),
-        *([("in host memory", tables.size(host))] if (host := max(peak.host for peak in found.ranks)) else []),
+        *((label, tables.format_bytes(size)) for label, size in fullest.rows()),
+        ("outside of it", tables.format_bytes(hardware.fixed * GIB)),
+        *([("in host memory", tables.format_bytes(host))] if (host := max(peak.host for peak in found.ranks)) else []),
         ("fits", f"{found.fits}: {used}"),
     ]
 
 
-def memory_band(found: Estimate) -> tuple[float, float]:
+def memory_band(found: StepEstimate) -> tuple[float, float]:
     """Least and most bytes that the fullest device holds."""
     return _even(found.hardware.memory_band).of(found.memory)
 
 
-def brief(found: Estimate) -> list[tuple[str, str]]:
+def summarise_step(found: StepEstimate) -> list[tuple[str, str]]:
     """The step and what follows from it, in a few rows."""
     return [
         ("counts", f"a step, predicted for {found.hardware.device}"),
@@ -82,7 +82,7 @@ def brief(found: Estimate) -> list[tuple[str, str]]:
     ]
 
 
-def _time(found: Estimate) -> list[tuple[str, Any]]:
+def _time(found: StepEstimate) -> list[tuple[str, Any]]:
     """The terms of the step, that of an axis with what is hidden of its communication; and their sum."""
     least = 1e-6 * found.seconds
     rows, axes = [], {term: axis for axis, term in AXES.items()}
@@ -90,33 +90,33 @@ def _time(found: Estimate) -> list[tuple[str, Any]]:
         hidden = found.hidden[axes[name]] if name in axes else 0.0
         if max(seconds, hidden) > least:
             band = found.band_of(name)
-            text = f"{_band(seconds, band, tables.duration)}, {tables.percent(seconds / found.seconds)}"
-            behind = f"; {_band(hidden, band, tables.duration)} more hidden" * (hidden > least)
+            text = f"{_band(seconds, band, tables.format_duration)}, {tables.format_percent(seconds / found.seconds)}"
+            behind = f"; {_band(hidden, band, tables.format_duration)} more hidden" * (hidden > least)
             rows.append((name, text + behind))
     unknown = (("not known", text) for text in found.assumptions)
     return [*rows, ("step", step_time(found)), *unknown]
 
 
-def step_time(found: Estimate) -> str:
+def step_time(found: StepEstimate) -> str:
     """The step's time with its band."""
-    return _band(found.seconds, found.band, tables.duration)
+    return _band(found.seconds, found.band, tables.format_duration)
 
 
-def _band(value: float, band: Band, form: Form) -> str:
+def _band(value: float, band: ErrorBand, form: Form) -> str:
     """A time with its band."""
     least, most = band.of(value)
     return f"{form(value)} ({form(least)} to {form(most)})"
 
 
-def _speed(value: float, band: Band, form: Form = tables.count) -> str:
+def _speed(value: float, band: ErrorBand, form: Form = tables.format_count) -> str:
     """What is done in a time with that band."""
     least, most = band.of_speed(value)
     return f"{form(value)} ({form(least)} to {form(most)})"
 
 
-def _result(found: Estimate, tokens: float) -> list[tuple[str, Any]]:
+def _result(found: StepEstimate, tokens: float) -> list[tuple[str, Any]]:
     speed, band, world = found.tokens_per_second, found.band, found.layout.plan.world
-    causal, full = (_speed(found.mfu(one), band, tables.percent) for one in (True, False))
+    causal, full = (_speed(found.mfu(one), band, tables.format_percent) for one in (True, False))
     rows = [
         ("tokens/s", _speed(speed, band)),
         ("tokens/s a device", _speed(speed / world, band)),
@@ -126,13 +126,13 @@ def _result(found: Estimate, tokens: float) -> list[tuple[str, Any]]:
     if tokens:
         seconds = tokens / speed
         rows += [
-            (f"{tables.count(tokens)} tokens", _band(seconds, band, tables.duration)),
-            ("device hours", _band(seconds * world / 3600, band, tables.count)),
+            (f"{tables.format_count(tokens)} tokens", _band(seconds, band, tables.format_duration)),
+            ("device hours", _band(seconds * world / 3600, band, tables.format_count)),
         ]
     return rows + [("not in the time", text) for text in left_out(found)]
 
 
-def left_out(found: Estimate) -> list[str]:
+def left_out(found: StepEstimate) -> list[str]:
     """What the plan has and the predicted time lacks."""
     config, plan = found.config, found.layout.plan
     schedule = config.parallel.pipeline.schedule
@@ -147,49 +147,49 @@ def left_out(found: Estimate) -> list[str]:
     return missing
 
 
-def show_plans(found: Sequence[Estimate], title: str, tokens: float = 0.0) -> None:
+def show_plans(found: Sequence[StepEstimate], title: str, tokens: float = 0.0) -> None:
     """Prints a table of several plans. tokens: a budget whose days and device hours are wanted."""
-    tables.rows(title, [_row(number, one, tokens) for number, one in enumerate(found, start=1)])
+    tables.print_rows(title, [_row(number, one, tokens) for number, one in enumerate(found, start=1)])
 
 
-def _row(number: int, found: Estimate, tokens: float) -> dict[str, Any]:
+def _row(number: int, found: StepEstimate, tokens: float) -> dict[str, Any]:
     layout, speed, hardware = found.layout, found.tokens_per_second, found.hardware
     longer, faster = _spread(found.band), _spread(found.band, of_speed=True)
     pipeline, seconds = layout.pipeline.schedule, tokens / speed
     budget = {
-        "for the tokens": f"{tables.duration(seconds)} {longer}",
-        "device hours": f"{tables.count(seconds * layout.plan.world / 3600)} {longer}",
+        "for the tokens": f"{tables.format_duration(seconds)} {longer}",
+        "device hours": f"{tables.format_count(seconds * layout.plan.world / 3600)} {longer}",
     }
     return {
         "": number,
-        "plan": layout.plan.describe() + short(found.config, layout.plan),
+        "plan": layout.plan.describe() + communication_summary(found.config, layout.plan),
         "schedule": f"{pipeline.name} x{pipeline.chunks}" if layout.plan.pp > 1 else "-",
         "batch": f"{layout.batch.micro_size} x {layout.batch.accumulation}",
         "recompute": found.config.activation.mode,
-        "step": f"{tables.duration(found.seconds)} {longer}",
-        "tokens/s a device": f"{tables.count(speed / layout.plan.world)} {faster}",
-        "tokens a day": f"{tables.count(speed * DAY)} {faster}",
+        "step": f"{tables.format_duration(found.seconds)} {longer}",
+        "tokens/s a device": f"{tables.format_count(speed / layout.plan.world)} {faster}",
+        "tokens a day": f"{tables.format_count(speed * DAY)} {faster}",
         **(budget if tokens else {}),
-        "MFU": f"{tables.percent(found.mfu(True))} {faster}",
-        "exposed": tables.percent(sum(found.exposed.values()) / found.seconds),
-        "bubble": tables.percent(found.terms["bubble"] / found.seconds),
+        "MFU": f"{tables.format_percent(found.mfu(True))} {faster}",
+        "exposed": tables.format_percent(sum(found.exposed.values()) / found.seconds),
+        "bubble": tables.format_percent(found.terms["bubble"] / found.seconds),
         "memory": f"{found.memory / GIB:.1f} GiB {_spread(_even(hardware.memory_band))}",
         "fits": found.fits,
     }
 
 
-def _even(band: float) -> Band:
-    return Band(band, band)
+def _even(band: float) -> ErrorBand:
+    return ErrorBand(band, band)
 
 
-def _spread(band: Band, of_speed: bool = False) -> str:
+def _spread(band: ErrorBand, of_speed: bool = False) -> str:
     """A band in percent: of a time or a size, or of what is done in such a time."""
     least, most = band.of_speed(1.0) if of_speed else band.of(1.0)
     low, high = round(100 * (1 - least)), round(100 * (most - 1))
     return f"±{high}%" if low == high else f"-{low}% +{high}%"
 
 
-def summary(ranking: Ranking, world: int) -> str:
+def ranking_title(ranking: PlanRanking, world: int) -> str:
     """The title of the table of all plans."""
     return (
         f"{ranking.fastest} fastest of {ranking.legal} plans on {world} devices, {ranking.fitting} of which may fit "
@@ -197,13 +197,13 @@ def summary(ranking: Ranking, world: int) -> str:
     )
 
 
-def taken(found: Sequence[Estimate], chosen: Estimate) -> str:
+def describe_choice(found: Sequence[StepEstimate], chosen: StepEstimate) -> str:
     """Which of several plans is shown and written, and why."""
     why = {"yes": "the fastest that fits for sure", "perhaps": "none fits for sure", "no": "none fits"}
     return f"taken: {found.index(chosen) + 1}, {why[chosen.fits]}"
 
 
-def to_json(found: Estimate, tokens: float = 0.0) -> dict[str, Any]:
+def to_json(found: StepEstimate, tokens: float = 0.0) -> dict[str, Any]:
     """All numbers, in seconds and bytes. range: least and most of each by its name, as the bands have them; of terms
     and of communication the step's band holds. tokens: a budget whose seconds and device hours are wanted."""
     speed, world = found.tokens_per_second, found.layout.plan.world
@@ -244,18 +244,18 @@ def to_json(found: Estimate, tokens: float = 0.0) -> dict[str, Any]:
     }
 
 
-def _range(values: Mapping[str, float], band: Band) -> dict[str, list[float]]:
+def _range(values: Mapping[str, float], band: ErrorBand) -> dict[str, list[float]]:
     return {name: list(band.of(value)) for name, value in values.items()}
 
 
-def changes(config: Config, base: Config) -> dict[str, Any]:
+def changed_settings(config: Config, base: Config) -> dict[str, Any]:
     """What a configuration sets otherwise than `base`, by the setting's name."""
-    before = flat(dataclasses.asdict(base))
-    after = flat(dataclasses.asdict(config))
+    before = flatten_values(dataclasses.asdict(base))
+    after = flatten_values(dataclasses.asdict(config))
     return {name: value for name, value in after.items() if value != before.get(name)}
 
 
-def recipe(settings: Mapping[str, Any], head: str) -> str:
+def format_recipe(settings: Mapping[str, Any], head: str) -> str:
     """Settings by name as a recipe to put behind another one, with a line of comment at its head."""
     nested: dict[str, Any] = {}
     for name, value in settings.items():
@@ -267,7 +267,7 @@ def recipe(settings: Mapping[str, Any], head: str) -> str:
     return f"# @package _global_\n# {head}\n" + yaml.safe_dump(nested, sort_keys=False, default_flow_style=None)
 
 
-def predicted(found: Estimate) -> str:
+def format_prediction(found: StepEstimate) -> str:
     """What is predicted of a plan, in a line."""
     hardware, layout = found.hardware, found.layout
     longer, larger = _spread(found.band), _spread(_even(hardware.memory_band))

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from trainer.config import ActivationConfig, Config
 from trainer.config.hardware import HardwareConfig
-from trainer.planning.estimate.memory import Peak, peaks, replays
-from trainer.planning.estimate.recompute import Decided, decide, with_section
+from trainer.planning.estimate.memory import MemoryPeak, can_replay, find_peaks
+from trainer.planning.estimate.recompute import RecomputeChoice, decide_recompute, with_section
 from trainer.planning.pipeline import resolve_pipeline
 from trainer.planning.resolve import Layout
 
@@ -27,15 +27,15 @@ SHARE = 0.92
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryLimit:
     """Bytes for one process. device: None where the device's memory is the host's, whose use is not predicted."""
 
     device: float | None
     host: float
 
 
-def settle(
-    config: Config, layout: Layout, room: Room, node: int, hardware: HardwareConfig | None = None
+def decide_memory(
+    config: Config, layout: Layout, room: MemoryLimit, node: int, hardware: HardwareConfig | None = None
 ) -> tuple[Config, Layout]:
     """The configuration with `auto` of `activation.mode`, `loss.tile`, `activation.tile` and `activation.offload`
     decided, and its layout: the first choice whose predicted peak fits, or else the one with the smallest.
@@ -45,17 +45,19 @@ def settle(
     tokens = layout.batch.sequence_length * layout.batch.micro_size / layout.plan.token_ranks
     limit = limit_of(config, room)
     automatic = config.activation.mode == "auto"
-    ways = list(choices(config, tokens))
-    if not replays(layout.plan) or (limit is None or len(ways) == 1) and not automatic:
+    ways = list(memory_choices(config, tokens))
+    if not can_replay(layout.plan) or (limit is None or len(ways) == 1) and not automatic:
         return ways[0], _layout(ways[0], layout)
     if automatic:
         assert hardware is not None
-        return _fastest(ways if limit is not None else ways[:1], layout, hardware, limit or room.host, room.host, node)
+        return _least_recompute(
+            ways if limit is not None else ways[:1], layout, hardware, limit or room.host, room.host, node
+        )
     assert limit is not None
     found: list[tuple[float, tuple[Config, Layout]]] = []
     for way in ways:
         choice = way, _layout(way, layout)
-        ranks = peaks(*choice, lowered=False, node=node)
+        ranks = find_peaks(*choice, lowered=False, node=node)
         if found and max(peak.host for peak in ranks) > room.host:
             continue
         found.append((max(peak.reserved for peak in ranks), choice))
@@ -64,27 +66,27 @@ def settle(
     return min(found, key=lambda one: one[0])[1]
 
 
-def limit_of(config: Config, room: Room) -> float | None:
+def limit_of(config: Config, room: MemoryLimit) -> float | None:
     """Bytes that a predicted peak may take; None where nothing is known of them."""
     if config.activation.memory is not None:
         return config.activation.memory * GIB
     return None if room.device is None else SHARE * room.device
 
 
-def _fastest(
+def _least_recompute(
     ways: Sequence[Config], layout: Layout, hardware: HardwareConfig, limit: float, host: float, node: int
 ) -> tuple[Config, Layout]:
     """Of choices of tiles and host memory the one with which recompute takes least time."""
-    found: list[Decided] = []
+    found: list[RecomputeChoice] = []
     for offload in (False, True):
         some = [way for way in ways if bool(way.activation.offload) == offload]
-        found += [decide(way, _layout(way, layout), hardware, limit, node) for way in some]
+        found += [decide_recompute(way, _layout(way, layout), hardware, limit, node) for way in some]
         if fitting := [one for one in found if one.peak <= limit and one.host <= host]:
             return min(fitting, key=lambda one: one.seconds)[:2]
     return min(found, key=lambda one: (one.host > host, one.peak))[:2]
 
 
-def choices(config: Config, tokens: float) -> Iterator[Config]:
+def memory_choices(config: Config, tokens: float) -> Iterator[Config]:
     """What `auto` may become where a rank holds so many tokens of a micro-batch, the cheapest first. What cannot be is
     left out."""
     chosen = copy.copy(config)
@@ -112,7 +114,7 @@ def _layout(config: Config, layout: Layout) -> Layout:
     return replace(layout, pipeline=resolve_pipeline(config, layout.spec, layout.plan, layout.batch))
 
 
-def recompute(activation: ActivationConfig) -> str:
+def describe_recompute(activation: ActivationConfig) -> str:
     """What is recomputed, in words."""
     if activation.mode == "selective" and not activation.modules:
         kept = ", ".join(activation.save)
@@ -120,7 +122,7 @@ def recompute(activation: ActivationConfig) -> str:
     return activation.mode + f", every {activation.every} blocks" * (activation.every > 1)
 
 
-def measures(config: Config, fullest: Peak | None = None) -> str:
+def describe_measures(config: Config, fullest: MemoryPeak | None = None) -> str:
     """What is done for long sequences, in words; empty for nothing."""
     tile = config.activation.tile
     parts = [f"loss in tiles of {config.loss.tile} tokens"] if config.loss.tile else []

@@ -11,11 +11,11 @@ from typing import NamedTuple
 from trainer.config import Config
 from trainer.config.hardware import HardwareConfig
 from trainer.planning.cost.flops import flops_per_token
-from trainer.planning.documents import USUAL, Documents, are_unknown, with_documents
-from trainer.planning.estimate.memory import Peak, peaks
-from trainer.planning.estimate.pace import Pace
+from trainer.planning.documents import USUAL, DocumentLengths, are_unknown, with_documents
+from trainer.planning.estimate.memory import MemoryPeak, find_peaks
+from trainer.planning.estimate.pace import DeviceRates
 from trainer.planning.estimate.seconds import step_seconds, step_terms
-from trainer.planning.estimate.sequence import GIB, Room, settle
+from trainer.planning.estimate.sequence import GIB, MemoryLimit, decide_memory
 from trainer.planning.estimate.timing import AXES, time_units
 from trainer.planning.resolve import Layout
 from trainer.planning.schedules.simulate import Simulation
@@ -24,7 +24,7 @@ SHORTEST = 128.0
 """Tokens of a document at the lower end, where the lengths of documents are not known."""
 
 
-class Band(NamedTuple):
+class ErrorBand(NamedTuple):
     """How much less and more something may be than predicted, as shares of it."""
 
     below: float
@@ -40,7 +40,7 @@ class Band(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Estimate:
+class StepEstimate:
     """What a step will take. All times in seconds.
 
     terms: of a step, as the mean over pipeline ranks; they add up to `seconds`. hidden: communication by axis that
@@ -53,7 +53,7 @@ class Estimate:
     terms: dict[str, float]
     hidden: dict[str, float]
     simulation: Simulation
-    ranks: tuple[Peak, ...]
+    ranks: tuple[MemoryPeak, ...]
     peak: float
 
     @cached_property
@@ -78,23 +78,23 @@ class Estimate:
         if not are_unknown(self.config.data):
             return []
         length = float(self.config.batch.sequence_length)
-        ends = [with_documents(self.config, Documents(one, one)) for one in (min(SHORTEST, length), length)]
+        ends = [with_documents(self.config, DocumentLengths(one, one)) for one in (min(SHORTEST, length), length)]
         return [terms_of(one, self.layout, self.hardware) for one in ends]
 
     @cached_property
-    def band(self) -> Band:
+    def band(self) -> ErrorBand:
         """Of the step's time: that of the hardware, around all that it may be for what is not known."""
         return self._around(self.seconds, [sum(terms.values()) for terms in self._ends])
 
-    def band_of(self, term: str) -> Band:
+    def band_of(self, term: str) -> ErrorBand:
         """The same of one of the terms."""
         return self._around(self.terms[term], [terms[term] for terms in self._ends])
 
-    def _around(self, value: float, others: list[float]) -> Band:
+    def _around(self, value: float, others: list[float]) -> ErrorBand:
         band, every = self.hardware.band, [value, *others]
         if not value:
-            return Band(band, band)
-        return Band(1 - min(every) / value * (1 - band), max(every) / value * (1 + band) - 1)
+            return ErrorBand(band, band)
+        return ErrorBand(1 - min(every) / value * (1 - band), max(every) / value * (1 + band) - 1)
 
     @property
     def assumptions(self) -> list[str]:
@@ -117,8 +117,8 @@ class Estimate:
         return work * self.tokens_per_second / (self.layout.plan.world * self.peak)
 
     @property
-    def fullest(self) -> Peak:
-        return fullest(self.ranks)
+    def fullest(self) -> MemoryPeak:
+        return fullest_rank(self.ranks)
 
     @property
     def memory(self) -> float:
@@ -132,16 +132,16 @@ class Estimate:
         return "no" if used > 1 + band else "perhaps" if used > 1 - band else "yes"
 
 
-def surest(found: Sequence[Estimate]) -> Estimate:
+def most_certain(found: Sequence[StepEstimate]) -> StepEstimate:
     """Of estimates, the fastest first: the first that fits for sure, or else may fit, or else the fastest."""
     return next((one for sure in ("yes", "perhaps") for one in found if one.fits == sure), found[0])
 
 
-def estimate(config: Config, layout: Layout, hardware: HardwareConfig) -> Estimate:
+def estimate_step(config: Config, layout: Layout, hardware: HardwareConfig) -> StepEstimate:
     """The step of a layout on a kind of machine, with what `auto` takes there for long sequences. Raises `ConfigError`
     for a device whose peak is not known."""
     node = min(layout.plan.world, hardware.devices)
-    config, layout = settle(config, layout, Room(hardware.memory * GIB, inf), node, hardware)
+    config, layout = decide_memory(config, layout, MemoryLimit(hardware.memory * GIB, inf), node, hardware)
     found = estimate_within(inf, config, layout, hardware)
     assert found is not None  # every time is less than infinite
     return found
@@ -149,24 +149,24 @@ def estimate(config: Config, layout: Layout, hardware: HardwareConfig) -> Estima
 
 def estimate_within(
     seconds: float, config: Config, layout: Layout, hardware: HardwareConfig, lowered: bool = True
-) -> Estimate | None:
-    """The same of a step that takes no longer than `seconds`, or None. lowered: see `memory.peaks`."""
-    node, pace = min(layout.plan.world, hardware.devices), Pace.of(hardware, config.precision)
+) -> StepEstimate | None:
+    """The same of a step that takes no longer than `seconds`, or None. lowered: see `memory.find_peaks`."""
+    node, pace = min(layout.plan.world, hardware.devices), DeviceRates.of(hardware, config.precision)
     timing = time_units(config, layout, hardware)
     simulation, least = step_seconds(config, layout, timing, pace)
     if least > seconds:
         return None
     terms, hidden = step_terms(config, layout, timing, pace, simulation)
-    ranks = tuple(peaks(config, layout, lowered, node))
-    return Estimate(config, layout, hardware, terms, hidden, simulation, ranks, pace.peak)
+    ranks = tuple(find_peaks(config, layout, lowered, node))
+    return StepEstimate(config, layout, hardware, terms, hidden, simulation, ranks, pace.peak)
 
 
 def terms_of(config: Config, layout: Layout, hardware: HardwareConfig) -> dict[str, float]:
     """Seconds of a step by term."""
-    timing, pace = time_units(config, layout, hardware), Pace.of(hardware, config.precision)
+    timing, pace = time_units(config, layout, hardware), DeviceRates.of(hardware, config.precision)
     simulation, _ = step_seconds(config, layout, timing, pace)
     return step_terms(config, layout, timing, pace, simulation)[0]
 
 
-def fullest(ranks: Sequence[Peak]) -> Peak:
+def fullest_rank(ranks: Sequence[MemoryPeak]) -> MemoryPeak:
     return max(ranks, key=lambda peak: peak.reserved)

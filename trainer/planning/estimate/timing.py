@@ -11,19 +11,26 @@ from math import hypot
 from trainer.config import Config
 from trainer.config.hardware import HardwareConfig
 from trainer.config.model import AttentionSpec
-from trainer.planning.context import Passes, computed_share, traffic
+from trainer.planning.context import PassElements, computed_share, context_traffic
 from trainer.planning.cost.collectives import of_states
-from trainer.planning.cost.flops import product_flops
-from trainer.planning.cost.layers import ATTENTION_BACKWARD, Eager, LayerWork, Remaining, left_by_recompute, model_work
+from trainer.planning.cost.flops import gemm_flops
+from trainer.planning.cost.layers import (
+    ATTENTION_BACKWARD,
+    EagerExtra,
+    LayerWork,
+    RecomputeEffect,
+    left_by_recompute,
+    model_work,
+)
 from trainer.planning.cost.memory import ELEMENT_BYTES, sent_parameters
-from trainer.planning.cost.parameters import head, layer_specs
+from trainer.planning.cost.parameters import head_matrix, layer_specs
 from trainer.planning.cost.stages import LayerCosts
 from trainer.planning.documents import documents_of
-from trainer.planning.estimate.coding import wires
-from trainer.planning.estimate.fusion import WAYS, Link, Off, passes
-from trainer.planning.estimate.pace import Pace, Ring
+from trainer.planning.estimate.coding import wire_formats
+from trainer.planning.estimate.fusion import OVERLAP_MODELS, CollectiveOverlap, TensorGroupLink, layer_passes
+from trainer.planning.estimate.pace import DeviceRates, RingTimes
 from trainer.planning.float8 import WIDE, float8_linears, gathered_in_float8
-from trainer.planning.gradient_comm import reduces_once
+from trainer.planning.gradient_comm import reduces_at_step_end
 from trainer.planning.pipeline import estimated_costs
 from trainer.planning.resolve import Layout
 
@@ -67,7 +74,7 @@ MASTER = 4
 
 
 @dataclass(frozen=True)
-class Unit:
+class UnitTimes:
     """Seconds of a unit in each pass of a micro-batch, and once a step.
 
     forward, input, weight: of F, I and W. gather, reduce: what the first forward and the last backward pass of a step
@@ -89,10 +96,10 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Timing:
+class ModelTiming:
     """All units of a model under a layout, and the costs that schedules are simulated with."""
 
-    units: tuple[Unit, ...]
+    units: tuple[UnitTimes, ...]
     costs: LayerCosts
 
     @cached_property
@@ -106,7 +113,7 @@ class Timing:
         return total
 
     @cached_property
-    def counted(self) -> list[tuple[Unit, int]]:
+    def counted(self) -> list[tuple[UnitTimes, int]]:
         """Units, and how many are the same."""
         counts = Counter(map(id, self.units))
         return [(unit, counts[place]) for place, unit in {id(unit): unit for unit in self.units}.items()]
@@ -121,7 +128,7 @@ class Timing:
         return total
 
 
-def time_units(config: Config, layout: Layout, hardware: HardwareConfig) -> Timing:
+def time_units(config: Config, layout: Layout, hardware: HardwareConfig) -> ModelTiming:
     """The timing of a layout on a kind of machine."""
     return _Timer(config, layout, hardware).timing()
 
@@ -129,15 +136,15 @@ def time_units(config: Config, layout: Layout, hardware: HardwareConfig) -> Timi
 class _Timer:
     def __init__(self, config: Config, layout: Layout, hardware: HardwareConfig):
         self.config, self.plan, self.spec, self.batch = config, layout.plan, layout.spec, layout.batch
-        self.pace, self.on_cpu = Pace.of(hardware, config.precision), hardware.device == "CPU"
+        self.pace, self.on_cpu = DeviceRates.of(hardware, config.precision), hardware.device == "CPU"
         self.documents = documents_of(config.data)
         self.element = ELEMENT_BYTES[config.precision.compute]
         self.tokens = self.batch.sequence_length * self.batch.micro_size // self.plan.cp
         self.context, first = layout.context, self.plan.groups("cp")[0]
         if self.context is not None:
-            self.neighbours = Ring.among(hardware, first[: self.context.inner])
-            self.gatherers = Ring.among(hardware, first[:: self.context.inner])
-        self.rings = {name: Ring.of(hardware, self.plan, name) for name in ("tp", "shard", "replicate", "pp")}
+            self.neighbours = RingTimes.among(hardware, first[: self.context.inner])
+            self.gatherers = RingTimes.among(hardware, first[:: self.context.inner])
+        self.rings = {name: RingTimes.of(hardware, self.plan, name) for name in ("tp", "shard", "replicate", "pp")}
         self.fused = 1.0 if config.compile else hardware.eager
         self.launch, self.repeated, recompute = self.pace.launch, 1.0, config.activation
         if not self.on_cpu:
@@ -150,14 +157,16 @@ class _Timer:
         self.transfer = self.rings["pp"].transfer(stream / self.plan.tp) if self.plan.pp > 1 else 0.0
         self.sent = sent_parameters(self.spec, self.plan.tp, self.plan.shard)
         node = min(self.plan.world, hardware.devices)
-        self.scattered, self.summed = wires(config, self.plan, node, float(ELEMENT_BYTES[config.precision.reduce]))
-        self.reduces_once = reduces_once(config.parallel.grad_comm, self.plan, node)
+        self.scattered, self.summed = wire_formats(
+            config, self.plan, node, float(ELEMENT_BYTES[config.precision.reduce])
+        )
+        self.reduces_once = reduces_at_step_end(config.parallel.grad_comm, self.plan, node)
 
-    def _ways(self, hardware: HardwareConfig, stream: float) -> tuple[Off, Off]:
+    def _ways(self, hardware: HardwareConfig, stream: float) -> tuple[CollectiveOverlap, CollectiveOverlap]:
         """How products and collectives of tensor-parallel ranks run. stream: bytes of the hidden states."""
         ring, near = self.rings["tp"], hardware.node.bandwidth * 1e9
         copies = near * (hardware.achieved.copies or hardware.node.achieved)
-        link = Link(
+        link = TensorGroupLink(
             ranks=ring.ranks,
             collective=ring.seconds(stream),
             copied=(ring.ranks - 1) * stream / ring.ranks / copies,
@@ -165,14 +174,14 @@ class _Timer:
             adding=(1 + 1 / ring.ranks) * stream / self.pace.memory,
             hidden=self.pace.hidden,
         )
-        return WAYS[self.config.parallel.fusion](link), Off(link)
+        return OVERLAP_MODELS[self.config.parallel.fusion](link), CollectiveOverlap(link)
 
-    def timing(self) -> Timing:
+    def timing(self) -> ModelTiming:
         spec, plan, batch = self.spec, self.plan, self.batch
         costs = estimated_costs(self.config, spec, plan, batch, self.element)
         works = model_work(spec, batch.sequence_length, plan.tp, self.element, self.config.parallel.fusion)
         left = left_by_recompute(works, self.config.activation, self.config.compile)
-        known: dict[tuple[int, int, frozenset[tuple[str, str]]], Unit] = {}
+        known: dict[tuple[int, int, frozenset[tuple[str, str]]], UnitTimes] = {}
         layers, float8 = [], float8_linears(self.config.precision, spec)
         travelling = gathered_in_float8(self.config, spec, plan)
         for index, (work, remaining, layer) in enumerate(zip(works, left, layer_specs(spec))):
@@ -184,7 +193,7 @@ class _Timer:
                 known[key] = self._layer(work, remaining, layer.attention, narrow, sent, travelling[index])
             layers.append(known[key])
         units = (self._embedding(), *layers, self._head())
-        return Timing(
+        return ModelTiming(
             units,
             replace(
                 costs,
@@ -221,10 +230,10 @@ class _Timer:
         if self.context is None:
             return {}, {}, 0.0
         length, tp = self.batch.sequence_length, self.plan.tp
-        moved = traffic(attention, self.context, length, tp, again, self.config.compile)
+        moved = context_traffic(attention, self.context, length, tp, again, self.config.compile)
         size, parts = self.element * self.batch.micro_size, self.context.parts(attention, tp, length)
-        exchanged = _arriving(self.neighbours, moved.inner, size, 2)
-        fetched = _arriving(self.gatherers, moved.outer, size, parts)
+        exchanged = _transfer_seconds(self.neighbours, moved.inner, size, 2)
+        fetched = _transfer_seconds(self.gatherers, moved.outer, size, parts)
         terms = []
         for near, far, computed in zip(exchanged, fetched, (behind, (ATTENTION_BACKWARD + again) * behind)):
             hidden = self.pace.exposed(far * (1 - 1 / parts), computed * (1 - 1 / parts))
@@ -234,12 +243,12 @@ class _Timer:
     def _layer(
         self,
         work: LayerWork,
-        left: Remaining,
+        left: RecomputeEffect,
         spec: AttentionSpec,
         float8: frozenset[tuple[str, str]],
         parameters: int,
         narrow: float,
-    ) -> Unit:
+    ) -> UnitTimes:
         """float8: the projections that multiply in fp8, and their recipes; narrow: of the parameters, those that are
         gathered in fp8."""
         tokens, pace = self.tokens, self.pace
@@ -252,11 +261,11 @@ class _Timer:
 
         products = products_of({name for name, _ in float8})
         for_weights = products_of({name for name, recipe in float8 if recipe != WIDE})
-        took = passes(self.way, work, products, for_weights, left.again, self.apart)
+        took = layer_passes(self.way, work, products, for_weights, left.again, self.apart)
         attention = self._attention(work, spec)
         kernels = KERNELS[self.config.compile]
         bound = self.fused * tokens * work.saved / pace.memory + kernels * pace.kernel
-        unread = Eager() if self.config.compile else left.eager
+        unread = EagerExtra() if self.config.compile else left.eager
         sent = unread.calls * self.way.moving
         again = took.again.products + sum(products[name] for name in unread.again)
         again += left.again.get("attention", 0.0) * attention
@@ -284,7 +293,7 @@ class _Timer:
         weight = {"matrix products": to_weights}
         return self._sharded(parameters, forward, backward, weight, took.moved + sent, shared, narrow)
 
-    def _embedding(self) -> Unit:
+    def _embedding(self) -> UnitTimes:
         """The look-up, and the gradient of the whole table, most of which is zero."""
         stream = self.element * self.tokens * self.spec.width / self.plan.tp
         table = self.spec.vocab_size * self.spec.width / self.plan.tp
@@ -296,11 +305,11 @@ class _Timer:
         }
         return self._sharded(self.sent.outer[True, False], forward, {}, weight, 2 * collective, outer=True)
 
-    def _head(self) -> Unit:
+    def _head(self) -> UnitTimes:
         """Norm, logits and loss, whose compiled chunks read the logits twice and write their gradient over them."""
-        matrix = head(self.spec)
+        matrix = head_matrix(self.spec)
         rows, columns = matrix.multiplied(self.plan.tp)
-        product = self._product(self.tokens * product_flops(matrix, self.plan.tp), rows, columns)
+        product = self._product(self.tokens * gemm_flops(matrix, self.plan.tp), rows, columns)
         passes = 3 * self.fused
         loss = passes * self.element * self.tokens * rows / self.pace.memory
         first, back, collective = self.way.gathered(product), self.off.columns(product, product), self.off.moving
@@ -326,7 +335,7 @@ class _Timer:
         context: float = 0.0,
         narrow: float = 0.0,
         outer: bool = False,
-    ) -> Unit:
+    ) -> UnitTimes:
         """A unit of `size` parameters with what data-parallel ranks do around its passes: gathers, reductions, and
         copies in and out of flat buffers. tensor, context: seconds of what tensor-parallel ranks and those that share
         sequences communicate in a micro-batch; narrow: elements that are gathered in fp8; outer: see `of_states`."""
@@ -365,7 +374,7 @@ class _Timer:
         late = scatters.once * reduce + replicas  # communication behind the last backward pass
         exposed = pace.exposed(late, b)
         summed = exposed * (replicas / late) if late else 0.0
-        return Unit(
+        return UnitTimes(
             forward,
             backward,
             weight,
@@ -379,12 +388,12 @@ class _Timer:
         )
 
 
-def _arriving(ring: Ring, elements: Passes, size: float, messages: int) -> Passes:
+def _transfer_seconds(ring: RingTimes, elements: PassElements, size: float, messages: int) -> PassElements:
     """Seconds in which elements of `size` bytes arrive. messages: rounds of the ring in the forward pass."""
     if not elements.forward:
-        return Passes(0.0, 0.0)
+        return PassElements(0.0, 0.0)
     forward = size * elements.forward / ring.bandwidth + messages * (ring.ranks - 1) * ring.latency
-    return Passes(forward, forward * elements.backward / elements.forward)
+    return PassElements(forward, forward * elements.backward / elements.forward)
 
 
 def _and(terms: Terms, exposed: float, copies: float) -> dict[str, float]:

@@ -26,7 +26,7 @@ def least_cap(costs: StageCosts, placement: tuple[int, ...], split: bool = True)
     )
 
 
-def fits(lines: list[Line], costs: StageCosts, placement: tuple[int, ...], cap: float | None) -> bool:
+def fits_cap(lines: list[Line], costs: StageCosts, placement: tuple[int, ...], cap: float | None) -> bool:
     """Whether the lines hold no more activation than the cap if every W directly follows its I."""
     if cap is None:
         return True

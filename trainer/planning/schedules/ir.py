@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.config import ConfigError
-from trainer.util.reading import Malformed, brief, read_bytes
+from trainer.util.reading import Malformed, read_bytes, shorten_foreign
 
 COMPUTE = ("F", "I", "W", "B")
 """Forward; gradient of the stage's input; gradient of its weights; both gradients at once (a full backward)."""
@@ -23,7 +23,7 @@ COMMUNICATION = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
 PARAMETERS = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
 """Actions on a stage's parameters, which have no micro-batch."""
 
-SHOWN = 20
+MAX_PROBLEMS = 20
 """Problems of a schedule that are told: a file of another kind has one in every cell."""
 
 _NUMBER = r"([0-9]{1,6})"  # a million stages, or micro-batches, is beyond any run
@@ -96,14 +96,15 @@ def parse_action(text: str) -> Action:
         if forward.kind == "F" and backward.kind in ("I", "B"):
             return Action(-1, "OVERLAP_F_B", None, (forward, backward))
         raise ConfigError(
-            f"'{brief(text)}' overlaps {forward.kind} with {backward.kind}; legal: a forward with a backward, such as "
+            f"'{shorten_foreign(text)}' overlaps {forward.kind} with {backward.kind}; legal: a forward with a "
+            "backward, such as "
             "(0F7;7B3)OVERLAP_F_B"
         )
     if match := _SIMPLE.fullmatch(text):
         stage, kind, microbatch, parameters = match.groups()
         return Action(int(stage), kind or parameters, None if microbatch is None else int(microbatch))
     raise ConfigError(
-        f"'{brief(text)}' is not an action; legal: stage, kind, micro-batch such as 2F0, 2I0, 2W0 or 2B0, or "
+        f"'{shorten_foreign(text)}' is not an action; legal: stage, kind, micro-batch such as 2F0, 2I0, 2W0 or 2B0, or "
         "(0F7;7B3)OVERLAP_F_B"
     )
 
@@ -115,15 +116,15 @@ def _lines(text: str, name: str) -> Iterator[list[str]]:
         raise ConfigError(f"{name} is not a schedule: {error}; give a line a rank, a cell an action") from None
 
 
-def load(path: Path, name: str) -> Schedule:
-    """The schedule in a CSV file. Raises `OSError`, and `ConfigError` as `loads` does."""
+def load_schedule(path: Path, name: str) -> Schedule:
+    """The schedule in a CSV file. Raises `OSError`, and `ConfigError` as `parse_schedule` does."""
     try:
-        return loads(read_bytes(path).decode(), name=name)
+        return parse_schedule(read_bytes(path).decode(), name=name)
     except UnicodeDecodeError:
         raise Malformed(f"{path} is not a text file; give a schedule in torch's notation") from None
 
 
-def loads(text: str, placement: tuple[int, ...] | None = None, name: str = "csv") -> Schedule:
+def parse_schedule(text: str, placement: tuple[int, ...] | None = None, name: str = "csv") -> Schedule:
     """Reads a schedule from CSV: a line a rank, a cell an action; empty cells (idle slots) are skipped.
 
     Communication in the file (torch's `compute_comms`) is dropped, since `lower` derives it. placement: if None, each
@@ -168,13 +169,13 @@ def loads(text: str, placement: tuple[int, ...] | None = None, name: str = "csv"
             f"{stages - 1}"
         )
     if problems:
-        raise ConfigError(problems[:SHOWN])
+        raise ConfigError(problems[:MAX_PROBLEMS])
     microbatches = 1 + max(action.microbatch or 0 for order in orders for action in split_overlaps(order))
     return Schedule(
         name, tuple(orders), placement or tuple(held[stage][0] - 1 for stage in range(stages)), microbatches
     )
 
 
-def dumps(schedule: Schedule) -> str:
-    """The schedule as CSV that `loads` and torch read: a line a rank, compute actions only."""
+def format_schedule(schedule: Schedule) -> str:
+    """The schedule as CSV that `parse_schedule` and torch read: a line a rank, compute actions only."""
     return "".join(",".join(map(str, order)) + "\n" for order in schedule.orders)

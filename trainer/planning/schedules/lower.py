@@ -3,10 +3,11 @@
 All ranks' computations and transfers are put in one order, a transfer being one event of both its ranks; the program of
 a rank is what is its own in this order. So no ranks wait for each other in a circle, whatever waits for whatever: the
 programs end even if every action first waits for all that its rank has started before it, and every send and receive
-for its other end (`replay` checks just that). GPUs need this much. A receive that is posted there is a kernel that runs
-until the data come, and whatever makes the host or the device wait for all kernels (the first use of a kernel or of a
-library, memory given back to the driver, a compiler that times variants) waits for that one too. So a receive must not
-be posted while what it waits for depends on anything that its rank has still to launch, there or through other ranks.
+for its other end (`find_blocked_ranks` checks just that). GPUs need this much. A receive that is posted there is a
+kernel that runs until the data come, and whatever makes the host or the device wait for all kernels (the first use of a
+kernel or of a library, memory given back to the driver, a compiler that times variants) waits for that one too. So a
+receive must not be posted while what it waits for depends on anything that its rank has still to launch, there or
+through other ranks.
 
 The order also holds with replicas of a pipeline and with ranks that share a stage: they run the same programs, in which
 the collectives among them stand at the same places.
@@ -30,7 +31,7 @@ SECONDS = {"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0}
 come."""
 
 
-def lower(
+def lower_schedule(
     schedule: Schedule, rank: int, reduce: Literal["last", "every"] = "last", unshard: bool = True, ahead: int = 1
 ) -> tuple[Action, ...]:
     """The rank's program: its computation with sends, receives, and gathers and reductions of parameters.
@@ -53,7 +54,7 @@ def lower(
 def lower_all(
     schedule: Schedule, reduce: Literal["last", "every"] = "last", unshard: bool = True, ahead: int = 1
 ) -> tuple[tuple[Action, ...], ...]:
-    """The programs of all ranks, see `lower`."""
+    """The programs of all ranks, see `lower_schedule`."""
     return tuple(map(tuple, _Order(schedule, reduce, unshard, ahead).programs))
 
 
@@ -94,7 +95,7 @@ class _Order:
             else:
                 self.held[self.placement[self.sending[rank].stage]].append(rank)
         for rank, place in enumerate(self.places):
-            self.programs[rank] += self.orders[rank][place:]  # what waits for ever, for `replay` to find
+            self.programs[rank] += self.orders[rank][place:]  # what waits for ever, for `find_blocked_ranks` to find
 
     def _go_on(self, rank: int) -> None:
         """The rank is done with an action."""
@@ -222,7 +223,7 @@ def input_of(action: Action, stages: int) -> Action | None:
     return Action(action.stage + 1, "I", action.microbatch)
 
 
-def replay(programs: Sequence[Sequence[Action]], placement: Sequence[int]) -> dict[int, int]:
+def find_blocked_ranks(programs: Sequence[Sequence[Action]], placement: Sequence[int]) -> dict[int, int]:
     """By rank that cannot finish its program if it does one thing at a time, the place in it where it waits for ever.
 
     Every action waits for all before it on its rank, and a SEND and its RECV for each other: the slowest way in which

@@ -18,12 +18,12 @@ Split = tuple[range, ...]
 ROUNDING = 1e-9  # sums of the same numbers in another order differ by less, relative to their size
 
 
-def partition(layers: LayerCosts, stages: int, placement: Sequence[int] | None = None) -> Split:
+def partition_layers(layers: LayerCosts, stages: int, placement: Sequence[int] | None = None) -> Split:
     """The split that minimises the largest stage cost: seconds of a stage's forward and full backward pass.
 
     Every stage gets at least one layer. Of equal splits, the one with the least sum of squared stage costs is taken.
     The result is exact, by dynamic programming in O(stages x layers^2). placement: by stage, its rank. Where a rank has
-    several stages, layers are then moved between stages while that lowers the largest cost of a rank (`balance`).
+    several stages, layers are then moved between stages while that lowers the largest cost of a rank (`balance_ranks`).
     Raises `ConfigError` where there are fewer layers than stages."""
     depth = layers.depth
     if stages > depth:
@@ -32,12 +32,12 @@ def partition(layers: LayerCosts, stages: int, placement: Sequence[int] | None =
             f"at most {depth}; lower parallel.pp or parallel.pipeline.chunks"
         )
     if stages == 1:
-        return even(depth, stages)
+        return even_split(depth, stages)
     cost = StageSums(layers.total, stages)
-    enough = max(cost(stage, part.start, part.stop) for stage, part in enumerate(even(depth, stages)))
-    largest, _ = solve(depth, stages, cost, max, enough)
-    _, split = solve(depth, stages, cost, lambda before, stage: before + stage**2, largest * (1 + ROUNDING))
-    return split if placement is None or len(set(placement)) == stages else balance(layers, split, placement)
+    enough = max(cost(stage, part.start, part.stop) for stage, part in enumerate(even_split(depth, stages)))
+    largest, _ = solve_split(depth, stages, cost, max, enough)
+    _, split = solve_split(depth, stages, cost, lambda before, stage: before + stage**2, largest * (1 + ROUNDING))
+    return split if placement is None or len(set(placement)) == stages else balance_ranks(layers, split, placement)
 
 
 class StageSums:
@@ -57,7 +57,7 @@ class StageSums:
         )
 
 
-def solve(
+def solve_split(
     depth: int, stages: int, cost: Callable[[int, int, int], float], join: Callable[[float, float], float], limit: float
 ) -> tuple[float, Split]:
     """The split with the least joined cost of its stages, and that least value; among equals the one whose last stages
@@ -86,7 +86,7 @@ def solve(
     return best[depth], tuple(reversed(split))
 
 
-def even(depth: int, stages: int) -> Split:
+def even_split(depth: int, stages: int) -> Split:
     """As many layers on every stage; the first ones get one more where they do not divide."""
     return from_sizes([depth // stages + (stage < depth % stages) for stage in range(stages)])
 
@@ -97,11 +97,15 @@ def from_sizes(sizes: Sequence[int]) -> Split:
     return tuple(range(stop - size, stop) for size, stop in zip(sizes, stops))
 
 
-def explicit(split: Sequence[int], depth: int, stages: int) -> Split:
+def explicit_split(split: Sequence[int], depth: int, stages: int) -> Split:
     """The split given as numbers of layers by stage. Raises `ConfigError` where it does not fit the model and plan."""
     shown = "parallel.pipeline.split=[" + ",".join(map(str, split)) + "]"
     sizes = list(split)
-    legal = "[" + ",".join(str(len(part)) for part in even(depth, stages)) + "]" if stages <= depth else "fewer stages"
+    legal = (
+        "[" + ",".join(str(len(part)) for part in even_split(depth, stages)) + "]"
+        if stages <= depth
+        else "fewer stages"
+    )
     if len(sizes) != stages:
         raise ConfigError(
             f"{shown} has {len(sizes)} entries, but parallel.pp x parallel.pipeline.chunks makes {stages} stages; "
@@ -116,7 +120,7 @@ def explicit(split: Sequence[int], depth: int, stages: int) -> Split:
     return from_sizes(sizes)
 
 
-def balance(layers: LayerCosts, split: Split, placement: Sequence[int]) -> Split:
+def balance_ranks(layers: LayerCosts, split: Split, placement: Sequence[int]) -> Split:
     """A split that lowers the largest cost of a rank, all its stages together; `split` itself where none is found.
 
     Each step moves one layer from one stage to another, which shifts the stages between them by a layer.
@@ -129,10 +133,10 @@ def balance(layers: LayerCosts, split: Split, placement: Sequence[int]) -> Split
             ranks[placement[stage]] += total(stage, part.start, part.stop)
         return max(ranks.values()), sum(cost**2 for cost in ranks.values())
 
-    return improve(split, score, transfers)
+    return improve_split(split, score, layer_transfers)
 
 
-def improve(
+def improve_split(
     split: Split, score: Callable[[Split], Any], moves: Callable[[Split], list[Split]], steps: int = 1000
 ) -> Split:
     """Follows the best of `moves(split)` while `score` (a number or tuple of numbers) falls, at most `steps` times."""
@@ -153,7 +157,7 @@ def clearly_less(a: Any, b: Any) -> bool:
     return False
 
 
-def transfers(split: Split) -> list[Split]:
+def layer_transfers(split: Split) -> list[Split]:
     """All splits with one layer less on one stage and one more on another."""
     sizes = [len(part) for part in split]
     found = []
@@ -166,7 +170,7 @@ def transfers(split: Split) -> list[Split]:
     return found
 
 
-def neighbours(split: Split) -> list[Split]:
+def boundary_moves(split: Split) -> list[Split]:
     """All splits with one boundary moved by one layer."""
     stops = [part.stop for part in split]
     found = []

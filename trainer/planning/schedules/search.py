@@ -14,12 +14,12 @@ from typing import Any
 import yaml
 
 from trainer.config import ConfigError
-from trainer.config.fields import divisors
+from trainer.config.fields import list_divisors
 from trainer.planning.cost.stages import LayerCosts, StageCosts
 from trainer.planning.schedules.ir import Schedule
-from trainer.planning.schedules.partition import Split, even, improve, neighbours, partition
-from trainer.planning.schedules.simulate import Simulation, simulate
-from trainer.planning.schedules.templates import TEMPLATES, build_schedule, greedy, place_stages
+from trainer.planning.schedules.partition import Split, boundary_moves, even_split, improve_split, partition_layers
+from trainer.planning.schedules.simulate import Simulation, simulate_schedule
+from trainer.planning.schedules.templates import TEMPLATES, build_greedy, build_schedule, place_stages
 
 ConstantBytes = Callable[[Split, tuple[int, ...]], Sequence[float]]
 """From a split and its placement, bytes by rank that depend on no schedule: parameters, gradients, optimizer state."""
@@ -31,13 +31,13 @@ REFINED = 3  # best candidates whose split is refined on simulated makespans
 
 
 @dataclass(frozen=True)
-class Space:
+class SearchSpace:
     """What a search may choose from.
 
     schedules: names of templates, and `greedy`. splits: whether a stage's backward pass can be split into I and W.
     microbatches: numbers of micro-batches, None for all divisors of the samples. split: layers of each stage, None to
     choose them. caps: activations that the greedy scheduler may hold on a rank, as multiples of the peak under 1F1B.
-    patience: see `templates.greedy`. effort: about how many actions to simulate (a million take a second)."""
+    patience: see `templates.build_greedy`. effort: about how many actions to simulate (a million take a second)."""
 
     schedules: tuple[str, ...] = (*TEMPLATES, "greedy")
     chunks: tuple[int, ...] = (1, 2, 4)
@@ -57,7 +57,7 @@ class Space:
 
 
 @dataclass(frozen=True)
-class Setup:
+class CandidateSetup:
     """A candidate without its order of actions: micro-batches, placement and split, with their costs.
 
     constant: by rank, bytes that depend on no schedule."""
@@ -77,7 +77,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Row:
+class SimulatedCandidate:
     """One simulated candidate.
 
     name: of a template, or of the greedy scheduler with its cap and patience. memory: bytes of the rank that needs
@@ -93,7 +93,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ScheduleChoice:
     """The best candidate, and the table that it was chosen from.
 
     name: the template, or `greedy`. memory: predicted bytes by rank. table: all candidates within the memory limit,
@@ -107,7 +107,7 @@ class Choice:
     micro_size: int
     predicted: Simulation
     memory: tuple[float, ...]
-    table: tuple[Row, ...] = field(repr=False)
+    table: tuple[SimulatedCandidate, ...] = field(repr=False)
 
     def settings(self, csv: str | None = None) -> dict[str, Any]:
         """The settings that fix this choice, by dotted name.
@@ -140,28 +140,28 @@ class Choice:
         return f"# predicted: {predicted}\n" + yaml.safe_dump(nested, sort_keys=False, default_flow_style=None)
 
 
-def search(
+def search_schedules(
     layers_for: Callable[[int], LayerCosts],
     ranks: int,
     samples_per_rank: int,
     memory_limit_bytes: float | None = None,
     constant_bytes: ConstantBytes | Sequence[float] | None = None,
-    space: Space = Space(),
-) -> Choice:
+    space: SearchSpace = SearchSpace(),
+) -> ScheduleChoice:
     """The best choice for a step of `samples_per_rank` sequences on each data-parallel rank, over `ranks` pipeline
     ranks.
 
     layers_for: costs of the layers for a micro-batch of so many sequences.
     Raises `ConfigError` where no candidate can be built, or none fits the memory limit.
     """
-    counts = divisors(samples_per_rank) if space.microbatches is None else space.microbatches
+    counts = list_divisors(samples_per_rank) if space.microbatches is None else space.microbatches
     illegal = [count for count in counts if count < 1 or samples_per_rank % count]
     if illegal:
         raise ConfigError(
             f"batch.accumulation={illegal[0]} does not divide the {samples_per_rank} sequences of each data-parallel "
-            f"rank; legal: {', '.join(map(str, divisors(samples_per_rank)))}"
+            f"rank; legal: {', '.join(map(str, list_divisors(samples_per_rank)))}"
         )
-    splits, setups = Splits(space.split), []
+    splits, setups = CandidateSplits(space.split), []
     for count in counts:
         layers = layers_for(samples_per_rank // count)
         for chunks in space.chunks:
@@ -169,7 +169,7 @@ def search(
                 placement = tuple(place_stages(ranks, chunks, style))
                 for split in splits(layers, placement):
                     setups.append(
-                        Setup(
+                        CandidateSetup(
                             count,
                             samples_per_rank // count,
                             chunks,
@@ -177,7 +177,7 @@ def search(
                             split,
                             layers,
                             layers.stage(split),
-                            constants(constant_bytes, split, placement, ranks),
+                            constant_costs(constant_bytes, split, placement, ranks),
                         )
                     )
     if not setups:
@@ -186,10 +186,10 @@ def search(
             f"parallel.pp={ranks} with parallel.pipeline.chunks in {list(space.chunks)}: no split of "
             f"model.depth={depth} layers gives every stage a layer; lower parallel.pp"
         )
-    return Finder(space, memory_limit_bytes, refine=space.split is None, constant=constant_bytes).choose(setups)
+    return ScheduleSearch(space, memory_limit_bytes, refine=space.split is None, constant=constant_bytes).choose(setups)
 
 
-def reorder(
+def reorder_actions(
     layers: LayerCosts,
     split: Split,
     placement: tuple[int, ...],
@@ -197,15 +197,15 @@ def reorder(
     micro_size: int,
     memory_limit_bytes: float | None = None,
     constant_bytes: Sequence[float] | None = None,
-    space: Space = Space(),
-) -> Choice:
+    space: SearchSpace = SearchSpace(),
+) -> ScheduleChoice:
     """The best order of actions, with all else fixed: what can be changed between two steps of a run.
 
     layers: costs for the micro-batches of `micro_size` sequences that the run has.
     """
     ranks = max(placement) + 1
     chunks = len(placement) // ranks
-    setup = Setup(
+    setup = CandidateSetup(
         microbatches,
         micro_size,
         chunks,
@@ -213,12 +213,12 @@ def reorder(
         split,
         layers,
         layers.stage(split),
-        constants(constant_bytes, split, placement, ranks),
+        constant_costs(constant_bytes, split, placement, ranks),
     )
-    return Finder(space, memory_limit_bytes, refine=False, constant=constant_bytes).choose([setup])
+    return ScheduleSearch(space, memory_limit_bytes, refine=False, constant=constant_bytes).choose([setup])
 
 
-def constants(
+def constant_costs(
     given: ConstantBytes | Sequence[float] | None, split: Split, placement: tuple[int, ...], ranks: int
 ) -> tuple[float, ...]:
     values = (0.0,) * ranks if given is None else given(split, placement) if callable(given) else given
@@ -227,7 +227,7 @@ def constants(
     return tuple(values)
 
 
-class Splits:
+class CandidateSplits:
     """Splits worth trying for a placement: balanced over stages, balanced over ranks, even.
 
     They are computed once for all costs that differ by a factor only."""
@@ -246,31 +246,35 @@ class Splits:
             tuple(round(x / (sum(units) or 1), 9) for x in units) for units in (layers.total, layers.activation)
         )
         if (placement, shape) not in self.found:
-            candidates = [partition(layers, stages), partition(layers, stages, placement), even(layers.depth, stages)]
+            candidates = [
+                partition_layers(layers, stages),
+                partition_layers(layers, stages, placement),
+                even_split(layers.depth, stages),
+            ]
             self.found[placement, shape] = list(dict.fromkeys(candidates))
         return self.found[placement, shape]
 
 
 @dataclass
-class Finder:
+class ScheduleSearch:
     """Simulates candidates, most promising first, until the effort is spent or no bound is below the best makespan."""
 
-    space: Space
+    space: SearchSpace
     limit: float | None
     refine: bool
     constant: ConstantBytes | Sequence[float] | None
     spent: int = 0
     smallest: float = float("inf")
-    found: list[tuple[Row, Setup, Schedule]] = field(default_factory=list)
+    found: list[tuple[SimulatedCandidate, CandidateSetup, Schedule]] = field(default_factory=list)
     built: dict[tuple[str, int, int, int], Schedule | None] = field(default_factory=dict)
 
-    def choose(self, setups: list[Setup]) -> Choice:
-        setups = sorted(setups, key=lambda setup: bound(setup, self.space.splits))
+    def choose(self, setups: list[CandidateSetup]) -> ScheduleChoice:
+        setups = sorted(setups, key=lambda setup: makespan_bound(setup, self.space.splits))
         for setup in setups:
             for name, schedule in self.templates(setup):
                 if self.spent > self.space.effort and self.found:
                     break
-                if bound(setup, TEMPLATES[name].splits) <= self.best * (1 + SAME):
+                if makespan_bound(setup, TEMPLATES[name].splits) <= self.best * (1 + SAME):
                     self.consider(name, setup, schedule)
         if "greedy" in self.space.schedules:
             variants = [
@@ -288,8 +292,8 @@ class Finder:
                 self.consider(row.name, self.refined(setup, schedule), schedule)
         ranked = self.ranked()
         row, setup, schedule = ranked[0]
-        predicted = simulate(schedule, setup.costs)
-        return Choice(
+        predicted = simulate_schedule(schedule, setup.costs)
+        return ScheduleChoice(
             row.name.split(" ")[0],
             schedule,
             setup.chunks,
@@ -305,16 +309,16 @@ class Finder:
     def best(self) -> float:
         return min((row.makespan for row, _, _ in self.found), default=float("inf"))
 
-    def ranked(self) -> list[tuple[Row, Setup, Schedule]]:
+    def ranked(self) -> list[tuple[SimulatedCandidate, CandidateSetup, Schedule]]:
         best = self.best
 
-        def key(entry: tuple[Row, Setup, Schedule]) -> tuple[float, float]:
+        def key(entry: tuple[SimulatedCandidate, CandidateSetup, Schedule]) -> tuple[float, float]:
             row = entry[0]
             return 0.0 if row.makespan <= best * (1 + SAME) else row.makespan, row.memory
 
         return sorted(self.found, key=key)
 
-    def templates(self, setup: Setup) -> Iterator[tuple[str, Schedule]]:
+    def templates(self, setup: CandidateSetup) -> Iterator[tuple[str, Schedule]]:
         """Schedules of the templates with the setup's placement. Each is built once for all splits."""
         for name in self.space.schedules:
             if name == "greedy" or TEMPLATES[name].splits and not self.space.splits:
@@ -332,58 +336,60 @@ class Finder:
             if schedule is not None and schedule.placement == setup.placement:
                 yield name, schedule
 
-    def best_of(self, setup: Setup) -> float:
+    def best_of(self, setup: CandidateSetup) -> float:
         return min((row.makespan for row, other, _ in self.found if other is setup), default=float("inf"))
 
-    def greedy(self, setup: Setup, cap: float, patience: float, effort: int) -> None:
+    def greedy(self, setup: CandidateSetup, cap: float, patience: float, effort: int) -> None:
         """Considers a greedy schedule, if the effort allows and the setup can still beat the best. cap: as in
-        `Space.caps`."""
+        `SearchSpace.caps`."""
         work = GREEDY_EFFORT * setup.microbatches * len(setup.placement) * 3
-        if self.spent + work > effort or bound(setup, self.space.splits) >= self.best:
+        if self.spent + work > effort or makespan_bound(setup, self.space.splits) >= self.best:
             return
         self.spent += work
         share = setup.costs.share(setup.placement)
         room = float("inf") if self.limit is None else self.limit - max(setup.constant)
         amount = min(cap * setup.ranks * share, room)
         try:
-            schedule = greedy(setup.costs, setup.placement, setup.microbatches, amount, self.space.splits, patience)
+            schedule = build_greedy(
+                setup.costs, setup.placement, setup.microbatches, amount, self.space.splits, patience
+            )
         except ConfigError:  # the cap is too low for one micro-batch
             return
         self.consider(
             f"greedy (cap {amount / share if share else cap:.3g} micro-batches, patience {patience:g})", setup, schedule
         )
 
-    def consider(self, name: str, setup: Setup, schedule: Schedule) -> None:
+    def consider(self, name: str, setup: CandidateSetup, schedule: Schedule) -> None:
         """Simulates a candidate and keeps it if it fits."""
         self.spent += sum(map(len, schedule.orders))
-        result = simulate(schedule, setup.costs)
+        result = simulate_schedule(schedule, setup.costs)
         memory = max(a + b for a, b in zip(result.memory, setup.constant))
         self.smallest = min(self.smallest, memory)
-        row = Row(
+        row = SimulatedCandidate(
             name, setup.chunks, setup.microbatches, tuple(map(len, setup.split)), result.makespan, result.bubble, memory
         )
         if (self.limit is None or memory <= self.limit) and row not in [other for other, _, _ in self.found]:
             self.found.append((row, setup, schedule))
 
-    def refined(self, setup: Setup, schedule: Schedule) -> Setup:
+    def refined(self, setup: CandidateSetup, schedule: Schedule) -> CandidateSetup:
         """The setup with layers moved across boundaries, one at a time, while the simulated makespan falls and memory
         allows."""
 
-        def change(split: Split) -> Setup:
-            constant = constants(self.constant, split, setup.placement, setup.ranks)
+        def change(split: Split) -> CandidateSetup:
+            constant = constant_costs(self.constant, split, setup.placement, setup.ranks)
             return replace(setup, split=split, costs=setup.layers.stage(split), constant=constant)
 
         def score(split: Split) -> float:
             changed = change(split)
-            result = simulate(schedule, changed.costs)
+            result = simulate_schedule(schedule, changed.costs)
             fits = self.limit is None or max(a + b for a, b in zip(result.memory, changed.constant)) <= self.limit
             return result.makespan if fits else float("inf")
 
         actions = sum(map(len, schedule.orders)) * max(2 * (len(setup.split) - 1), 1)
         steps = max(1, self.space.effort // (4 * REFINED * actions))
-        return change(improve(setup.split, score, neighbours, steps))
+        return change(improve_split(setup.split, score, boundary_moves, steps))
 
-    def nothing(self, setups: list[Setup]) -> str:
+    def nothing(self, setups: list[CandidateSetup]) -> str:
         if self.smallest == float("inf"):
             tried = sorted({setup.microbatches for setup in setups})
             return (
@@ -399,7 +405,7 @@ class Finder:
         )
 
 
-def bound(setup: Setup, splits: bool) -> float:
+def makespan_bound(setup: CandidateSetup, splits: bool) -> float:
     """A lower bound of the makespan, whatever the order of the setup's actions.
 
     It is the larger of two. One micro-batch passes through all stages, forward and backward. Each rank does all its

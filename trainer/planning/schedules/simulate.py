@@ -15,7 +15,7 @@ from trainer.planning.cost.stages import StageCosts
 from trainer.planning.schedules.ir import Action, Schedule, split_overlaps
 
 
-class Span(NamedTuple):
+class ActionSpan(NamedTuple):
     """When an action ran, in seconds from the step's start."""
 
     action: Action
@@ -49,16 +49,18 @@ class Simulation:
         return sum(self.bubbles) / len(self.busy)
 
     @cached_property
-    def spans(self) -> tuple[tuple[Span, ...], ...]:
+    def spans(self) -> tuple[tuple[ActionSpan, ...], ...]:
         """By rank, when each action ran."""
         seconds = {"F": self.costs.f, "I": self.costs.i, "W": self.costs.w, "B": self.costs.b}
         return tuple(
-            tuple(Span(action, end - seconds[action.kind][action.stage], end) for action, end in zip(actions, ends))
+            tuple(
+                ActionSpan(action, end - seconds[action.kind][action.stage], end) for action, end in zip(actions, ends)
+            )
             for actions, ends in zip(self.actions, self.ends)
         )
 
 
-def held_change(action: Action, costs: StageCosts, train: bool) -> float:
+def activation_change(action: Action, costs: StageCosts, train: bool) -> float:
     """By how much an action changes the activations that its rank holds; 0 in schedules without backward passes."""
     if not train:
         return 0.0
@@ -66,7 +68,7 @@ def held_change(action: Action, costs: StageCosts, train: bool) -> float:
     return share * costs.activation[action.stage]
 
 
-def simulate(schedule: Schedule, costs: StageCosts) -> Simulation:
+def simulate_schedule(schedule: Schedule, costs: StageCosts) -> Simulation:
     """Runs a schedule, with or without backward passes, in time linear in its actions.
 
     Raises `ValueError` where `costs` have another number of stages, and for a deadlock, with every rank that waits, its
@@ -77,7 +79,9 @@ def simulate(schedule: Schedule, costs: StageCosts) -> Simulation:
     orders = tuple(tuple(split_overlaps(order)) for order in schedule.orders)
     stages, count, placement = schedule.stages, schedule.microbatches, schedule.placement
     size, last, train = stages * count, stages - 1, schedule.trains
-    held = {kind: [held_change(Action(stage, kind, 0), costs, train) for stage in range(stages)] for kind in "FIWB"}
+    held = {
+        kind: [activation_change(Action(stage, kind, 0), costs, train) for stage in range(stages)] for kind in "FIWB"
+    }
     # Whether the result of F, and of I or B, goes to another rank.
     onward = [placement[stage] != placement[stage + 1] for stage in range(last)] + [False]
     back = [False, *onward[:-1]]
@@ -149,7 +153,7 @@ def simulate(schedule: Schedule, costs: StageCosts) -> Simulation:
         free[rank], busy[rank], memory[rank], peak[rank] = now, worked, bytes_held, most
     blocked = [rank for rank, order in enumerate(orders) if len(ends[rank]) < len(order)]
     if blocked:
-        raise ValueError(deadlock(schedule, orders, {rank: len(ends[rank]) for rank in blocked}))
+        raise ValueError(describe_deadlock(schedule, orders, {rank: len(ends[rank]) for rank in blocked}))
     makespan = max([*free, *reduce_ends(schedule, costs, final)], default=0.0) if train else max(free, default=0.0)
     return Simulation(makespan, tuple(busy), tuple(peak), orders, tuple(map(tuple, ends)), costs)
 
@@ -176,7 +180,7 @@ def reduce_ends(schedule: Schedule, costs: StageCosts, final: list[float]) -> li
     return ends
 
 
-def deadlock(schedule: Schedule, orders: tuple[tuple[Action, ...], ...], positions: dict[int, int]) -> str:
+def describe_deadlock(schedule: Schedule, orders: tuple[tuple[Action, ...], ...], positions: dict[int, int]) -> str:
     """What every blocked rank waits for. positions: by blocked rank, its next action."""
     lines = []
     for rank, position in positions.items():

@@ -1,7 +1,7 @@
 """The known pipeline schedules by name, built for any number of ranks and micro-batches.
 
 A template gives each rank an order of forwards and backwards. Zero-bubble templates order F and I only, and state how
-many activations a rank may hold; `greedy.list_schedule` then places W, as if F, I and W took equally long."""
+many activations a rank may hold; `build_greedy.list_schedule` then places W, as if F, I and W took equally long."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Literal
 
 from trainer.config import ConfigError
 from trainer.planning.cost.stages import StageCosts
-from trainer.planning.schedules.greedy import Line, fits, least_cap, list_schedule
+from trainer.planning.schedules.greedy import Line, fits_cap, least_cap, list_schedule
 from trainer.planning.schedules.ir import Action, Schedule, split_overlaps
 
 
 @dataclass(frozen=True)
-class Template:
+class ScheduleTemplate:
     """A schedule that can be built for any number of ranks.
 
     build: makes the schedule from ranks, micro-batches, chunks and group size (None for templates without groups).
@@ -91,7 +91,7 @@ def forward_only(placement: tuple[int, ...], microbatches: int) -> Schedule:
     return list_schedule("forward_only", StageCosts.uniform(len(placement)), placement, microbatches, trains=False)[0]
 
 
-def greedy(
+def build_greedy(
     costs: StageCosts,
     placement: tuple[int, ...],
     microbatches: int,
@@ -110,7 +110,7 @@ def greedy(
         if splits and cap is not None and cap < least_cap(costs, placement):
             continue  # with much recompute an I leaves more than fits, where a full backward leaves nothing
         lines = _lines_for(placement, microbatches, "I" if splits else "B")
-        options = [None, *(line for line in lines if fits(line, costs, placement, cap))]
+        options = [None, *(line for line in lines if fits_cap(line, costs, placement, cap))]
         found += [
             list_schedule(
                 "greedy", costs, placement, microbatches, cap=cap, split=splits, patience=patience, lines=option
@@ -243,7 +243,7 @@ def _wave_schedule(name: str, memory: Callable[[int], int]) -> Callable[[int, in
         lines = next(
             lines
             for block in BUILDING_BLOCKS
-            if fits(lines := _wave(ranks, microbatches, block, "I"), costs, placement, cap)
+            if fits_cap(lines := _wave(ranks, microbatches, block, "I"), costs, placement, cap)
         )
         return _fill(name, placement, microbatches, lines, cap)
 
@@ -325,14 +325,14 @@ def _within(action: Action, microbatches: int) -> tuple[Action, ...]:
 
 
 TEMPLATES = {
-    "gpipe": Template(_gpipe, "loop", (1,), splits=False),
-    "1f1b": Template(_one_forward_one_backward, "loop", (1,), splits=False),
-    "interleaved": Template(_interleaved, "loop", None, splits=False, groups=True),
-    "zb_h1": Template(_zero_bubble("zb_h1", 1), "loop", (1,), splits=True),
-    "zb_h2": Template(_zero_bubble("zb_h2", 2), "loop", (1,), splits=True),
-    "zb_v": Template(_wave_schedule("zb_v", lambda ranks: ranks), "v", (2,), splits=True),
-    "v_half": Template(_wave_schedule("v_half", lambda ranks: (ranks + 2) // 2), "v", (2,), splits=True),
-    "v_min": Template(_wave_schedule("v_min", lambda ranks: (ranks + 4) // 3), "v", (2,), splits=True),
-    "dualpipe_v": Template(_dualpipe_v, "v", (2,), splits=True),
+    "gpipe": ScheduleTemplate(_gpipe, "loop", (1,), splits=False),
+    "1f1b": ScheduleTemplate(_one_forward_one_backward, "loop", (1,), splits=False),
+    "interleaved": ScheduleTemplate(_interleaved, "loop", None, splits=False, groups=True),
+    "zb_h1": ScheduleTemplate(_zero_bubble("zb_h1", 1), "loop", (1,), splits=True),
+    "zb_h2": ScheduleTemplate(_zero_bubble("zb_h2", 2), "loop", (1,), splits=True),
+    "zb_v": ScheduleTemplate(_wave_schedule("zb_v", lambda ranks: ranks), "v", (2,), splits=True),
+    "v_half": ScheduleTemplate(_wave_schedule("v_half", lambda ranks: (ranks + 2) // 2), "v", (2,), splits=True),
+    "v_min": ScheduleTemplate(_wave_schedule("v_min", lambda ranks: (ranks + 4) // 3), "v", (2,), splits=True),
+    "dualpipe_v": ScheduleTemplate(_dualpipe_v, "v", (2,), splits=True),
 }
 """By the value of `parallel.pipeline.schedule`."""

@@ -13,17 +13,17 @@ from typing import Any
 
 from trainer.config import ConfigError
 from trainer.planning.schedules.ir import COMPUTE, parse_action
-from trainer.planning.schedules.simulate import Span
+from trainer.planning.schedules.simulate import ActionSpan
 from trainer.util.files import write_atomic
-from trainer.util.reading import brief, parse_json, read_bytes
+from trainer.util.reading import parse_json, read_bytes, shorten_foreign
 
 LONGEST = 1e9
 """Seconds, some thirty years: no step is longer, and no sum of such numbers is infinite."""
 
-Timeline = Sequence[Sequence[Span]]
+Timeline = Sequence[Sequence[ActionSpan]]
 
 
-def idle(spans: Iterable[Span], makespan: float) -> list[tuple[float, float]]:
+def idle_gaps(spans: Iterable[ActionSpan], makespan: float) -> list[tuple[float, float]]:
     """The gaps (start, length) between the computations of one rank, from 0 to `makespan`."""
     gaps, done = [], 0.0
     computed = [(start, end) for action, start, end in spans if action.parts or action.kind in COMPUTE]
@@ -34,14 +34,14 @@ def idle(spans: Iterable[Span], makespan: float) -> list[tuple[float, float]]:
     return gaps
 
 
-def measure(ranks: Timeline, makespan: float | None = None) -> tuple[float, float, tuple[float, ...]]:
+def measure_timeline(ranks: Timeline, makespan: float | None = None) -> tuple[float, float, tuple[float, ...]]:
     """A timeline's makespan in seconds (at least `makespan`), its bubble (the mean over ranks), and each rank's bubble.
 
     Bubbles are shares of the makespan, 0 to 1.
     """
     makespan = max([makespan or 0.0, *(span.end for spans in ranks for span in spans)])
     bubbles = tuple(
-        sum(length for _, length in idle(spans, makespan)) / makespan if makespan else 0.0 for spans in ranks
+        sum(length for _, length in idle_gaps(spans, makespan)) / makespan if makespan else 0.0 for spans in ranks
     )
     return makespan, sum(bubbles) / len(bubbles) if bubbles else 0.0, bubbles
 
@@ -51,7 +51,7 @@ def write_timeline(path: Path, ranks: Timeline, makespan: float | None = None) -
 
     Raises `OSError` when the file cannot be written.
     """
-    makespan, bubble, _ = measure(ranks, makespan)
+    makespan, bubble, _ = measure_timeline(ranks, makespan)
     rows = [
         json.dumps(
             [{"action": str(action), "start": start, "end": end} for action, start, end in spans], allow_nan=False
@@ -63,7 +63,7 @@ def write_timeline(path: Path, ranks: Timeline, makespan: float | None = None) -
     write_atomic(path, f'{{{numbers}, "ranks": [\n' + ",\n".join(rows) + "\n]}\n")
 
 
-def read_timeline(path: Path) -> tuple[tuple[tuple[Span, ...], ...], float]:
+def read_timeline(path: Path) -> tuple[tuple[tuple[ActionSpan, ...], ...], float]:
     """The timeline that `write_timeline` wrote, and its makespan. Raises `ConfigError` naming the file and what is
     wrong."""
     try:
@@ -79,17 +79,17 @@ def read_timeline(path: Path) -> tuple[tuple[tuple[Span, ...], ...], float]:
         tuple(_span(entry, f"{path}, rank {rank}, action {position}") for position, entry in enumerate(row))
         for rank, row in enumerate(rows)
     )
-    makespan, last = content.get("makespan"), measure(ranks)[0]
+    makespan, last = content.get("makespan"), measure_timeline(ranks)[0]
     if not isinstance(makespan, (int, float)) or not last <= makespan < LONGEST:
         raise ConfigError(
-            f"{path}: makespan {brief(makespan)}, but the last action ends at {last}; the file is damaged"
+            f"{path}: makespan {shorten_foreign(makespan)}, but the last action ends at {last}; the file is damaged"
         )
     return ranks, makespan
 
 
-def _span(entry: Any, where: str) -> Span:
+def _span(entry: Any, where: str) -> ActionSpan:
     try:
-        span = Span(parse_action(entry["action"]), float(entry["start"]), float(entry["end"]))
+        span = ActionSpan(parse_action(entry["action"]), float(entry["start"]), float(entry["end"]))
     except (ConfigError, AttributeError, KeyError, TypeError, ValueError, OverflowError):
         raise ConfigError(f"{where}: no action with start and end; the file is damaged") from None
     if not -LONGEST < span.start <= span.end < LONGEST:  # clocks of ranks may put a start before 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from trainer.planning.schedules.ir import COMPUTE, SHOWN, Action, Schedule, split_overlaps
-from trainer.planning.schedules.lower import lower_all, replay
+from trainer.planning.schedules.ir import COMPUTE, MAX_PROBLEMS, Action, Schedule, split_overlaps
+from trainer.planning.schedules.lower import find_blocked_ranks, lower_all
 
 
 def peak_activations(schedule: Schedule) -> tuple[float, ...]:
@@ -16,11 +16,11 @@ def peak_activations(schedule: Schedule) -> tuple[float, ...]:
     return tuple(
         max(held, default=0) / max(1, schedule.placement.count(rank))
         for rank, order in enumerate(schedule.orders)
-        for held in [[count for _, _, count in _held(order)]]
+        for held in [[count for _, _, count in _activation_counts(order)]]
     )
 
 
-def _held(order: tuple[Action, ...]) -> Iterator[tuple[int, Action, int]]:
+def _activation_counts(order: tuple[Action, ...]) -> Iterator[tuple[int, Action, int]]:
     """After each action: its index in the order, the action, and how many stage activations are then held."""
     count = 0
     for index, whole in enumerate(order):
@@ -29,7 +29,7 @@ def _held(order: tuple[Action, ...]) -> Iterator[tuple[int, Action, int]]:
             yield index, whole, count
 
 
-def validate(schedule: Schedule, cap: float | None = None, trains: bool = True) -> list[str]:
+def validate_schedule(schedule: Schedule, cap: float | None = None, trains: bool = True) -> list[str]:
     """Everything that keeps the schedule from running, one sentence each; empty for a schedule that runs.
 
     A schedule runs if all stages are placed on ranks; if each stage computes F, I and W (or B) of each micro-batch
@@ -44,7 +44,12 @@ def validate(schedule: Schedule, cap: float | None = None, trains: bool = True) 
         for rank, order in enumerate(schedule.orders):
             share = schedule.placement.count(rank)
             above = next(
-                ((index, action, count) for index, action, count in _held(order) if count > cap * share + 1e-9), None
+                (
+                    (index, action, count)
+                    for index, action, count in _activation_counts(order)
+                    if count > cap * share + 1e-9
+                ),
+                None,
             )
             if above:
                 problems.append(
@@ -98,16 +103,16 @@ def _miscounted(schedule: Schedule, trains: bool) -> Iterator[str]:
     for stage, rank in enumerate(schedule.placement):
         for kind in "FIW" if trains else "F":
             absent = (f"{stage}{kind}{m}" for m in range(schedule.microbatches) if (kind, stage, m) not in did)
-            missing = list(itertools.islice(absent, SHOWN + 1))
+            missing = list(itertools.islice(absent, MAX_PROBLEMS + 1))
             if missing and 0 <= rank < schedule.ranks:
-                names = ", ".join(missing[:SHOWN]) + (" and more" if len(missing) > SHOWN else "")
+                names = ", ".join(missing[:MAX_PROBLEMS]) + (" and more" if len(missing) > MAX_PROBLEMS else "")
                 yield f"rank {rank}, end of its {len(schedule.orders[rank])} actions: {names} never computed"
 
 
 def _stuck(schedule: Schedule) -> list[str]:
     programs = lower_all(schedule)
     problems = []
-    for rank, position in replay(programs, schedule.placement).items():
+    for rank, position in find_blocked_ranks(programs, schedule.placement).items():
         action = programs[rank][position]
         done = sum(earlier.kind in COMPUTE for earlier in programs[rank][:position])
         order = schedule.orders[rank]
