@@ -20,7 +20,7 @@ from specs import read_spec
 from trainer.config.model import ModelSpec
 from trainer.generate.placed import ShardedModel
 from trainer.generate.sampling import SamplingOptions, generate_tokens
-from trainer.hf import export
+from trainer.hf import export_model
 from trainer.model.initial import initialize_model
 from trainer.model.transformer import Transformer
 from trainer.parallel.parallelize import keep_buffers
@@ -81,7 +81,7 @@ def exported(spec: ModelSpec, model: Transformer) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
     with tempfile.TemporaryDirectory() as folder:
-        export(spec, dict(model.named_parameters()), folder, torch.float32)
+        export_model(spec, dict(model.named_parameters()), folder, torch.float32)
         return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False).eval()
 
 

@@ -17,7 +17,7 @@ from trainer.checkpointing.saved import SavedModel, open_saved
 from trainer.config import ConfigError
 from trainer.config.fields import option
 from trainer.config.options import WEIGHTS, run_command
-from trainer.hf import export
+from trainer.hf import export_model
 from trainer.precision.dtypes import DTYPES
 from trainer.util import tables
 from trainer.util.extras import requires_extra
@@ -119,7 +119,7 @@ def export_checkpoint(saved: SavedModel, options: EvalOptions) -> Path:
     names = [saved.path.name, read_digest(saved.path)[:12], options.dtype, *(["ema"] * (options.weights == "ema"))]
     folder = saved.run / "exports" / "-".join(names)
     if not folder.exists():
-        export(saved.spec, saved.tensor, folder, DTYPES[options.dtype], saved.tokenizer)
+        export_model(saved.spec, saved.tensor, folder, DTYPES[options.dtype], saved.tokenizer)
     return folder
 
 

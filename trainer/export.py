@@ -9,7 +9,7 @@ from trainer.checkpointing.saved import open_saved
 from trainer.config.fields import option
 from trainer.config.imports import import_modules
 from trainer.config.options import WEIGHTS, run_command
-from trainer.hf import export
+from trainer.hf import export_model
 from trainer.precision.dtypes import DTYPES
 
 WORDS = ("checkpoint", "out")
@@ -30,7 +30,7 @@ class ExportOptions:
 def run(options: ExportOptions) -> None:
     import_modules(options.imports)
     saved = open_saved(options.checkpoint, options.weights)
-    export(saved.spec, saved.tensor, options.out, DTYPES[options.dtype], saved.tokenizer)
+    export_model(saved.spec, saved.tensor, options.out, DTYPES[options.dtype], saved.tokenizer)
     rounded = "" if options.dtype == "fp32" else " (dtype=fp32 keeps them as trained)"
     print(f"{options.out}: weights in {options.dtype}{rounded}")
 

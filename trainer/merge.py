@@ -16,7 +16,7 @@ from trainer.config.fields import option
 from trainer.config.model import ModelSpec
 from trainer.config.options import run_command
 from trainer.config.typed import flatten_values
-from trainer.hf import export
+from trainer.hf import export_model
 from trainer.precision.dtypes import DTYPES
 
 UNTRAINED_FIELDS = ("name", "init", "attention", "feed_forward", "pattern", "overrides")
@@ -56,7 +56,7 @@ def run(options: MergeOptions) -> None:
             value.add_(model.tensor(name).float(), alpha=share / total)
         return value
 
-    export(models[0].spec, merged, options.out, DTYPES[options.dtype], models[0].tokenizer)
+    export_model(models[0].spec, merged, options.out, DTYPES[options.dtype], models[0].tokenizer)
     print(options.out)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from trainer.config import ConfigError
 from trainer.config.model import ModelSpec, RopeSpec
 from trainer.config.typed import flatten_values
-from trainer.hf import HFWeights, export, spec_from_hf
+from trainer.hf import HFWeights, export_model, spec_from_hf
 from trainer.hf.agreement import find_disagreement
 from trainer.hf.config import ROPE_NAMES, config_from_spec, first_difference, spec_from_config
 from trainer.hf.families import ACTIVATIONS, FAMILIES
@@ -111,7 +111,7 @@ def exported(spec: ModelSpec, folder: Path) -> torch.nn.Module:
     """What transformers makes of an export."""
     model = Transformer(spec)
     fill_parameters(model, weight)
-    export(spec, dict(model.named_parameters()), folder, torch.float32)
+    export_model(spec, dict(model.named_parameters()), folder, torch.float32)
     return opened(folder)
 
 

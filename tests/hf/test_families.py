@@ -13,7 +13,7 @@ from torch import Tensor
 from trainer.config import ConfigError
 from trainer.config.model import ModelSpec, RopeSpec
 from trainer.data.tokenizer import load_tokenizer
-from trainer.hf import HFWeights, export, spec_from_hf
+from trainer.hf import HFWeights, export_model, spec_from_hf
 from trainer.hf.config import config_from_spec, first_difference, spec_from_config
 from trainer.hf.families import FAMILIES
 from trainer.model.axes import parameter_infos
@@ -224,7 +224,7 @@ def test_parity_and_round_trip(case: str, tmp_path: Path) -> None:
             assert close(parameter.grad, expected), name
 
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    export(model.spec, weights, tmp_path / "out", torch.float32, shard_size=20_000 if "tied" in case else "5GB")
+    export_model(model.spec, weights, tmp_path / "out", torch.float32, shard_size=20_000 if "tied" in case else "5GB")
     opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
     assert type(opened) is type(reference)
     assert close(their_logits(opened, tokens), logits.detach())
@@ -307,7 +307,7 @@ def test_half_precision_export(tmp_path: Path) -> None:
     spec.feed_forward.width = 40
     model = Transformer(spec)
     initialize_model(model, spec, 0, torch.device("cpu"))
-    export(spec, dict(model.named_parameters()), tmp_path / "out", torch.bfloat16)
+    export_model(spec, dict(model.named_parameters()), tmp_path / "out", torch.bfloat16)
     opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert opened.dtype is torch.bfloat16 and opened.generation_config.eos_token_id is None
     weight = model.layers["1"].attention.q.weight
@@ -454,7 +454,7 @@ def test_a_spec_that_a_family_cannot_express_is_not_exported(tmp_path: Path, cha
     spec = ModelSpec(vocab_size=VOCAB, width=32, depth=2)
     change(spec)
     with pytest.raises(ConfigError) as caught:
-        export(spec, {}, tmp_path / "out")
+        export_model(spec, {}, tmp_path / "out")
     assert all(word in str(caught.value) for word in words), caught.value
     assert not (tmp_path / "out").exists()
 
@@ -462,4 +462,4 @@ def test_a_spec_that_a_family_cannot_express_is_not_exported(tmp_path: Path, cha
 def test_export_does_not_write_over_a_folder(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match="not empty"):
-        export(ModelSpec(), {}, tmp_path)
+        export_model(ModelSpec(), {}, tmp_path)

@@ -19,7 +19,7 @@ from trainer.config import ConfigError
 from trainer.config.schema import CorpusConfig
 from trainer.data.documents import find_files, load_hub
 from trainer.data.tokenizer import byte_tokenizer, load_tokenizer
-from trainer.hf import HFWeights, export, spec_from_hf
+from trainer.hf import HFWeights, export_model, spec_from_hf
 from trainer.hf.tokenizer import FILE, NEVER_OPENED
 from trainer.planning.cost.parameters import declare_parameters
 
@@ -149,7 +149,7 @@ def hub(tmp_path: Path, folder: Path) -> Path:
 def model(tmp_path, folder) -> Path:
     """A tiny model and its tokenizer in one folder."""
     tensors = {name: torch.ones(info.shape) for name, info in declare_parameters(SPEC).items()}
-    export(SPEC, tensors, tmp_path / "model", torch.float32, tokenizer=folder, shard_size=40_000)
+    export_model(SPEC, tensors, tmp_path / "model", torch.float32, tokenizer=folder, shard_size=40_000)
     return tmp_path / "model"
 
 
@@ -191,7 +191,7 @@ def test_every_file_of_a_model_that_leads_out_is_refused(model, tmp_path):
             with pytest.raises(ConfigError, match=rf"{re.escape(path.name)} is a link out of its folder"):
                 read(model)
         with pytest.raises(ConfigError, match="is a link out of its folder"):
-            export(spec, {}, tmp_path / "out", tokenizer=model)
+            export_model(spec, {}, tmp_path / "out", tokenizer=model)
         path.unlink()
         outside.rename(path)
     templates = model / "additional_chat_templates"

@@ -7,7 +7,7 @@ from typing import Any
 
 _HOMES = {
     "HFWeights": "trainer.hf.weights",
-    "export": "trainer.hf.folder",
+    "export_model": "trainer.hf.folder",
     "model_from_hf": "trainer.hf.folder",
     "spec_from_hf": "trainer.hf.folder",
 }
