@@ -43,10 +43,10 @@ class KernelBuffers(SymmetricBuffers):
 
     region: Any = None
 
-    def grow(self, half: int, flags: int, device: torch.device) -> None:
+    def grow(self, half: int, count: int, device: torch.device) -> None:
         from trainer.kernels.exchange import SymmetricRegion
 
-        super().grow(half, flags, device)
+        super().grow(half, count, device)
         self.tables = [
             torch.tensor([address + offset for address in self.shared.addresses], device=device)
             for offset in (0, self.bytes)
