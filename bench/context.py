@@ -30,23 +30,22 @@ import torch.distributed as dist
 import yaml
 from torch import Tensor
 
-from trainer.checkpointing.activation import apply_recompute
 from trainer.config import ActivationConfig, Config
 from trainer.config.model import ModelSpec, assign_fields
 from trainer.distributed.collectives import TensorGroup
-from trainer.distributed.world import World, join_world, local_device
-from trainer.model.attention import causal_attention, document_starts, first_seen, kernel_priority, mask_of
-from trainer.model.block_mask import block_mask
-from trainer.model.context import ContextGroup
+from trainer.distributed.mesh import World, join_world, local_device
+from trainer.model.attention import block_mask, causal_attention, document_starts, first_seen, kernel_priority, mask_of
+from trainer.model.context_attention import ContextGroup
 from trainer.model.initial import fill_parameters, initial_weights
 from trainer.model.transformer import Transformer
-from trainer.parallel.context import share_sequences
-from trainer.planning.context import context_traffic
+from trainer.parallel.context.apply import share_sequences
+from trainer.parallel.context.plan import context_traffic
+from trainer.parallel.recompute import apply_recompute
 from trainer.planning.cost.layers import ATTENTION_BACKWARD, model_work
 from trainer.planning.cost.masks import block_size
 from trainer.planning.cost.parameters import layer_specs
 from trainer.planning.estimate.hardware import load_hardware
-from trainer.planning.estimate.pace import link_bandwidth
+from trainer.planning.estimate.throughput import link_bandwidth
 from trainer.planning.plan import Plan, resolve_plan
 
 WAYS = {  # method, order, groups of heads

@@ -19,7 +19,7 @@ from trainer.config import ActivationConfig
 from trainer.config.model import ModelSpec, assign_fields
 from trainer.planning.cost.flops import flops_per_token, parameter_counts
 from trainer.planning.cost.layers import layer_costs
-from trainer.planning.cost.stages import LayerCosts, StageCosts
+from trainer.planning.schedules.costs import LayerCosts, StageCosts
 from trainer.planning.schedules.partition import partition_layers
 from trainer.planning.schedules.simulate import Simulation, simulate_schedule
 from trainer.planning.schedules.templates import build_schedule

@@ -18,8 +18,8 @@ import torch
 from specs import read_spec
 
 from trainer.config.model import ModelSpec
-from trainer.generate.placed import ShardedModel
 from trainer.generate.sampling import SamplingOptions, generate_tokens
+from trainer.generate.sharded_model import ShardedModel
 from trainer.hf import export_model
 from trainer.model.initial import initialize_model
 from trainer.model.transformer import Transformer

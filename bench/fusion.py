@@ -33,9 +33,9 @@ from torch import Tensor
 
 from trainer.config import ConfigError, RunConfig
 from trainer.distributed.collectives import TensorGroup
-from trainer.distributed.copied import CopyEngineGroup, PendingGather, copy_stream
-from trainer.distributed.fused import FusedKernelGroup
-from trainer.distributed.world import World, join_world, local_device
+from trainer.distributed.copy_engine import CopyEngineGroup, PendingGather, copy_stream
+from trainer.distributed.fused_kernels import FusedKernelGroup
+from trainer.distributed.mesh import World, join_world, local_device
 from trainer.precision.products import GEMMRole, matmul, matmul_into
 
 OUTPUT = GEMMRole.OUTPUT

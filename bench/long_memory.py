@@ -31,8 +31,8 @@ import yaml
 
 from trainer.config import Config
 from trainer.config.model import ModelSpec
+from trainer.distributed.mesh import World, join_world, local_device
 from trainer.distributed.tensors import local_values
-from trainer.distributed.world import World, join_world, local_device
 from trainer.model.attention import kernel_priority
 from trainer.planning.cost.flops import flops_per_token
 from trainer.planning.cost.memory import state_bytes

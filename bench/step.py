@@ -29,16 +29,15 @@ from torch._dynamo.utils import counters
 
 from trainer.config import Config
 from trainer.data.batches import MicroBatch
-from trainer.distributed.world import join_world, local_device
+from trainer.distributed.mesh import join_world, local_device
 from trainer.model.attention import kernel_priority
-from trainer.planning.batch import BatchPlan
+from trainer.parallel.pipeline.plan import PipelinePlan, resolve_pipeline
 from trainer.planning.cost import flops as cost
 from trainer.planning.cost.devices import peak_flops
-from trainer.planning.pipeline import PipelinePlan, resolve_pipeline
-from trainer.planning.plan import node_size, resolve_plan
+from trainer.planning.plan import BatchPlan, node_size, resolve_plan
 from trainer.planning.resolve import Layout
-from trainer.training.auto_schedule import AutoSchedule
-from trainer.training.recorded import CUDAGraphStep
+from trainer.training.auto import AutoSchedule
+from trainer.training.cuda_graph import CUDAGraphStep
 from trainer.training.room import AutoSettings, free_memory
 from trainer.training.session import memory_of
 from trainer.training.state import TrainState

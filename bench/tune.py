@@ -38,7 +38,7 @@ import torch.distributed as dist
 from specs import read_spec
 
 from trainer.config import Config
-from trainer.distributed.world import World, join_world, local_device
+from trainer.distributed.mesh import World, join_world, local_device
 from trainer.model.attention import kernel_priority
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.training.state import TrainState

@@ -25,20 +25,19 @@ from omegaconf import OmegaConf
 from trainer.config import ConfigError, SourceConfig, TypePolicy, typed
 from trainer.config.hardware import HardwareConfig
 from trainer.config.model import ModelSpec
-from trainer.diagnosis.account import AXES, TERMS
-from trainer.diagnosis.limits import Thresholds
+from trainer.diagnosis.rules import Thresholds
+from trainer.diagnosis.time_breakdown import AXES, TERMS
 from trainer.observe.metrics import EVALUATION, METRICS, STEP
+from trainer.parallel.zero.deepspeed_plan import OWN, DeepSpeedKey
 from trainer.planning.cost.flops import parameter_counts
-from trainer.planning.cost.stages import StageCosts
-from trainer.planning.deepspeed import OWN, DeepSpeedKey
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.sequence import describe_measures
 from trainer.planning.estimate.step import GIB, StepEstimate, estimate_step
-from trainer.planning.resolve import check_config, resolve_layout
+from trainer.planning.plan_overrides import compose_variant
+from trainer.planning.resolve import check_config, communication_summary, resolve_layout
+from trainer.planning.schedules.costs import StageCosts
 from trainer.planning.schedules.simulate import Simulation, simulate_schedule
 from trainer.planning.schedules.templates import TEMPLATES, build_greedy, build_schedule
-from trainer.planning.variants import compose_variant
-from trainer.planning.ways import communication_summary
 from trainer.sweep.plan import SweepConfig
 from trainer.util import exit_codes as codes
 from trainer.util import tables

@@ -81,7 +81,14 @@ def graph() -> dict[str, list[str]]:
 def room(module: str) -> str:
     """The room that a module of the project stands in; empty for the files at the top."""
     parts = module.split(".")
+    if is_plan(module):
+        return "planning"
     return parts[1] if len(parts) > 2 or (PACKAGE / parts[-1]).is_dir() and len(parts) > 1 else ""
+
+
+def is_plan(module: str) -> bool:
+    """Whether a module is the pure half of a feature of `parallel/`: it decides, and its neighbours do."""
+    return module.startswith("trainer.parallel.") and module.endswith("plan")
 
 
 def ours(module: str) -> bool:

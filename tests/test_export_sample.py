@@ -13,12 +13,12 @@ from support.launch import warm_python
 
 from trainer import export, sample
 from trainer.checkpointing.checkpointer import Checkpointer
-from trainer.checkpointing.saved import open_saved
+from trainer.checkpointing.loading import open_saved
 from trainer.command import main as trainer_main
 from trainer.config import CheckpointConfig
 from trainer.config.model import ModelSpec
 from trainer.data.tokenizer import byte_tokenizer
-from trainer.generate.placed import place_saved
+from trainer.generate.sharded_model import place_saved
 from trainer.model.cache import BLOCK
 from trainer.model.initial import initialize_model
 from trainer.model.rotary import Rotary

@@ -21,8 +21,8 @@ import torch.distributed
 PACKAGE = Path(__file__).parents[1] / "trainer"
 
 C10D = ("distributed/c10d_internals.py",)
-FSDP = ("parallel/fsdp_internals.py",)
-DEEPSPEED = ("parallel/deepspeed/base.py", "parallel/deepspeed/engine.py")
+FSDP = ("parallel/zero/fsdp_internals.py",)
+DEEPSPEED = ("parallel/zero/deepspeed_base.py", "parallel/zero/deepspeed_engine.py")
 FULLY_SHARD = "torch/distributed/fsdp/_fully_shard"
 ZERO = "deepspeed/runtime"
 
@@ -41,13 +41,13 @@ class Private(NamedTuple):
 PRIVATE = [
     Private(
         "_internal",
-        ("config/user_files.py", "config/loader.py"),
+        ("config/compose.py", "config/compose.py"),
         "hydra",
         "Hydra's own reader of files, behind a look at what they hold; its loader, without Hydra's own settings",
     ),
     Private(
         "_parse_overrides_and_create_caching_repo _compose_config_from_defaults_list _apply_overrides_to_config",
-        ("config/loader.py",),
+        ("config/compose.py",),
         "hydra._internal.config_loader_impl.ConfigLoaderImpl",
         "a composition without Hydra's own settings",
     ),
@@ -65,13 +65,13 @@ PRIVATE = [
     Private("_threads _devices", C10D, "torch._C._distributed_c10d.ProcessGroupGloo._Options", "the same"),
     Private(
         "_c10d_functional",
-        ("distributed/collectives.py", "checkpointing/activation.py"),
+        ("distributed/collectives.py", "parallel/recompute.py"),
         "torch.ops",
         "collectives that the compiler sees",
     ),
     Private(
         "_make_subclass",
-        ("model/plain_attention.py",),
+        ("model/attention.py",),
         "torch.Tensor",
         "a CausalBias without its memory, which its own constructor takes",
     ),
@@ -82,7 +82,7 @@ PRIVATE = [
         "memory that GPUs read and write directly",
     ),
     Private(
-        "_flatten", ("distributed/world.py", DEEPSPEED[1]), "torch.distributed.device_mesh.DeviceMesh", "joint axes"
+        "_flatten", ("distributed/mesh.py", DEEPSPEED[1]), "torch.distributed.device_mesh.DeviceMesh", "joint axes"
     ),
     Private(
         "_StridedShard",
@@ -132,22 +132,22 @@ PRIVATE = [
     ),
     Private(
         "_scaled_dot_product_flash_attention",
-        ("model/plain_attention.py",),
+        ("model/attention.py",),
         "torch",
         "causal attention from the lower right in what is compiled",
     ),
     Private(
-        "_foreach_copy_", ("parallel/gradients.py", "distributed/shards.py"), "torch", "one kernel for many tensors"
+        "_foreach_copy_", ("parallel/tensor.py", "parallel/zero/copy_engine.py"), "torch", "one kernel for many tensors"
     ),
     Private(
         "_functorch _inductor _dynamo",
-        ("parallel/parallelize.py", "checkpointing/activation.py", "model/compiled.py"),
+        ("parallel/parallelize.py", "parallel/recompute.py", "model/compiled.py"),
         "torch",
         "settings of the compiler",
     ),
     Private(
         "_profiler_enabled",
-        ("distributed/boxes.py", "parallel/pipeline/runtime.py"),
+        ("distributed/symmetric_memory.py", "parallel/pipeline/runtime.py"),
         "torch.autograd",
         "names only where one looks",
     ),

@@ -14,9 +14,9 @@ from rich.console import Console
 from trainer.config import ConfigError
 from trainer.config.options import escape_unprintable
 from trainer.diagnosis import report
-from trainer.diagnosis.account import ACCOUNTS
+from trainer.diagnosis.time_breakdown import ACCOUNTS
 from trainer.diagnosis.verdict import Diagnosis, to_json
-from trainer.observe.examine import diagnose_run
+from trainer.observe.diagnose_run import diagnose_run
 from trainer.util.exit_codes import DONE, FAILED, refuse_config
 from trainer.util.files import write_atomic
 from trainer.util.run_folder import DIAGNOSIS, RUN_FILES

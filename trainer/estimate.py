@@ -19,8 +19,15 @@ from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.plans import rank_plans
 from trainer.planning.estimate.step import StepEstimate, estimate_step, most_certain
 from trainer.planning.plan import resolve_plan
+from trainer.planning.plan_overrides import (
+    build_variant,
+    compose_variant,
+    fit_batch,
+    global_size,
+    plan_list,
+    split_words,
+)
 from trainer.planning.resolve import check_config, resolve_layout
-from trainer.planning.variants import build_variant, compose_variant, fit_batch, global_size, plan_list, split_words
 from trainer.util.exit_codes import DONE, refuse_config
 from trainer.util.files import write_atomic
 

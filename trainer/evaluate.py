@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from trainer.checkpointing.loading import SavedModel, open_saved
 from trainer.checkpointing.manifest import read_digest
-from trainer.checkpointing.saved import SavedModel, open_saved
 from trainer.config import ConfigError
 from trainer.config.fields import option
 from trainer.config.options import WEIGHTS, run_command

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from trainer.checkpointing.saved import open_saved
+from trainer.checkpointing.loading import open_saved
+from trainer.config.compose import import_modules
 from trainer.config.fields import option
-from trainer.config.imports import import_modules
 from trainer.config.options import WEIGHTS, run_command
 from trainer.hf import export_model
 from trainer.precision.dtypes import DTYPES

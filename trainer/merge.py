@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trainer.checkpointing.saved import SavedModel, open_saved
+from trainer.checkpointing.loading import SavedModel, open_saved
 from trainer.config import ConfigError
 from trainer.config.fields import option
 from trainer.config.model import ModelSpec

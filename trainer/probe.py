@@ -20,8 +20,8 @@ from trainer.config.fields import option
 from trainer.config.options import escape_unprintable, format_usage, parse_options
 from trainer.config.schema import ModelConfig
 from trainer.planning.estimate.hardware import load_hardware
+from trainer.planning.plan_overrides import compose_variant, split_words
 from trainer.planning.resolve import Layout, check_config, resolve_layout
-from trainer.planning.variants import compose_variant, split_words
 from trainer.util.exit_codes import DONE, refuse_config
 from trainer.util.files import write_atomic
 

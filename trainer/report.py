@@ -9,8 +9,7 @@ from pathlib import Path
 
 from trainer.config.fields import option
 from trainer.config.options import run_command
-from trainer.pages.page import write_page
-from trainer.pages.shown import HARDWARE
+from trainer.pages.page import HARDWARE, write_page
 from trainer.util.run_folder import REPORT
 
 WORDS = ("runs",)

@@ -13,9 +13,9 @@ from trainer.config import ConfigError, RunConfig
 from trainer.config.fields import option
 from trainer.config.options import WEIGHTS, run_command
 from trainer.config.typed import out_of_range
-from trainer.generate.terminal import print_continuations, read_prompts
-from trainer.planning.checks import empty_stop
+from trainer.generate.text import print_continuations, read_prompts
 from trainer.planning.plan import nearby_worlds
+from trainer.planning.resolve import empty_stop
 from trainer.util.exit_codes import give_way
 
 WORDS = ("checkpoint",)
@@ -76,12 +76,12 @@ def run(options: SampleOptions) -> None:
     import torch
     import torch.distributed as dist
 
-    from trainer.checkpointing.saved import open_saved
-    from trainer.config.imports import import_modules
+    from trainer.checkpointing.loading import open_saved
+    from trainer.config.compose import import_modules
     from trainer.data.tokenizer import load_tokenizer
-    from trainer.distributed.world import local_device
-    from trainer.generate.placed import place_saved
+    from trainer.distributed.mesh import local_device
     from trainer.generate.sampling import SamplingOptions
+    from trainer.generate.sharded_model import place_saved
 
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device=cuda, but torch sees no GPU; use device=cpu or device=auto")

@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from trainer.util.exit_codes import INTERRUPTED, REFUSED, STALLED, STOPPED, UNFIT
-from trainer.util.processes import child_processes
+from trainer.util.machine import child_processes
 from trainer.util.signals import AT_ONCE, STOPPED_VARIABLE, handled_signals, name_of
 
 REPORTED = (REFUSED, UNFIT, STALLED, STOPPED, INTERRUPTED, *(-number for number in AT_ONCE))

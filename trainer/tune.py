@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from trainer.config import ConfigError
 from trainer.config.fields import option
 from trainer.config.options import escape_unprintable, format_usage, parse_options
-from trainer.planning.variants import split_words
+from trainer.planning.plan_overrides import split_words
 from trainer.tuning.search import search_plans
 from trainer.util.exit_codes import DONE, REFUSED, refuse_config
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from trainer.config import ConfigError
 from trainer.config.fields import option
 from trainer.config.options import run_command
+from trainer.pages.page import HARDWARE, PageRuns
 from trainer.pages.server import start_server
-from trainer.pages.shown import HARDWARE, PageRuns
 
 WORDS = ("runs",)
 """Options that need no key."""

@@ -18,9 +18,9 @@ from support.launch import WORKERS, launch
 from trainer.checkpointing import checkpointer as state
 from trainer.checkpointing import files, manifest
 from trainer.checkpointing.checkpointer import Checkpointer
+from trainer.checkpointing.chunks import assign_writers
 from trainer.checkpointing.loading import load_tensors, read_tensors
 from trainer.checkpointing.manifest import list_checkpoints, read_manifest, step_folder, verify_checkpoint
-from trainer.checkpointing.parts import assign_writers
 from trainer.checkpointing.resume import find_start
 from trainer.checkpointing.retention import find_resume, steps_to_keep
 from trainer.config import CheckpointConfig, ConfigError

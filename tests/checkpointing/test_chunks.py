@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.checkpointing.checkpointer import Checkpointer
-from trainer.checkpointing.chunks import Chunk, StoredTensor
+from trainer.checkpointing.chunks import Chunk, StoredTensor, join_parts
 from trainer.checkpointing.loading import load_tensors
-from trainer.checkpointing.parts import join_parts
 from trainer.config import CheckpointConfig
 from trainer.distributed.tensors import Fragment
 

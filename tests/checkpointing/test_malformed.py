@@ -16,10 +16,8 @@ from support.damage import pickled
 from support.malformed import Case
 from torch import Tensor
 
-from trainer.checkpointing.loading import load_tensors, read_tensors
+from trainer.checkpointing.loading import load_tensors, open_saved, read_launchers, read_states, read_tensors
 from trainer.checkpointing.retention import find_newest, find_resume
-from trainer.checkpointing.saved import open_saved
-from trainer.checkpointing.states import read_launchers, read_states
 from trainer.config import ConfigError
 
 SPEC, TENSORS = malformed.model()

@@ -11,10 +11,10 @@ from support.launch import CAN_COMPILE
 from support.reference import random_batch, tiny_spec
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.checkpointing.activation import apply_recompute, check_recompute
 from trainer.config import ActivationConfig, ConfigError
 from trainer.model.initial import initialize_model
 from trainer.model.transformer import Transformer
+from trainer.parallel.recompute import apply_recompute, check_recompute
 
 needs_compiler = pytest.mark.skipif(not CAN_COMPILE, reason="needs a C++ compiler")
 

@@ -14,8 +14,8 @@ from torch.nn.attention.flex_attention import flex_attention
 import trainer.cluster.device as device
 import trainer.model.attention as attention
 from trainer.config.model import ModelSpec
-from trainer.model.block_mask import block_mask
-from trainer.planning.context import KERNELS
+from trainer.model.attention import block_mask
+from trainer.parallel.context.plan import KERNELS
 from trainer.planning.cost.flops import attention_flops
 from trainer.planning.cost.parameters import layer_specs
 from trainer.planning.documents import DocumentLengths, computed_keys

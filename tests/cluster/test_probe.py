@@ -8,9 +8,9 @@ import pytest
 from support.launch import launch
 
 from trainer import estimate
-from trainer.cluster.links import list_axes
+from trainer.cluster.probe import list_axes
 from trainer.config import ParallelConfig
-from trainer.planning.context import KERNELS
+from trainer.parallel.context.plan import KERNELS
 from trainer.planning.estimate.calibrate import COLLECTIVES
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.plan import resolve_plan
@@ -87,7 +87,7 @@ def test_refusals(words, problem, capsys, monkeypatch):
 )
 def test_groups_and_the_links_between_them(settings, world, node, expected, monkeypatch):
     """The link of a node is measured by all its ranks, that between nodes by one rank of each."""
-    monkeypatch.setattr("trainer.cluster.links.own_group", lambda groups, *_: groups)
+    monkeypatch.setattr("trainer.cluster.probe.own_group", lambda groups, *_: groups)
     parallel = ParallelConfig(**settings)
     parallel.zero.stage = 3
     plan = resolve_plan(parallel, world, None, node)

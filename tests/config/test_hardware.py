@@ -10,7 +10,7 @@ from trainer.config.compose import CONFIGS
 from trainer.config.hardware import build_hardware
 from trainer.config.typed import to_plain
 from trainer.planning.estimate.hardware import load_hardware
-from trainer.planning.estimate.pace import DeviceRates
+from trainer.planning.estimate.throughput import DeviceRates
 
 SHIPPED = sorted(path.stem for path in (CONFIGS / "hardware").glob("*.yaml"))
 

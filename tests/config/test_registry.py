@@ -15,8 +15,8 @@ from support.registries import forgotten, package
 
 from trainer import cli
 from trainer.config import ConfigError, typed
+from trainer.config.compose import import_modules
 from trainer.config.fields import describe_outside
-from trainer.config.imports import import_modules
 from trainer.config.json_schema import json_schema
 from trainer.planning.resolve import compose
 from trainer.sweep.plan import expand_sweep, make_trials

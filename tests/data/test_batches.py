@@ -14,7 +14,7 @@ from trainer.data.batches import BatchLoader, eval_batches
 from trainer.data.corpus import CorpusSide, open_corpus
 from trainer.data.tokens import DataError, TokenSample
 from trainer.model.loss import IGNORE
-from trainer.planning.batch import BatchPlan
+from trainer.planning.plan import BatchPlan
 
 LENGTH = 16
 

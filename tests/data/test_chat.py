@@ -25,7 +25,7 @@ from trainer.data.batches import eval_batches
 from trainer.data.chat import pack_lengths
 from trainer.data.corpus import Corpus, open_corpus
 from trainer.model.loss import IGNORE
-from trainer.planning import checks
+from trainer.planning import resolve
 
 ROWS = conversations(40)
 
@@ -131,7 +131,7 @@ def test_the_template_may_be_a_file_and_stays_with_the_tokenizer(opened, tmp_pat
     for tokenizer in (str(tmp_path / "tokenizer"), "bytes"):
         made = config(tmp_path, 256, tokenizer, chat=SourceConfig("chat", str(tmp_path / "chat.jsonl")))
         made.data.chat_template, made.data.mask_documents = str(tmp_path / "chat.jinja"), True
-        assert not checks.config_problems(made)
+        assert not resolve.config_problems(made)
         open_corpus(made).tokenizer.save(tmp_path / "saved")
         saved = AutoTokenizer.from_pretrained(tmp_path / "saved", trust_remote_code=False)
         assert saved.apply_chat_template(ROWS[0], tokenize=False).startswith("<|im_start|>system\nAnswer.<|im_end|>")
@@ -185,11 +185,11 @@ def test_rows_that_are_no_conversations_stop_or_are_left_out(opened, tmp_path, r
 
 def test_settings_that_contradict_conversations(tmp_path):
     made = config(tmp_path, chat=SourceConfig("chat", "x"))
-    assert "data.sources.chat.kind=chat needs data.mask_documents=true" in "".join(checks.config_problems(made))
+    assert "data.sources.chat.kind=chat needs data.mask_documents=true" in "".join(resolve.config_problems(made))
     made = config(tmp_path, text=SourceConfig("text", "x"))
     made.data.chat_template = "y"
     assert "data.chat_template=y is for conversations, and no corpus has kind=chat" in "".join(
-        checks.config_problems(made)
+        resolve.config_problems(made)
     )
     with pytest.raises(
         ConfigError, match="data.tokenizer=bpe is trained on text, and all of data.sources are token files"

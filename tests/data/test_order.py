@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.order import PERIOD, SampleOrder, interleave_sources, permute_index, source_shares
+from trainer.data.batches import PERIOD, SampleOrder, interleave_sources, permute_index, source_shares
 
 weights = st.lists(st.floats(0.01, 100), min_size=1, max_size=6)
 

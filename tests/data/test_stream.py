@@ -13,7 +13,7 @@ from trainer.data.batches import BatchLoader
 from trainer.data.corpus import open_corpus
 from trainer.data.documents import HubStream, digest_text
 from trainer.data.tokens import DataError
-from trainer.planning.batch import BatchPlan
+from trainer.planning.plan import BatchPlan
 
 LENGTH = 16
 ROWS = texts(300)

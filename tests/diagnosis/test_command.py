@@ -18,14 +18,14 @@ from trainer import diagnose
 from trainer.config import typed
 from trainer.config.compose import CONFIGS
 from trainer.config.synonyms import REMOVED
-from trainer.diagnosis.account import ACCOUNTS
 from trainer.diagnosis.evidence import collect_evidence
+from trainer.diagnosis.time_breakdown import ACCOUNTS
 from trainer.observe.hardware import over_ranks
 from trainer.observe.watchdog import Heartbeat, RankReport
 from trainer.pages.folder import RunFolder
-from trainer.planning.cost.stages import StageCosts
 from trainer.planning.resolve import compose
 from trainer.planning.schedules import ir
+from trainer.planning.schedules.costs import StageCosts
 from trainer.planning.schedules.simulate import simulate_schedule
 from trainer.planning.schedules.templates import build_schedule
 from trainer.planning.schedules.timeline import write_timeline

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.diagnosis.intervals import TimeInterval, class_coverage, first_of, uncovered_gaps
-from trainer.diagnosis.traces import TraceEvent, nest_events
+from trainer.diagnosis.traces import TimeInterval, TraceEvent, class_coverage, first_of, nest_events, uncovered_gaps
 
 WINDOW = TimeInterval(0, 30)
 INTERVALS = st.lists(

@@ -11,7 +11,7 @@ from support.estimates import every_way, lacking
 
 from trainer.config import Config, typed
 from trainer.diagnosis.evidence import RunEvidence, RunMachine
-from trainer.diagnosis.overrides import ALTERNATIVES, FREED, MAX_SUGGESTIONS, Suggestions
+from trainer.diagnosis.suggestions import ALTERNATIVES, FREED, MAX_SUGGESTIONS, Suggestions
 from trainer.planning.cost.devices import peak_flops
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.step import estimate_step

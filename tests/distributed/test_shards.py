@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.kernels import compare_kernels
 from support.launch import launch
 
-from trainer.distributed.shards import split_pieces
+from trainer.parallel.zero.copy_engine import split_pieces
 
 
 @given(st.lists(st.integers(0, 20), max_size=6), st.integers(1, 12))

@@ -37,7 +37,7 @@ from trainer.config.json_schema import json_schema
 from trainer.config.synonyms import REMOVED
 from trainer.observe import metrics
 from trainer.parity import cli as parity
-from trainer.planning import variants
+from trainer.planning import plan_overrides
 from trainer.sweep import plan as sweep
 
 ROOT = Path(__file__).parents[2]
@@ -290,14 +290,16 @@ def module(
         assert capsys.readouterr().out.strip() == output.strip()
     elif name == "trainer.estimate":
         _, _, overrides, config_dir = estimate.parse_arguments(words)
-        assert variants.compose_variant(overrides, config_dir, world, corpus=False)
+        assert plan_overrides.compose_variant(overrides, config_dir, world, corpus=False)
     elif name == "trainer.probe":
         _, overrides, config_dir = probe.parse_arguments(words)
-        assert variants.compose_variant(overrides, config_dir, world, corpus=False)
+        assert plan_overrides.compose_variant(overrides, config_dir, world, corpus=False)
     elif name == "trainer.tune":
         _, _, overrides, config_dir = tune.parse_arguments(words)
         _, common, swept = sweep.expand_sweep(overrides, config_dir)
-        assert all(variants.compose_variant([*common, *values], config_dir, world, corpus=False) for values in swept)
+        assert all(
+            plan_overrides.compose_variant([*common, *values], config_dir, world, corpus=False) for values in swept
+        )
     elif name == "trainer.parity":
         overrides, plans, _, _, config_dir = parity.parse_arguments(words)
         composed(tuple(overrides), world, config_dir)

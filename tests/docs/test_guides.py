@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from trainer.config import synonyms
-from trainer.model.context import ContextGroup
-from trainer.planning.context import ContextPlan
+from trainer.model.context_attention import ContextGroup
+from trainer.parallel.context.plan import ContextPlan
 
 ROOT = Path(__file__).parents[2]
 

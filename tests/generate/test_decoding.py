@@ -13,9 +13,9 @@ from support.variations import small
 from torch import Tensor
 
 from trainer.config.model import ModelSpec, assign_fields
-from trainer.distributed.slots import merge_attention
-from trainer.generate.placed import ShardedModel
+from trainer.distributed.sharded_kv import merge_attention
 from trainer.generate.sampling import SamplingOptions, TokenGenerator, generate_tokens
+from trainer.generate.sharded_model import ShardedModel
 from trainer.hf.families import FAMILIES
 from trainer.model.cache import attend_kv
 from trainer.model.initial import initialize_model

@@ -8,8 +8,8 @@ import pytest
 import torch
 from support.variations import small
 
-from trainer.generate.placed import ShardedModel
 from trainer.generate.sampling import SamplingOptions, TokenGenerator, generate_tokens
+from trainer.generate.sharded_model import ShardedModel
 from trainer.model.cache import BLOCK, KVCache
 from trainer.model.initial import initialize_model
 from trainer.model.transformer import Transformer

@@ -13,8 +13,8 @@ from support.variations import small
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.data.tokenizer import Tokenizer, byte_tokenizer, train_tokenizer
-from trainer.generate.placed import ShardedModel
 from trainer.generate.sampling import SamplingOptions, generate_tokens
+from trainer.generate.sharded_model import ShardedModel
 from trainer.generate.text import TextPiece, TextStream, continue_prompts, generate_text, in_order
 from trainer.model.initial import initialize_model
 from trainer.model.transformer import Transformer

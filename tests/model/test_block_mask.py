@@ -15,13 +15,12 @@ from support.reference import tiny_spec
 from torch.nn.attention.flex_attention import BlockMask
 
 from trainer.distributed.collectives import TensorGroup
-from trainer.model import attention, context
-from trainer.model.attention import first_seen, mask_of
-from trainer.model.block_mask import block_mask, key_tables, query_tables
-from trainer.model.context import ContextGroup, SharedMask
+from trainer.model import attention, context_attention
+from trainer.model.attention import block_mask, first_seen, key_tables, mask_of, query_tables
+from trainer.model.context_attention import ContextGroup, SharedMask
 from trainer.planning.cost import masks
 from trainer.planning.cost.masks import block_size
-from trainer.planning.estimate.attending import mask_bytes_by_layer as masks_of
+from trainer.planning.estimate.attention_bytes import mask_bytes_by_layer as masks_of
 from trainer.planning.estimate.memory import find_peaks
 from trainer.planning.resolve import resolve_layout
 
@@ -121,7 +120,7 @@ def test_memory_of_masks_is_that_of_their_tensors(cp, way, window, packed, micro
     ways = {f"parallel__context__{name}": value for name, value in way.items()}
     config = settings(spec, parallel__cp=cp, **sizes, **ways)
     layout = resolve_layout(config, cp, spec, cp)
-    for place in (attention, context):
+    for place in (attention, context_attention):
         monkeypatch.setattr(place, "mask_of", block_mask)
     documents = (torch.arange(length)[None] // 500).expand(micro, -1).int() if packed else None
     build = attention.build_mask

@@ -8,12 +8,11 @@ import pytest
 import torch
 from support.launch import CAN_COMPILE
 
-from trainer.checkpointing.activation import policy_of
 from trainer.distributed.collectives import TensorGroup
 from trainer.model import compiled
-from trainer.model.attention import causal_attention, compiled_flex, first_seen, mask_of
-from trainer.model.block_mask import block_mask
+from trainer.model.attention import block_mask, causal_attention, compiled_flex, first_seen, mask_of
 from trainer.model.linear import column_parallel
+from trainer.parallel.recompute import policy_of
 from trainer.planning.cost.saved import saved_in
 from trainer.precision.float8 import Float8Multiply
 

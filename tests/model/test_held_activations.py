@@ -11,13 +11,13 @@ from support.estimates import h200, settings, shipped
 from support.launch import CAN_COMPILE
 from torch.profiler import ProfilerActivity, profile
 
-from trainer.checkpointing.activation import apply_recompute
 from trainer.config import ActivationConfig
 from trainer.config.compose import CONFIGS
 from trainer.config.model import ModelSpec, NormSpec, RopeSpec
 from trainer.model.initial import initialize_model
 from trainer.model.transformer import Transformer
 from trainer.parallel.parallelize import compile_layers
+from trainer.parallel.recompute import apply_recompute
 from trainer.planning.cost.layers import layer_costs, left_by_recompute, model_work
 from trainer.planning.cost.saved import saved_in
 from trainer.planning.estimate.memory import find_peaks

@@ -20,15 +20,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from trainer.checkpointing.activation import apply_recompute
 from trainer.config import ActivationConfig
 from trainer.config.model import ModelSpec
 from trainer.distributed.tensors import local_values
 from trainer.model import layers
 from trainer.model.transformer import Transformer
+from trainer.parallel.recompute import apply_recompute
 from trainer.parallel.tensor import shard_model
 from trainer.planning.cost.layers import left_by_recompute, model_work
-from trainer.planning.estimate.pace import RingTimes
+from trainer.planning.estimate.throughput import RingTimes
 from trainer.planning.estimate.timing import time_units
 from trainer.planning.resolve import resolve_layout
 

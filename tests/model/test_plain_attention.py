@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.model.attention import causal_attention
-from trainer.model.plain_attention import (
+from trainer.model.attention import (
     KernelFit,
     attend_causal,
     attend_fitted,
     attend_last_by_flash,
     attend_plain,
+    causal_attention,
     device_capability,
     fit_kernel,
     last_queries,

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from trainer.distributed.collectives import TensorGroup
 from trainer.model.attention import causal_attention
-from trainer.model.context import ContextGroup
-from trainer.model.shared_attention import attend_gathered
-from trainer.planning.context import ContextPlan
+from trainer.model.context_attention import ContextGroup, attend_gathered
+from trainer.parallel.context.plan import ContextPlan
 
 LENGTH, HEADS, KV_HEADS, SIZE = 1024, 2, 2, 32
 CPU = torch.device("cpu")

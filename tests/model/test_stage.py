@@ -14,19 +14,19 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 import trainer
-from trainer.checkpointing.activation import apply_recompute
 from trainer.config import ActivationConfig
 from trainer.config.model import AttentionSpec, FeedForwardSpec, ModelSpec
 from trainer.model.initial import initialize_model
 from trainer.model.layers import ATTENTION, FEED_FORWARD, Layer
 from trainer.model.stage import BlockReport, ReportedOutput, Stage, StageLayer, join_reports, split_report
 from trainer.model.transformer import Transformer
+from trainer.parallel.recompute import apply_recompute
 
 USERS = (
-    "checkpointing/activation.py",
-    "parallel/deepspeed/engine.py",
-    "parallel/fsdp.py",
-    "parallel/fsdp_internals.py",
+    "parallel/recompute.py",
+    "parallel/zero/deepspeed_engine.py",
+    "parallel/zero/fsdp.py",
+    "parallel/zero/fsdp_internals.py",
     "parallel/parallelize.py",
     "parallel/pipeline/timing.py",
     "parallel/tensor.py",

@@ -13,13 +13,13 @@ from support.reference import random_batch, tiny_spec
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from trainer.checkpointing import host
-from trainer.checkpointing.activation import apply_recompute
 from trainer.config import ActivationConfig
 from trainer.config.model import ModelSpec
 from trainer.model.initial import initialize_model
 from trainer.model.linear import DeferredGrads
 from trainer.model.transformer import Transformer
+from trainer.parallel import recompute
+from trainer.parallel.recompute import apply_recompute
 
 CPU = torch.device("cpu")
 SPECS: dict[str, dict[str, Any]] = {
@@ -136,14 +136,14 @@ def test_inputs_leave_the_device_and_come_back_in_time(schedule, monkeypatch):
     """At any time the device has two of them at most, and the host the others; nothing is left at the end."""
     alive: list[weakref.ref] = []
     inputs: list[StorageWeakRef] = []
-    made = host.HostTensor.__init__
+    made = recompute.HostTensor.__init__
 
-    def noted(kept: host.HostTensor, x: Tensor, *arguments: Any) -> None:
+    def noted(kept: recompute.HostTensor, x: Tensor, *arguments: Any) -> None:
         made(kept, x, *arguments)
         alive.append(weakref.ref(kept))
         inputs.append(StorageWeakRef(x.untyped_storage()))
 
-    monkeypatch.setattr(host.HostTensor, "__init__", noted)
+    monkeypatch.setattr(recompute.HostTensor, "__init__", noted)
     spec = tiny_spec(depth=5)
     model = built(spec)
     apply_recompute(model, ActivationConfig(mode="full", tile=8, offload=True))

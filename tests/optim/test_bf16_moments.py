@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config import ConfigError, OptimizerConfig
-from trainer.optim.groups import ParameterPolicy
-from trainer.optim.optimizer import Optimizer
+from trainer.optim.optimizer import Optimizer, ParameterPolicy
 from trainer.planning.cost.updates import DECAYS, SLOWEST_IN_BF16
 from trainer.planning.resolve import compose
 

@@ -12,12 +12,10 @@ from support.registries import forgotten, package
 from torch import nn
 
 from trainer.config import Config, ConfigError, LearningRateConfig, OptimizerConfig, PrecisionConfig, TypePolicy
-from trainer.config.imports import import_modules
+from trainer.config.compose import import_modules
 from trainer.model.axes import parameter_infos
 from trainer.model.transformer import Transformer
-from trainer.optim.groups import ParameterPolicy, parameter_policies
-from trainer.optim.lr_schedule import learning_rate
-from trainer.optim.optimizer import Optimizer
+from trainer.optim.optimizer import Optimizer, ParameterPolicy, learning_rate, parameter_policies
 from trainer.planning.resolve import compose
 from trainer.precision.scaler import GradScaler
 

@@ -22,9 +22,7 @@ from trainer.config import ConfigError
 from trainer.config.compose import CONFIGS
 from trainer.observe import metrics
 from trainer.pages.curves import MetricCurves, MetricPoints, thin_curve
-from trainer.pages.page import SCRIPTS, own_assets, render_page
-from trainer.pages.panels import NOT_DRAWN, arrange_panels
-from trainer.pages.shown import open_folders
+from trainer.pages.page import NOT_DRAWN, SCRIPTS, arrange_panels, open_folders, own_assets, render_page
 from trainer.util import reading
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>'\"{{ 7919 * 7907 }}"

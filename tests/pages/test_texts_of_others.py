@@ -27,8 +27,7 @@ from trainer import diagnose, plot, report
 from trainer.cluster import job
 from trainer.config import ConfigError
 from trainer.observe import metrics
-from trainer.pages.page import content_of, data_of, render_page
-from trainer.pages.shown import open_folders
+from trainer.pages.page import content_of, data_of, open_folders, render_page
 from trainer.sweep import results
 from trainer.util.reading import SURROGATES, Malformed, read_json, read_yaml
 from trainer.util.run_folder import label_runs

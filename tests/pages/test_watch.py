@@ -19,8 +19,8 @@ from support.browser import CHROMIUM, Browser
 from support.runs import step_line, write_metrics, write_run, write_search
 
 from trainer import watch
+from trainer.pages.page import PageRuns
 from trainer.pages.server import PageServer, start_server
-from trainer.pages.shown import PageRuns
 
 
 @contextlib.contextmanager

@@ -38,8 +38,8 @@ from trainer.parallel.compress.codec import (
     uniform_noise,
     unpack_blocks,
 )
+from trainer.parallel.compress.plan import reduction_routes
 from trainer.parallel.compress.reduction import with_chosen_codecs
-from trainer.planning.gradient_comm import reduction_routes
 from trainer.planning.plan import Plan
 from trainer.planning.resolve import check_config
 

@@ -16,10 +16,10 @@ from workers.deepspeed_engine import CASES, CUBES, LEGS, STEPS
 from workers.parallel_runs import run
 
 from trainer.config import Config, ConfigError, ParallelConfig
-from trainer.parallel.deepspeed import import_engine
-from trainer.parallel.deepspeed.config import generate_config
-from trainer.parallel.engine import ENGINES, Engine, load_engine
-from trainer.planning.deepspeed import check_settings
+from trainer.parallel.zero.deepspeed import import_engine
+from trainer.parallel.zero.deepspeed_config import generate_config
+from trainer.parallel.zero.deepspeed_plan import check_settings
+from trainer.parallel.zero.fsdp import ENGINES, Engine, load_engine
 from trainer.planning.plan import check_plan, resolve_plan
 
 
@@ -383,7 +383,7 @@ def test_imported_only_where_it_is_asked_for_and_for_the_device_of_the_run():
             sys.executable,
             "-c",
             "import sys, torch, trainer.training.run, trainer.parity.cli; assert 'deepspeed' not in sys.modules\n"
-            "torch.cuda.is_available = lambda: True\nfrom trainer.parallel.deepspeed import load\nassert "
+            "torch.cuda.is_available = lambda: True\nfrom trainer.parallel.zero.deepspeed import load\nassert "
             "load(torch.device('cpu')).get_accelerator().device_name() == 'cpu'",
         ],
         check=True,

@@ -13,11 +13,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from trainer.config import Config
-from trainer.distributed.world import join_world
+from trainer.distributed.mesh import join_world
 from trainer.parallel.compress.reduction import compression_of
-from trainer.parallel.engine import ENGINES
-from trainer.parallel.fsdp import FSDPSharding
-from trainer.parallel.fsdp_internals import fsdp_units, is_set_up, parameter_group, sharded_sizes
+from trainer.parallel.zero.fsdp import ENGINES, FSDPSharding
+from trainer.parallel.zero.fsdp_internals import fsdp_units, is_set_up, parameter_group, sharded_sizes
 from trainer.planning.plan import resolve_plan
 
 PACKAGE = Path(__file__).parents[2] / "trainer"
@@ -31,7 +30,7 @@ def test_every_engine_that_can_be_asked_for_is_there():
 
 def test_what_carries_a_plan_out_does_not_ask_for_an_engine():
     """Planning may know what an engine cannot do; who trains goes through the table."""
-    allowed = {"config", "planning", "parallel/engine.py", "parallel/deepspeed"}
+    allowed = {"config", "planning", "parallel/zero/fsdp.py", "parallel/deepspeed"}
     named = {
         str(path.relative_to(PACKAGE))
         for path in PACKAGE.rglob("*.py")
@@ -39,7 +38,7 @@ def test_what_carries_a_plan_out_does_not_ask_for_an_engine():
         if isinstance(node, ast.Compare)
         and any(isinstance(part, ast.Constant) and part.value in ENGINES for part in [node.left, *node.comparators])
     }
-    named -= {"diagnosis/overrides.py"}  # advice on what to set, which is planning
+    named -= {"diagnosis/suggestions.py"}  # advice on what to set, which is planning
     assert named and not [path for path in named if not path.startswith(tuple(allowed))]
 
 

@@ -12,9 +12,8 @@ from support.launch import CAN_COMPILE, launch
 from support.reference import settings, tiny_spec
 
 from trainer.config import Config, ConfigError, ParallelConfig
-from trainer.planning.batch import resolve_batch
-from trainer.planning.pipeline import check_pipeline
-from trainer.planning.plan import check_plan, nearby_worlds, resolve_plan
+from trainer.parallel.pipeline.plan import check_pipeline
+from trainer.planning.plan import check_plan, nearby_worlds, resolve_batch, resolve_plan
 from trainer.planning.resolve import check_config
 
 

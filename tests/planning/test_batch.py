@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.config import BatchConfig, ConfigError
-from trainer.planning.batch import MICRO_TOKENS, BatchPlan, resolve_batch
+from trainer.planning.plan import MICRO_TOKENS, BatchPlan, resolve_batch
 
 sizes, lengths, ranks = st.integers(1, 48), st.integers(1, 9000), st.integers(1, 16)
 

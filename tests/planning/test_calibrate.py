@@ -25,7 +25,7 @@ from trainer.planning.estimate.calibrate import (
     truncate_model,
 )
 from trainer.planning.estimate.hardware import hardware_text, load_hardware, shipped_for
-from trainer.planning.estimate.pace import DeviceRates
+from trainer.planning.estimate.throughput import DeviceRates
 
 GIB = 2**30
 SIZES = (2**12, 2**16, 2**20, 2**24, 2**28)

@@ -17,10 +17,9 @@ import trainer
 from trainer.config import Config, ConfigError
 from trainer.config.model import ModelSpec
 from trainer.model.attention import first_seen
-from trainer.model.context import ContextGroup
+from trainer.model.context_attention import ContextGroup
 from trainer.observe.report import describe_context
-from trainer.planning.context import DRAWS, ContextPlan, context_traffic, load_imbalance
-from trainer.planning.context_choice import resolve_context
+from trainer.parallel.context.plan import DRAWS, ContextPlan, context_traffic, load_imbalance, resolve_context
 from trainer.planning.documents import USUAL, draw_documents
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.memory import find_peaks
@@ -29,8 +28,7 @@ from trainer.planning.estimate.report import print_estimate
 from trainer.planning.estimate.step import estimate_step
 from trainer.planning.estimate.timing import time_units
 from trainer.planning.plan import resolve_plan
-from trainer.planning.remarks import collect_warnings
-from trainer.planning.resolve import check_config, resolve_layout
+from trainer.planning.resolve import check_config, collect_warnings, resolve_layout
 
 CPU = torch.device("cpu")
 

@@ -37,7 +37,7 @@ layers = layer_costs(spec, 4096, 1, plan.tp, 4e14, bandwidth=4e10, latency=5e-6,
 choice = search(layers.scaled, plan.pp, 16, 2e12, constant)
 print(len(splits), time.process_time() - started, "torch" in sys.modules)
 """
-"""The search of `parallel.pipeline.schedule=auto`, as `training/auto_schedule.py` calls it."""
+"""The search of `parallel.pipeline.schedule=auto`, as `training/auto.py` calls it."""
 
 SECONDS = 4.0
 """Of processor time, for a search that takes less than one, and takes nine or more where it builds modules."""

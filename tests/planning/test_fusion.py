@@ -9,15 +9,14 @@ from support.estimates import estimated, h200, settings, shipped
 
 from trainer.config import ActivationConfig
 from trainer.planning.cost.layers import model_work, recompute_effect
-from trainer.planning.estimate import fusion as fusion_times
-from trainer.planning.estimate.fusion import OVERLAP_MODELS, TensorGroupLink, layer_passes
+from trainer.planning.estimate import overlap as fusion_times
 from trainer.planning.estimate.hardware import load_hardware
+from trainer.planning.estimate.overlap import OVERLAP_MODELS, TensorGroupLink, layer_passes
 from trainer.planning.estimate.plans import rank_plans
 from trainer.planning.estimate.step import StepEstimate
 from trainer.planning.estimate.timing import time_units
-from trainer.planning.resolve import resolve_layout
-from trainer.planning.variants import compose_variant
-from trainer.planning.ways import communication_table
+from trainer.planning.plan_overrides import compose_variant
+from trainer.planning.resolve import communication_table, resolve_layout
 
 PRODUCTS = {
     # docs/kernels.md, 8,192 tokens, forward: milliseconds of the product and of the collective; how many times as fast

@@ -8,12 +8,10 @@ from support.estimates import h200, settings, shipped
 from support.reference import changed
 
 from trainer.config import Config
-from trainer.model.attention import first_seen
-from trainer.model.block_mask import block_mask
-from trainer.planning.checks import config_problems
+from trainer.model.attention import block_mask, first_seen
 from trainer.planning.documents import DocumentLengths, computed_keys, document_ranges, fit_documents, mean_keys
 from trainer.planning.estimate.timing import time_units
-from trainer.planning.resolve import resolve_layout
+from trainer.planning.resolve import config_problems, resolve_layout
 
 SHORT = DocumentLengths(3000.0, 2000.0)
 

@@ -15,13 +15,13 @@ from support.estimates import estimated, h200, settings, shipped
 from trainer.planning.cost.flops import flops_per_token, parameter_counts
 from trainer.planning.cost.layers import layer_costs
 from trainer.planning.cost.memory import rank_states
-from trainer.planning.estimate.course import build_memory_timeline
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.memory import find_peaks, programs_of
-from trainer.planning.estimate.pace import RingTimes
+from trainer.planning.estimate.memory_timeline import build_memory_timeline
 from trainer.planning.estimate.plans import rank_plans
 from trainer.planning.estimate.seconds import communication_seconds
 from trainer.planning.estimate.step import GIB
+from trainer.planning.estimate.throughput import RingTimes
 from trainer.planning.estimate.timing import time_units
 from trainer.planning.resolve import resolve_layout
 from trainer.planning.schedules.simulate import simulate_schedule

@@ -15,8 +15,8 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from trainer.config import ConfigError
-from trainer.planning.cost.stages import StageCosts
 from trainer.planning.schedules import ir
+from trainer.planning.schedules.costs import StageCosts
 from trainer.planning.schedules.greedy import fits_cap, least_cap, list_schedule
 from trainer.planning.schedules.ir import (
     Action,

@@ -13,15 +13,14 @@ from support.reference import changed
 
 import trainer
 from trainer.config import Config, ConfigError
-from trainer.planning.checks import config_problems
-from trainer.planning.context import ContextPlan, load_imbalance
+from trainer.parallel.context.plan import ContextPlan, load_imbalance
 from trainer.planning.documents import USUAL
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.memory import find_peaks
 from trainer.planning.estimate.plans import rank_plans
 from trainer.planning.estimate.sequence import TILE, MemoryLimit, decide_memory, describe_measures
 from trainer.planning.estimate.step import GIB, estimate_step
-from trainer.planning.resolve import resolve_layout
+from trainer.planning.resolve import config_problems, resolve_layout
 
 DOCS = Path(__file__).parents[2] / "docs"
 OFF = {"loss__tile": 0, "activation__tile": 0, "activation__offload": False}

@@ -15,7 +15,7 @@ from trainer.config import ActivationConfig
 from trainer.config.model import AttentionSpec, FeedForwardSpec, ModelSpec
 from trainer.planning.cost.flops import flops_per_token, seen_keys
 from trainer.planning.cost.layers import layer_costs
-from trainer.planning.cost.stages import LayerCosts, StageCosts
+from trainer.planning.schedules.costs import LayerCosts, StageCosts
 from trainer.planning.schedules.ir import Action, Schedule, parse_action
 from trainer.planning.schedules.simulate import Simulation, activation_change, simulate_schedule
 from trainer.planning.schedules.templates import build_greedy, build_schedule, forward_only, place_stages

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from trainer import plot
 from trainer.config import ConfigError
-from trainer.planning.cost.stages import StageCosts
+from trainer.planning.schedules.costs import StageCosts
 from trainer.planning.schedules.ir import Action, format_schedule
 from trainer.planning.schedules.simulate import ActionSpan, simulate_schedule
 from trainer.planning.schedules.templates import TEMPLATES, build_schedule
 from trainer.planning.schedules.timeline import idle_gaps, measure_timeline, read_timeline, write_timeline
 from trainer.plots import runs, templates
 from trainer.plots import schedule as pictures
-from trainer.plots.files import save_figure
+from trainer.plots.runs import save_figure
 from trainer.plots.schedule import chrome_trace, draw_schedule
 
 PNG = b"\x89PNG\r\n\x1a\n"

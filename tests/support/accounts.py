@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from trainer.diagnosis.account import KernelTotal, TimeBreakdown
+from trainer.diagnosis.time_breakdown import KernelTotal, TimeBreakdown
 
 QUIET = {
     "products": 0.62,

@@ -11,7 +11,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.diagnosis.account import TimeBreakdown, read_breakdowns
+from trainer.diagnosis.time_breakdown import TimeBreakdown, read_breakdowns
 
 RECORDED = Path(__file__).parents[1] / "fixtures" / "accounts.jsonl.xz"
 

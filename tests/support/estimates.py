@@ -18,15 +18,14 @@ from trainer.config.compose import CONFIGS
 from trainer.config.hardware import HardwareConfig
 from trainer.config.model import AttentionSpec, FeedForwardSpec, ModelSpec, NormSpec, assign_fields
 from trainer.diagnosis.evidence import RunEvidence, RunMachine
-from trainer.diagnosis.overrides import ALTERNATIVES, FREED, Suggestions
-from trainer.planning.batch import resolve_batch
+from trainer.diagnosis.suggestions import ALTERNATIVES, FREED, Suggestions
+from trainer.parallel.pipeline.plan import resolve_pipeline
 from trainer.planning.estimate.hardware import load_hardware
-from trainer.planning.estimate.pace import DeviceRates
 from trainer.planning.estimate.seconds import step_seconds
 from trainer.planning.estimate.step import StepEstimate, estimate_step
+from trainer.planning.estimate.throughput import DeviceRates
 from trainer.planning.estimate.timing import REPEATED, time_units
-from trainer.planning.pipeline import resolve_pipeline
-from trainer.planning.plan import build_plan
+from trainer.planning.plan import build_plan, resolve_batch
 from trainer.planning.resolve import Layout, resolve_layout
 
 

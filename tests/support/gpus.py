@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainer.config import RunConfig
 from trainer.distributed.c10d_internals import list_groups
-from trainer.distributed.world import local_device
+from trainer.distributed.mesh import local_device
 
 
 def shared_device() -> torch.device:

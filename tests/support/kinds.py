@@ -25,9 +25,8 @@ from support.runs import DIAGNOSIS, start, write_metrics, write_search
 import trainer
 from trainer.cluster import job
 from trainer.config import ConfigError, SourceConfig, typed
-from trainer.config.compose import CONFIGS
+from trainer.config.compose import CONFIGS, UserFiles
 from trainer.config.model import ModelSpec
-from trainer.config.user_files import UserFiles
 from trainer.data.chat import ChatTemplate, read_template
 from trainer.data.shards import TokeniseJob, read_manifest, write_manifest
 from trainer.data.stream import StreamedSequences
@@ -36,9 +35,9 @@ from trainer.data.text import TextFiles
 from trainer.data.tokenizer import byte_tokenizer, load_tokenizer
 from trainer.data.tokens import TokenWriter, file_digest, open_token_file
 from trainer.diagnose import diagnose_run
-from trainer.diagnosis import account
-from trainer.diagnosis.shortage import MemoryOverride, OOMReport
-from trainer.diagnosis.shortage import read_oom_report as read_shortage
+from trainer.diagnosis import time_breakdown
+from trainer.diagnosis.oom_report import MemoryOverride, OOMReport
+from trainer.diagnosis.oom_report import read_oom_report as read_shortage
 from trainer.diagnosis.traces import read_trace as read_trace
 from trainer.diagnosis.verdict import to_json
 from trainer.evaluate import known_results
@@ -47,8 +46,7 @@ from trainer.hf.config import config_from_spec
 from trainer.observe import metrics
 from trainer.observe.sinks import saved_run_id
 from trainer.observe.watchdog import Heartbeat, RankReport, describe_ranks, parse_heartbeat, read_report
-from trainer.pages.page import content_of, data_of
-from trainer.pages.shown import open_folders
+from trainer.pages.page import content_of, data_of, open_folders
 from trainer.planning.cost.parameters import declare_parameters
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.resolve import resolve_layout
@@ -58,7 +56,7 @@ from trainer.planning.schedules.timeline import read_timeline
 from trainer.planning.schedules.validate import validate_schedule
 from trainer.sweep import results
 from trainer.sweep.plan import Trial
-from trainer.training.auto_schedule import choice_conditions, saved_choice
+from trainer.training.auto import choice_conditions, saved_choice
 from trainer.tuning.study import BEGUN, TuningStudy
 from trainer.util.run_folder import SHORTAGE
 
@@ -266,10 +264,14 @@ def shortage(folder: Path) -> File:
 
 
 def accounts(folder: Path) -> File:
-    kernel = account.KernelTotal("gemm", "products", 2, 0.5, 1e9, None)
+    kernel = time_breakdown.KernelTotal("gemm", "products", 2, 0.5, 1e9, None)
     terms = {"products": 1.0, "communication/data/waiting": 0.5}
-    one = account.TimeBreakdown(0, 3, {"pp": 0}, "cpu", 1.5, terms, {"data": 0.1}, {"data": (1, 2)}, kernels=(kernel,))
-    return written(folder / account.ACCOUNTS, f"{one.dumps()}\n" * 2), lambda: account.read_breakdowns(folder)
+    one = time_breakdown.TimeBreakdown(
+        0, 3, {"pp": 0}, "cpu", 1.5, terms, {"data": 0.1}, {"data": (1, 2)}, kernels=(kernel,)
+    )
+    return written(folder / time_breakdown.ACCOUNTS, f"{one.dumps()}\n" * 2), lambda: time_breakdown.read_breakdowns(
+        folder
+    )
 
 
 def trace(folder: Path) -> File:

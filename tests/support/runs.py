@@ -7,9 +7,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from trainer.diagnosis.account import ACCOUNTS, KernelTotal, TimeBreakdown
+from trainer.diagnosis.time_breakdown import ACCOUNTS, KernelTotal, TimeBreakdown
 from trainer.observe import metrics
-from trainer.planning.cost.stages import StageCosts
+from trainer.planning.schedules.costs import StageCosts
 from trainer.planning.schedules.simulate import simulate_schedule
 from trainer.planning.schedules.templates import build_schedule
 from trainer.planning.schedules.timeline import write_timeline

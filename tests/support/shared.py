@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.distributed.boxes import SymmetricBuffers
-from trainer.distributed.symmetric_memory import SymmetricMemory, allocate_symmetric
+from trainer.distributed.symmetric_memory import SymmetricBuffers, SymmetricMemory, allocate_symmetric
 
 
 def poisoned(size: int, device: torch.device, group: dist.ProcessGroup) -> SymmetricMemory:

@@ -24,7 +24,7 @@ from trainer.config.typed import to_yaml
 from trainer.sweep import main as run_sweep
 from trainer.sweep.plan import expand_sweep, make_trials, name_trials
 from trainer.sweep.results import trial_outcome
-from trainer.util.memory_errors import missing_memory
+from trainer.util.machine import missing_memory
 
 ROOT = Path(__file__).parents[2]
 

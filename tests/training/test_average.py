@@ -12,7 +12,7 @@ from torch import nn
 import trainer
 from trainer.checkpointing.loading import read_tensors
 from trainer.config import ConfigError
-from trainer.optim.average import WeightAverage
+from trainer.optim.optimizer import WeightAverage
 
 DECAY = "optimizer.ema.decay=0.999999"
 

@@ -19,7 +19,7 @@ from trainer.config import ConfigError
 from trainer.distributed.tensors import local_values
 from trainer.observe import metrics
 from trainer.training import trainer as loop
-from trainer.training.ledger import NonFiniteError
+from trainer.training.metrics_tracker import NonFiniteError
 
 STEPS, LIMIT = 14, 3
 

@@ -14,10 +14,9 @@ import torch.distributed as dist
 from support.reference import random_batch, settings, tiny_spec
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.distributed.world import join_world
-from trainer.planning.batch import BatchPlan
-from trainer.planning.pipeline import resolve_pipeline
-from trainer.planning.plan import resolve_plan
+from trainer.distributed.mesh import join_world
+from trainer.parallel.pipeline.plan import resolve_pipeline
+from trainer.planning.plan import BatchPlan, resolve_plan
 from trainer.training.state import TrainState
 from trainer.training.step import train_step
 

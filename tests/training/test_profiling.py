@@ -11,7 +11,7 @@ from support.corpora import sources_of_runs
 from support.launch import launch
 
 import trainer
-from trainer.diagnosis import account, traces
+from trainer.diagnosis import time_breakdown, traces
 from trainer.diagnosis.sample import trace_of
 from trainer.observe.metrics import read_metrics
 
@@ -29,7 +29,7 @@ def by_step(accounts):
 
 
 def test_accounts_are_all_of_the_step_on_both_ranks(root):
-    accounts = account.read_breakdowns(root / "sharded")
+    accounts = time_breakdown.read_breakdowns(root / "sharded")
     assert by_step(accounts) == [(step, rank) for step in (3, 4) for rank in (0, 1)]
     for one in accounts:
         assert math.fsum(one.terms.values()) == pytest.approx(one.seconds, rel=1e-9)
@@ -45,14 +45,14 @@ def test_accounts_are_all_of_the_step_on_both_ranks(root):
 
 
 def test_the_profile_saw_the_step_that_was_measured(root):
-    for one in account.newest_breakdowns(account.read_breakdowns(root / "sharded")):
+    for one in time_breakdown.newest_breakdowns(time_breakdown.read_breakdowns(root / "sharded")):
         step = traces.read_trace(trace_of(root / "sharded", 4, one.rank)).labelled(traces.STEP)[-1]
         rest = one.seconds - one.terms["checkpoint"] - one.terms["evaluation"]
         assert rest == pytest.approx((step.end - step.start) / 1e9, rel=1e-9)
 
 
 def test_a_pipeline_has_bubbles_and_its_ranks_differ(root):
-    accounts = account.read_breakdowns(root / "pipeline")
+    accounts = time_breakdown.read_breakdowns(root / "pipeline")
     assert by_step(accounts) == [(3, 0), (3, 1)]
     for one in accounts:
         assert one.spent("bubble") + one.spent("communication/pipeline") > 0
@@ -64,7 +64,7 @@ def test_a_pipeline_has_bubbles_and_its_ranks_differ(root):
 
 @pytest.mark.parametrize("name,axis", [("copied", "tensor"), ("copied_shards", "data")])
 def test_memory_that_ranks_share_is_communication(root, name, axis):
-    accounts = account.read_breakdowns(root / name)
+    accounts = time_breakdown.read_breakdowns(root / name)
     assert by_step(accounts) == [(3, 0), (3, 1)]
     waits = []
     for one in accounts:
@@ -88,7 +88,7 @@ def test_the_newest_account_is_in_the_metrics(root):
     lines = [line for line in read_metrics(root / "sharded") if "loss" in line]
     assert [line["profiled_step"] for line in lines[:3]] == [None] * 3
     last = lines[-1]  # that of step 4 may be there, or not yet
-    known = [one for one in account.read_breakdowns(root / "sharded") if one.step == last["profiled_step"]]
+    known = [one for one in time_breakdown.read_breakdowns(root / "sharded") if one.step == last["profiled_step"]]
     assert last["profiled_step"] in (3, 4)
     spent, whole = (sum(values) for values in zip(*((one.spent("communication/data"), one.seconds) for one in known)))
     assert last["exposed/data"] == pytest.approx(spent / whole)
@@ -106,5 +106,5 @@ def test_a_run_goes_on_without_the_accounts_that_fail(tmp_path, monkeypatch, cap
     settings = ["+config=debug", "run.steps=3", "logging.profile=3", "logging=quiet", f"run.dir={tmp_path / 'run'}"]
     small = ["model.width=32", "model.depth=2", "model.feed_forward.width=48", "data.workers=1"]
     result = trainer.run(trainer.compose([*settings, *small, f"data.cache={tmp_path / 'cache'}"]))
-    assert result.code == 0 and account.read_breakdowns(tmp_path / "run") == []
+    assert result.code == 0 and time_breakdown.read_breakdowns(tmp_path / "run") == []
     assert "no account" in capfd.readouterr().err

@@ -11,12 +11,11 @@ from support.reference import random_batch, settings, tiny_spec
 
 import trainer
 from trainer.config import ConfigError
+from trainer.distributed.mesh import join_world
 from trainer.distributed.tensors import local_values
-from trainer.distributed.world import join_world
-from trainer.planning.batch import BatchPlan
-from trainer.planning.pipeline import resolve_pipeline
-from trainer.planning.plan import resolve_plan
-from trainer.training.recorded import WARM, CUDAGraphStep
+from trainer.parallel.pipeline.plan import resolve_pipeline
+from trainer.planning.plan import BatchPlan, resolve_plan
+from trainer.training.cuda_graph import WARM, CUDAGraphStep
 from trainer.training.state import TrainState
 from trainer.training.step import ControlFlag, train_step
 

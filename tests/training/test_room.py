@@ -23,10 +23,10 @@ import trainer
 from trainer.cluster.ports import free_ports
 from trainer.config import Config, ConfigError
 from trainer.config.model import ModelSpec
-from trainer.diagnosis import shortage
+from trainer.diagnosis import oom_report
 from trainer.observe import metrics
-from trainer.observe.examine import diagnose_run
-from trainer.parallel.fsdp_internals import parameter_group
+from trainer.observe.diagnose_run import diagnose_run
+from trainer.parallel.zero.fsdp_internals import parameter_group
 from trainer.planning.estimate.recompute import measure_choice, with_section
 from trainer.planning.fit import MachineMemory
 from trainer.planning.resolve import resolve_layout
@@ -214,14 +214,14 @@ def test_what_is_held_in_the_middle_of_a_step_is_told_without_asking_for_memory(
         raise torch.OutOfMemoryError(LACKING)
 
     monkeypatch.setattr(out_of_memory, "memory_breakdown", watched)
-    monkeypatch.setattr("trainer.parallel.fsdp.FSDPSharding.begin_reducing_backward", lacks)
+    monkeypatch.setattr("trainer.parallel.zero.fsdp.FSDPSharding.begin_reducing_backward", lacks)
     more = {"precision": "bf16", "batch.micro_size": 4, "optimizer": "lion"}
     try:
         with pytest.raises(torch.OutOfMemoryError) as caught:
             trainer.run(composed(tmp_path / "run", cache, **more))
     finally:
         dist.destroy_process_group()  # which a run that fails leaves to the end of its process
-    found = shortage.read_oom_report(tmp_path / "run")
+    found = oom_report.read_oom_report(tmp_path / "run")
     weights = found.planned["parameters"]
     assert not made and found.actual["parameters"] == weights == found.actual["gradients"]
     assert (
@@ -252,8 +252,8 @@ def test_whatever_fails_beside_it_memory_is_what_is_told(tmp_path, cache, monkey
         return format_oom(caught.value, "no room")
 
     assert "needs less: " in told() and json.loads((tmp_path / "status.json").read_text())["step"] == 7
-    monkeypatch.setattr("trainer.diagnosis.overrides.estimate_within", lambda *_, **__: 1 / 0)
-    monkeypatch.setattr("trainer.diagnosis.overrides.check_config", lambda *_: 1 / 0)
+    monkeypatch.setattr("trainer.diagnosis.suggestions.estimate_within", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("trainer.diagnosis.suggestions.check_config", lambda *_: 1 / 0)
     text = told()
     assert "the estimator failed (ZeroDivisionError" in text and "start more processes" in text and "taken" in text
     assert "what of activations and all else are states is not known" in text
@@ -285,7 +285,7 @@ def test_on_cuda_what_was_taken_is_told_by_category(tmp_path, cache):
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
         dist.destroy_process_group()
-    found = shortage.read_oom_report(tmp_path / "run")
+    found = oom_report.read_oom_report(tmp_path / "run")
     assert not found.unknown and found.actual["parameters"] == found.planned["parameters"] > 0
     assert found.actual["activations and all else"] > GIB
 

@@ -22,7 +22,7 @@ import pytest
 from support.launch import program_of, warm_python
 
 from trainer.checkpointing.manifest import list_checkpoints
-from trainer.util.processes import LAUNCH, child_processes
+from trainer.util.machine import LAUNCH, child_processes
 from trainer.util.signals import AT_ONCE, FAULTS, NOT_ENDING, SECONDS, STOPPING, name_of
 
 ROOT = Path(__file__).parents[2]
@@ -244,7 +244,7 @@ def test_a_run_goes_on_when_the_shell_that_started_it_has_ended(place):
 
 
 def test_the_launcher_is_found_through_scripts_and_no_other_process_is_taken_for_it():
-    code = "from trainer.util.processes import find_launcher; print(find_launcher())"
+    code = "from trainer.util.machine import find_launcher; print(find_launcher())"
     mine = {**os.environ, "PYTHONPATH": str(ROOT), LAUNCH: "one"}
     for script in ('"$@"', 'bash -c \'"$@"; true\' - "$@"; true'):
         command = ["bash", "-c", f"{script}; true", "-", sys.executable, "-c", code]

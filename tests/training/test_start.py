@@ -28,7 +28,7 @@ from trainer.cluster.options import PreflightOptions
 from trainer.config import Config, ConfigError
 from trainer.data.tokenizer import byte_tokenizer
 from trainer.observe import metrics, sinks
-from trainer.observe.examine import diagnose_run
+from trainer.observe.diagnose_run import diagnose_run
 from trainer.observe.report import StartReport
 from trainer.observe.sinks import Logger
 from trainer.pages.curves import MetricCurves

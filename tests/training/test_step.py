@@ -8,11 +8,10 @@ import torch.distributed as dist
 from support.reference import random_batch, settings, tiny_spec
 
 from trainer.config import Float8Config
+from trainer.distributed.mesh import join_world
 from trainer.distributed.tensors import local_values
-from trainer.distributed.world import join_world
-from trainer.planning.batch import BatchPlan
-from trainer.planning.pipeline import resolve_pipeline
-from trainer.planning.plan import resolve_plan
+from trainer.parallel.pipeline.plan import resolve_pipeline
+from trainer.planning.plan import BatchPlan, resolve_plan
 from trainer.training.state import TrainState
 from trainer.training.step import train_step
 

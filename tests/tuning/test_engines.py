@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.estimates import FITTED, vtrain, vtrain_seconds
 
-from trainer.tuning.correction import TimeCorrection
 from trainer.tuning.engines import (
     PlanOption,
+    TimeCorrection,
     TrialOutcome,
     correct_predictions,
     fastest_outcome,

@@ -33,17 +33,16 @@ from trainer.checkpointing.manifest import list_checkpoints, read_manifest, writ
 from trainer.config import Config, GenerateConfig
 from trainer.config.model import ModelSpec
 from trainer.data.batches import MicroBatch
+from trainer.distributed.mesh import World
 from trainer.distributed.tensors import local_values
-from trainer.distributed.world import World
 from trainer.observe.sinks import Logger
+from trainer.parallel.pipeline.plan import resolve_pipeline
 from trainer.parity.compare import coarsest_tolerance, compare_runs, judge_plan
 from trainer.parity.reference import train_reference
 from trainer.parity.watch import StateRecorder
-from trainer.planning.batch import BatchPlan
 from trainer.planning.cost.feedback import feedback_bytes
 from trainer.planning.cost.parameters import declare_parameters
-from trainer.planning.pipeline import resolve_pipeline
-from trainer.planning.plan import Plan, resolve_plan
+from trainer.planning.plan import BatchPlan, Plan, resolve_plan
 from trainer.precision.dtypes import DTYPES
 from trainer.training.session import numeric_mode
 from trainer.training.state import TrainState

@@ -28,22 +28,22 @@ from torch._dynamo.utils import counters
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
-from trainer.checkpointing.activation import apply_recompute
 from trainer.config import ActivationConfig, Config
 from trainer.config.model import ModelSpec
 from trainer.distributed.collectives import TensorGroup
-from trainer.distributed.world import World, join_world
-from trainer.generate.placed import ShardedModel, kv_group
+from trainer.distributed.mesh import World, join_world
 from trainer.generate.sampling import SamplingOptions, generate_tokens
-from trainer.model import shared_attention
+from trainer.generate.sharded_model import ShardedModel, kv_group
+from trainer.model import context_attention
 from trainer.model.cache import KVCache
+from trainer.model.context_attention import KVAllGather
 from trainer.model.initial import fill_parameters, initial_weights
 from trainer.model.layers import Layer
-from trainer.model.shared_attention import KVAllGather
 from trainer.model.transformer import Transformer
-from trainer.parallel.context import share_sequences
+from trainer.parallel.context.apply import share_sequences
+from trainer.parallel.context.plan import ContextPlan, context_traffic
 from trainer.parallel.parallelize import compile_layers, keep_buffers
-from trainer.planning.context import ContextPlan, context_traffic
+from trainer.parallel.recompute import apply_recompute
 from trainer.planning.cost.layers import left_by_recompute, model_work
 from trainer.planning.plan import resolve_plan
 
@@ -301,11 +301,11 @@ def recomputed(world: World) -> dict[str, dict[str, Any]]:
             for layer in model.layers.values():
                 layer.attention.recomputed = True  # as the mask is told, and nobody does
         whole: list[weakref.ref] = []
-        shared_attention.KVAllGather = SimpleNamespace(apply=lambda *given: noted(KVAllGather.apply(*given), whole))
+        context_attention.KVAllGather = SimpleNamespace(apply=lambda *given: noted(KVAllGather.apply(*given), whole))
         loss, _ = model(tokens, targets)
         gc.collect()
         kept = sum(each() is not None for each in whole)
-        shared_attention.KVAllGather, Counted.most = KVAllGather, 0
+        context_attention.KVAllGather, Counted.most = KVAllGather, 0
         loss.backward()
         digest = sum(parameter.grad.double().sum().item() for parameter in model.parameters())
         again = {left.attends for left in left_by_recompute(model_work(spec, LENGTH, 1, 8), activation)}

@@ -22,12 +22,12 @@ from tensor_parallel import LLAMA, model_of, spec_of
 from torch import Tensor
 
 from trainer.config import Float8Config, PrecisionConfig, RunConfig
-from trainer.distributed import boxes, flags
-from trainer.distributed.boxes import SymmetricBuffers
+from trainer.distributed import symmetric_memory
 from trainer.distributed.collectives import TensorGroup
-from trainer.distributed.copied import CopyEngineGroup, CopyStream
+from trainer.distributed.copy_engine import CopyEngineGroup, CopyStream
+from trainer.distributed.mesh import World, join_world, local_device
+from trainer.distributed.symmetric_memory import SymmetricBuffers
 from trainer.distributed.tensors import local_values
-from trainer.distributed.world import World, join_world, local_device
 from trainer.model.linear import DeferredGrads
 from trainer.parallel.parallelize import multiply_in_float8
 from trainer.precision.float8 import Float8Multiply
@@ -129,25 +129,25 @@ def main(out: str) -> None:
     place = world.dimensions["tp"].get_group().group_name, rank, size
     calls, copied, seeds = Calls(*place), CopyEngineGroup(*place), range(EPOCHS)
     found: dict = {"gradients": others_than_off(world) if size == 2 else {}}
-    with patch.object(boxes, "allocate_symmetric", poisoned):
+    with patch.object(symmetric_memory, "allocate_symmetric", poisoned):
         wait, signal = Without(SymmetricBuffers.wait), Without(SymmetricBuffers.signal)
         with patch.object(Multiply, "into", late(Multiply.into, rank)):
             with patch.object(SymmetricBuffers, "wait", wait), patch.object(SymmetricBuffers, "signal", signal):
                 found["copied"] = {name: calls.worst(copied, name, seeds, (wait, signal)) for name in NUMBERS}
-            boxes.ALL_BUFFERS.clear()
+            symmetric_memory.ALL_BUFFERS.clear()
             with patch.object(SymmetricBuffers, "box", one_half(SymmetricBuffers.box)):
                 found["without"] = {"halves": calls.worst(copied, "float32", seeds)}
         for left_out, (numbers, kind) in wait.seen.items():
-            boxes.ALL_BUFFERS.clear()
+            symmetric_memory.ALL_BUFFERS.clear()
             late_send, without = late_first(CopyStream.send, rank), Without(SymmetricBuffers.wait, left_out)
             with patch.object(CopyStream, "send", late_send), patch.object(SymmetricBuffers, "wait", without):
                 found["without"][left_out] = calls.worst(copied, numbers, range(kind, 20, KINDS))
         found["errors"] = {}
         for left_out, (numbers, kind) in signal.seen.items():
-            boxes.ALL_BUFFERS.clear()
+            symmetric_memory.ALL_BUFFERS.clear()
             with (
                 patch.object(SymmetricBuffers, "signal", Without(SymmetricBuffers.signal, left_out)),
-                patch.object(flags, "MAX_POLLS", LOOKS),
+                patch.object(symmetric_memory, "MAX_POLLS", LOOKS),
             ):
                 found["errors"][left_out] = error_of(lambda: call(copied, kind, numbers))  # noqa: B023
             dist.barrier()

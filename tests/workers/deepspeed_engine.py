@@ -20,17 +20,16 @@ from workers.parallel_runs import gather, run
 
 from trainer.config import Config
 from trainer.data.batches import MicroBatch
+from trainer.distributed.mesh import World, join_world
 from trainer.distributed.tensors import local_values
-from trainer.distributed.world import World, join_world
-from trainer.parallel.deepspeed import import_engine
+from trainer.parallel.pipeline.plan import resolve_pipeline
+from trainer.parallel.zero.deepspeed import import_engine
 from trainer.parity.compare import coarsest_tolerance, compare_runs, judge_plan
 from trainer.parity.reference import train_reference
 from trainer.parity.watch import StateRecorder
-from trainer.planning.batch import BatchPlan
-from trainer.planning.pipeline import resolve_pipeline
-from trainer.planning.plan import resolve_plan
+from trainer.planning.plan import BatchPlan, resolve_plan
 from trainer.precision.dtypes import DTYPES
-from trainer.training.held import memory_breakdown
+from trainer.training.out_of_memory import memory_breakdown
 from trainer.training.state import TrainState
 from trainer.training.step import train_step
 

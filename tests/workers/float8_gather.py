@@ -18,11 +18,10 @@ from support.reference import random_batch, rows, settings, tiny_spec
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.config import Float8Config
+from trainer.distributed.mesh import World, join_world
 from trainer.distributed.tensors import local_values
-from trainer.distributed.world import World, join_world
-from trainer.planning.batch import BatchPlan
-from trainer.planning.pipeline import resolve_pipeline
-from trainer.planning.plan import resolve_plan
+from trainer.parallel.pipeline.plan import resolve_pipeline
+from trainer.planning.plan import BatchPlan, resolve_plan
 from trainer.training.state import TrainState
 from trainer.training.step import train_step
 

@@ -24,11 +24,10 @@ from trainer.model.axes import parameter_infos
 from trainer.model.initial import initialize_model
 from trainer.model.stage import Make, split_report
 from trainer.model.transformer import Transformer
+from trainer.parallel.pipeline.plan import resolve_pipeline
 from trainer.parity.reference import train_reference
 from trainer.parity.watch import StateRecorder, assemble_tensors
-from trainer.planning.batch import BatchPlan
-from trainer.planning.pipeline import resolve_pipeline
-from trainer.planning.plan import resolve_plan
+from trainer.planning.plan import BatchPlan, resolve_plan
 from trainer.training.session import numeric_mode
 from trainer.training.state import TrainState
 from trainer.training.step import evaluate, train_step

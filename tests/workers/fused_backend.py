@@ -1,6 +1,6 @@
-"""A whole model whose tensor-parallel products are the kernels of `kernels/tensor_parallel.py`, beside the usual ones;
-and attention to shared slots that the kernel of `kernels/decode.py` brings together, beside a gather: on two processes,
-in Triton's interpreter.
+"""A whole model whose tensor-parallel products are the kernels of `kernels/experimental/tensor_parallel.py`, beside the
+usual ones; and attention to shared slots that the kernel of `kernels/decode.py` brings together, beside a gather: on
+two processes, in Triton's interpreter.
 
     TRITON_INTERPRET=1 WORLD_SIZE=2 fused_backend.py cpu
 """
@@ -15,17 +15,17 @@ from support.launch import fork, leave
 from support.triton_ranks import compare, count_by_tensors, drawn
 from tensor_parallel import BATCH, LENGTH, LLAMA, model_of, settings, spec_of
 
-from trainer.checkpointing.activation import apply_recompute
 from trainer.config import ActivationConfig
-from trainer.distributed import boxes, fused, symmetric_memory
+from trainer.distributed import fused_kernels, symmetric_memory
 from trainer.distributed.collectives import TensorGroup
-from trainer.distributed.slots import OUT_OF_REACH, NodeShardedKVGroup, ShardedKVGroup
+from trainer.distributed.mesh import World, join_world
+from trainer.distributed.sharded_kv import OUT_OF_REACH, NodeShardedKVGroup, ShardedKVGroup
 from trainer.distributed.symmetric_memory import SymmetricMemory
 from trainer.distributed.tensors import local_values
-from trainer.distributed.world import World, join_world
-from trainer.kernels import tensor_parallel as kernels
+from trainer.kernels.experimental import tensor_parallel as kernels
 from trainer.model.linear import DeferredGrads
-from trainer.parallel.context import make_member
+from trainer.parallel.context.apply import make_member
+from trainer.parallel.recompute import apply_recompute
 from trainer.planning.plan import resolve_plan
 
 TAKEN: Counter[str] = Counter()
@@ -60,7 +60,7 @@ def gradients(world: World, backend: object, length: int) -> list[torch.Tensor]:
     spec = spec_of(**LLAMA, depth=1)
     model, deferred = model_of(spec, world, backend=backend), DeferredGrads()
     model.defer(deferred)
-    kept = fused.FusedKernelGroup if backend is not TensorGroup else TensorGroup
+    kept = fused_kernels.FusedKernelGroup if backend is not TensorGroup else TensorGroup
     apply_recompute(model, ActivationConfig(mode="selective", save=["matmul/2"]), kept)
     generator, objectives = torch.Generator().manual_seed(3), []
     for size in (length // 2, length):  # the second needs more memory
@@ -88,12 +88,12 @@ def compare_slots(world: World) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     world = join_world(resolve_plan(settings(2).parallel, 2).mesh, torch.device("cpu"))
-    boxes.allocate_symmetric, fused.shape_of = share, shape_of
+    symmetric_memory.allocate_symmetric, fused_kernels.shape_of = share, shape_of
     count_by_tensors()
     for name in ("gather_matmul", "matmul_scatter", "sum_received"):
         counted(name)
     usual = gradients(world, TensorGroup, LENGTH)
-    found = gradients(world, fused.FusedKernelGroup, LENGTH)
+    found = gradients(world, fused_kernels.FusedKernelGroup, LENGTH)
     worst = max(((one - other).norm() / one.norm()).item() for one, other in zip(usual, found))
     assert worst < 1e-5, worst
     # Two passes: forward gathers and reduces twice; backward gathers twice and reduces twice, and gathers

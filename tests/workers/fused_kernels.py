@@ -1,6 +1,6 @@
-"""The kernels of `kernels/tensor_parallel.py` in Triton's interpreter, on processes that share memory, beside plain
-products; and without one of their waits or signals, where they have to fail. Or compiled for a Hopper GPU, which needs
-none: what the compiler has to make of them.
+"""The kernels of `kernels/experimental/tensor_parallel.py` in Triton's interpreter, on processes that share memory,
+beside plain products; and without one of their waits or signals, where they have to fail. Or compiled for a Hopper GPU,
+which needs none: what the compiler has to make of them.
 
     TRITON_INTERPRET=1 fused_kernels.py cpu
     fused_kernels.py sm_90
@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from support.triton_ranks import Memory, be_late, compare, compile_for_hopper, drawn, run, without
 
-from trainer.kernels import tensor_parallel as kernels
-from trainer.kernels.exchange import check_error
-from trainer.kernels.tiles import RATES
+from trainer.kernels.experimental import tensor_parallel as kernels
+from trainer.kernels.experimental.tensor_parallel import RATES, check_error
 
 Late = tuple[float, float]
 """By how many seconds: to the gathered products, then to the reduced ones."""

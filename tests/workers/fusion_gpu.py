@@ -26,16 +26,16 @@ import torch.distributed as dist
 from support.gpus import shared_device
 from torch import Tensor
 
-from trainer.distributed import boxes, flags
+from trainer.distributed import symmetric_memory
 from trainer.distributed.collectives import TensorGroup
-from trainer.distributed.copied import CopyEngineGroup
-from trainer.distributed.fused import FusedKernelGroup
-from trainer.distributed.shards import CopyEngineShards, go_on
-from trainer.distributed.slots import OUT_OF_REACH, NodeShardedKVGroup, ShardedKVGroup
+from trainer.distributed.copy_engine import CopyEngineGroup
+from trainer.distributed.fused_kernels import FusedKernelGroup
+from trainer.distributed.mesh import World, join_world
+from trainer.distributed.sharded_kv import OUT_OF_REACH, NodeShardedKVGroup, ShardedKVGroup
 from trainer.distributed.symmetric_memory import SymmetricMemory, allocate_symmetric
-from trainer.distributed.world import World, join_world
 from trainer.kernels import decode
-from trainer.parallel.context import make_member
+from trainer.parallel.context.apply import make_member
+from trainer.parallel.zero.copy_engine import CopyEngineShards, go_on
 from trainer.precision.float8 import Float8Multiply
 from trainer.precision.products import GEMMRole, Multiply, matmul
 
@@ -167,7 +167,7 @@ def main(out: str, epochs: int = 40, *some: int, kernels: bool = False) -> None:
     size, device = int(os.environ["WORLD_SIZE"]), shared_device()
     world = join_world({"pp": 1, "replicate": 1, "shard": 1, "tp": size}, device)
     name, rank = world.dimensions["tp"].get_group().group_name, world.place("tp")
-    boxes.allocate_symmetric = poisoned
+    symmetric_memory.allocate_symmetric = poisoned
     late, worst = random.Random(rank), {}
     methods = {
         "copy_engine": CopyEngineGroup(name, rank, size),
@@ -194,7 +194,7 @@ def main(out: str, epochs: int = 40, *some: int, kernels: bool = False) -> None:
                         continue
                     if late.random() < 0.3:
                         torch.cuda._sleep(late.randrange(5_000_000))
-                    with patch.object(flags, "MAX_POLLS", looks.get(method, 0)):
+                    with patch.object(symmetric_memory, "MAX_POLLS", looks.get(method, 0)):
                         found = [run(function, group, arguments, multiply) for _ in range(2)]
                     key = f"{method} {call} {dtype} {multiply.key}"
                     assert all(map(torch.equal, *found)), f"{key}: other bits the second time"
@@ -208,7 +208,10 @@ def main(out: str, epochs: int = 40, *some: int, kernels: bool = False) -> None:
     worst["slots"] = share_slots(world, 5 * epochs, late)
     share_states(world, epochs, late)
     if rank == 0:
-        calls = {f"{one.kind} by {type(one).__name__}, {one.dtype}": one.epoch for one in boxes.ALL_BUFFERS.values()}
+        calls = {
+            f"{one.kind} by {type(one).__name__}, {one.dtype}": one.epoch
+            for one in symmetric_memory.ALL_BUFFERS.values()
+        }
         Path(out).write_text(json.dumps({"worst": worst, "calls": calls}, indent=1))
         print(f"epochs of each kind of call: {calls}", flush=True)
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from support.launch import fork
 
 from trainer.distributed.collectives import TensorGroup
-from trainer.distributed.world import join_world
+from trainer.distributed.mesh import join_world
 
 ROUNDS, AT_ONCE = 150, 64
 

@@ -22,7 +22,7 @@ from trainer.checkpointing.manifest import list_checkpoints
 from trainer.config import ConfigError
 from trainer.distributed.tensors import local_values
 from trainer.training import trainer as loop
-from trainer.training.ledger import NonFiniteError
+from trainer.training.metrics_tracker import NonFiniteError
 
 STEPS = 8
 step = loop.train_step

@@ -17,7 +17,7 @@ from trainer.checkpointing.loading import load_tensors
 from trainer.checkpointing.manifest import list_checkpoints, step_folder
 from trainer.checkpointing.memory import MemoryCheckpointer, MemoryNodes, fetch_files, find_in_memory
 from trainer.config import CheckpointConfig, ConfigError
-from trainer.distributed.world import join_world
+from trainer.distributed.mesh import join_world
 
 NODE_OF_RANK = (0, 0, 1, 1, 2)
 

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from trainer.config import OptimizerConfig
 from trainer.kernels import multi_tensor
-from trainer.optim.groups import ParameterPolicy
-from trainer.optim.optimizer import Optimizer
+from trainer.optim.optimizer import Optimizer, ParameterPolicy
 from trainer.planning.cost.updates import MOMENTS
 
 SHAPES = [(16,), (0,), (3, 5), (2048,), (64, 48), (2049,), (4, 1600), (1,), (9, 1001)]

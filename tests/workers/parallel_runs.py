@@ -22,12 +22,12 @@ import torch
 import torch.distributed as dist
 
 import trainer
-import trainer.training.auto_schedule
+import trainer.training.auto
 import trainer.training.trainer
 from trainer import cli
 from trainer.config import Config
-from trainer.distributed.channels import FailureStore
-from trainer.distributed.world import join_world
+from trainer.distributed.mesh import join_world
+from trainer.distributed.p2p import FailureStore
 from trainer.model.transformer import Transformer
 from trainer.observe.samples import SAMPLES
 from trainer.planning.plan import resolve_plan
@@ -247,7 +247,7 @@ def two(root: Path) -> Iterator[tuple[str, dict]]:
         "batch.micro_size": None,
     }
     given = {"batch.accumulation": 4, "parallel.pipeline.split": [3, 1], "parallel.pipeline.chunks": 1}
-    choose = trainer.training.auto_schedule.AutoSchedule.choose
+    choose = trainer.training.auto.AutoSchedule.choose
     for name, changes, decide in (
         ("auto", {}, choose),
         ("auto_given", given, choose),
@@ -255,15 +255,12 @@ def two(root: Path) -> Iterator[tuple[str, dict]]:
     ):
         for steps in (5, 7):  # the second goes on where the first ended
             measured: list[int] = []
-            trainer.training.auto_schedule.AutoSchedule.choose = lambda auto: (
-                measured.append(auto.state.step),
-                decide(auto),
-            )[1]
+            trainer.training.auto.AutoSchedule.choose = lambda auto: (measured.append(auto.state.step), decide(auto))[1]
             yield f"{name}_{steps}", run(root / name, steps, **auto, **changes) | {"measured": measured}
 
 
 def another_cut(
-    auto: trainer.training.auto_schedule.AutoSchedule, choose: Any = trainer.training.auto_schedule.AutoSchedule.choose
+    auto: trainer.training.auto.AutoSchedule, choose: Any = trainer.training.auto.AutoSchedule.choose
 ) -> ScheduleChoice:
     """A choice for which the layers have to be cut anew, whatever was measured."""
     return dataclasses.replace(

@@ -15,14 +15,13 @@ from support.launch import fork, leave
 from support.reference import random_batch, rows, settings, tiny_spec
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.distributed.world import join_world
+from trainer.distributed.mesh import join_world
 from trainer.model.layers import Layer
+from trainer.parallel.pipeline.plan import resolve_pipeline
 from trainer.parity.compare import compare_runs
 from trainer.parity.reference import train_reference
 from trainer.parity.watch import StateRecorder
-from trainer.planning.batch import BatchPlan
-from trainer.planning.pipeline import resolve_pipeline
-from trainer.planning.plan import resolve_plan
+from trainer.planning.plan import BatchPlan, resolve_plan
 from trainer.training.state import TrainState
 from trainer.training.step import evaluate, train_step
 

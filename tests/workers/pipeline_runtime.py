@@ -31,9 +31,9 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.config import ConfigError
 from trainer.diagnosis.traces import WAIT
-from trainer.distributed.channels import PendingTensor, PipelineChannels, PipelineError, stage_edges
+from trainer.distributed.p2p import PendingTensor, PipelineChannels, PipelineError, stage_edges
 from trainer.parallel.pipeline.runtime import PipelineRuntime
-from trainer.planning.cost.stages import StageCosts
+from trainer.planning.schedules.costs import StageCosts
 from trainer.planning.schedules.ir import Schedule
 from trainer.planning.schedules.simulate import simulate_schedule
 from trainer.planning.schedules.templates import TEMPLATES, build_greedy, build_schedule, place_stages

@@ -35,18 +35,17 @@ from torch._dynamo.utils import counters
 from trainer.config import Config, Float8Config
 from trainer.config.model import ModelSpec
 from trainer.data.batches import MicroBatch
+from trainer.distributed.mesh import World, join_world, local_device
 from trainer.distributed.tensors import local_regions, local_values
-from trainer.distributed.world import World, join_world, local_device
 from trainer.model.axes import parameter_infos
 from trainer.model.initial import initial_weights
 from trainer.optim.optimizer import Optimizer
+from trainer.parallel.pipeline.plan import resolve_pipeline
 from trainer.parity.compare import RunComparison, coarsest_tolerance, compare_runs, judge_plan
 from trainer.parity.reference import Trajectory, train_reference
 from trainer.parity.watch import train_plan
-from trainer.planning.batch import BatchPlan
 from trainer.planning.cost import parameters as cost_parameters
-from trainer.planning.pipeline import resolve_pipeline
-from trainer.planning.plan import resolve_plan
+from trainer.planning.plan import BatchPlan, resolve_plan
 from trainer.planning.schedules import ir
 from trainer.planning.schedules.templates import build_schedule
 from trainer.precision.dtypes import DTYPES

@@ -13,7 +13,7 @@ from support.launch import fork, leave
 
 import trainer
 import trainer.cluster.probe  # before processes are forked
-from trainer.distributed.world import join_world
+from trainer.distributed.mesh import join_world
 from trainer.observe import metrics
 from trainer.planning.plan import resolve_plan
 from trainer.probe import main

@@ -9,7 +9,7 @@ import torch
 from support.launch import fork, leave
 
 import trainer
-from trainer.distributed.world import join_world
+from trainer.distributed.mesh import join_world
 from trainer.planning.plan import resolve_plan
 
 COMMON = [

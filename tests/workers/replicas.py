@@ -21,11 +21,11 @@ import trainer.training.run
 import trainer.training.trainer
 from trainer.checkpointing.checkpointer import Checkpointer
 from trainer.config import ConfigError
+from trainer.distributed.mesh import join_world
 from trainer.distributed.tensors import local_values
-from trainer.distributed.world import join_world
 from trainer.observe.deferred import DeferredScalars, Ready
 from trainer.planning.plan import resolve_plan
-from trainer.training.ledger import NonFiniteError
+from trainer.training.metrics_tracker import NonFiniteError
 from trainer.training.replicas import ReplicaMismatch
 
 train_step = trainer.training.trainer.train_step

@@ -22,10 +22,11 @@ from support.shared import Without, error_of, late, late_first, one_half, poison
 from torch import Tensor
 
 from trainer.config import RunConfig
-from trainer.distributed import boxes, flags, shards
-from trainer.distributed.boxes import SymmetricBuffers
-from trainer.distributed.shards import CopyEngineShards
-from trainer.distributed.world import join_world, local_device
+from trainer.distributed import symmetric_memory
+from trainer.distributed.mesh import join_world, local_device
+from trainer.distributed.symmetric_memory import SymmetricBuffers
+from trainer.parallel.zero import copy_engine
+from trainer.parallel.zero.copy_engine import CopyEngineShards
 
 CALLS = 40
 LOOKS = 1000
@@ -78,8 +79,8 @@ def all_large(*lists: list[Tensor]) -> tuple[list[tuple[Tensor, ...]], list[tupl
 
 def by_kernels(mine: CopyEngineShards) -> None:
     """Triton's interpreter rounds conversions to bf16 toward zero: fp16 stands for it."""
-    with patch.object(boxes, "allocate_symmetric", poisoned), patch.object(shards, "MAX_IN_FLIGHT", 32):
-        with patch.object(shards, "by_size", all_large):
+    with patch.object(symmetric_memory, "allocate_symmetric", poisoned), patch.object(copy_engine, "MAX_IN_FLIGHT", 32):
+        with patch.object(copy_engine, "by_size", all_large):
             for dtype in (torch.float32, torch.float16):
                 assert worst(mine, dtype) < 1e-6, dtype
 
@@ -93,24 +94,24 @@ def main(out: str) -> None:
         by_kernels(mine)
         return
     found: dict = {"right": {}, "without": {}, "errors": {}}
-    with patch.object(boxes, "allocate_symmetric", poisoned), patch.object(shards, "MAX_IN_FLIGHT", 32):
-        with patch.object(shards, "copy_together", late(shards.copy_together, mine.rank)):
+    with patch.object(symmetric_memory, "allocate_symmetric", poisoned), patch.object(copy_engine, "MAX_IN_FLIGHT", 32):
+        with patch.object(copy_engine, "copy_together", late(copy_engine.copy_together, mine.rank)):
             with patch.object(SymmetricBuffers, "wait", wait), patch.object(SymmetricBuffers, "signal", signal):
                 for dtype in (torch.float32, torch.bfloat16):
                     found["right"][str(dtype)] = worst(mine, dtype)
-            boxes.ALL_BUFFERS.clear()
+            symmetric_memory.ALL_BUFFERS.clear()
             with patch.object(SymmetricBuffers, "box", one_half(SymmetricBuffers.box)):
                 found["without"]["halves"] = worst(mine, torch.float32)
         for left_out in wait.seen:
-            boxes.ALL_BUFFERS.clear()
-            late_copies = patch.object(shards, "copy_together", late_first(shards.copy_together, mine.rank))
+            symmetric_memory.ALL_BUFFERS.clear()
+            late_copies = patch.object(copy_engine, "copy_together", late_first(copy_engine.copy_together, mine.rank))
             with late_copies, patch.object(SymmetricBuffers, "wait", Without(SymmetricBuffers.wait, left_out)):
                 found["without"][left_out] = worst(mine, torch.float32, CALLS // 4)
         for left_out in signal.seen:
-            boxes.ALL_BUFFERS.clear()
+            symmetric_memory.ALL_BUFFERS.clear()
             with (
                 patch.object(SymmetricBuffers, "signal", Without(SymmetricBuffers.signal, left_out)),
-                patch.object(flags, "MAX_POLLS", LOOKS),
+                patch.object(symmetric_memory, "MAX_POLLS", LOOKS),
             ):
                 found["errors"][left_out] = error_of(lambda: list(results(mine, torch.float32)))
             dist.barrier()

@@ -16,15 +16,14 @@ from support.reference import random_batch, rows, settings, tiny_spec
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.config.model import ModelSpec
+from trainer.distributed.mesh import join_world
 from trainer.distributed.tensors import local_values
-from trainer.distributed.world import join_world
-from trainer.parallel.fsdp_internals import fsdp_units, parameter_group, pending_reductions
-from trainer.planning.batch import BatchPlan
+from trainer.parallel.pipeline.plan import resolve_pipeline
+from trainer.parallel.zero.fsdp_internals import fsdp_units, parameter_group, pending_reductions
 from trainer.planning.cost.collectives import of_states
 from trainer.planning.cost.memory import sent_parameters
 from trainer.planning.fit import persistent_bytes
-from trainer.planning.pipeline import resolve_pipeline
-from trainer.planning.plan import Plan, resolve_plan
+from trainer.planning.plan import BatchPlan, Plan, resolve_plan
 from trainer.planning.resolve import Layout
 from trainer.training.state import TrainState
 from trainer.training.step import train_step

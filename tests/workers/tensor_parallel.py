@@ -22,28 +22,27 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trainer.checkpointing.activation import apply_recompute, recompute_all
-from trainer.checkpointing.saved import SavedModel
+from trainer.checkpointing.loading import SavedModel
 from trainer.config import ActivationConfig, Config
 from trainer.config.model import ModelSpec, assign_fields
-from trainer.distributed.boxes import buffers_of
 from trainer.distributed.c10d_internals import list_groups
 from trainer.distributed.collectives import TensorGroup
-from trainer.distributed.copied import CopyEngineGroup
+from trainer.distributed.copy_engine import CopyEngineGroup
+from trainer.distributed.mesh import World, join_world
+from trainer.distributed.symmetric_memory import buffers_of
 from trainer.distributed.tensors import local_values
-from trainer.distributed.world import World, join_world
-from trainer.generate.placed import place_saved
 from trainer.generate.sampling import SamplingOptions, generate_tokens
+from trainer.generate.sharded_model import place_saved
 from trainer.model.initial import initialize_model
 from trainer.model.layers import Linear
 from trainer.model.linear import DeferredGrads
 from trainer.model.transformer import Transformer
+from trainer.parallel.pipeline.plan import resolve_pipeline
+from trainer.parallel.recompute import apply_recompute, recompute_all
 from trainer.parallel.tensor import shard_model
-from trainer.planning.batch import resolve_batch
 from trainer.planning.cost.layers import layer_costs
 from trainer.planning.cost.memory import symmetric_buffer_bytes
-from trainer.planning.pipeline import resolve_pipeline
-from trainer.planning.plan import resolve_plan
+from trainer.planning.plan import resolve_batch, resolve_plan
 from trainer.precision.products import GEMMRole, Multiply, matmul, matmul_sum
 from trainer.training.state import TrainState
 

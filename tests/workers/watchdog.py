@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.config import GuardConfig
-from trainer.distributed.boxes import buffers_of
+from trainer.distributed.symmetric_memory import buffers_of
 from trainer.observe import flight
 from trainer.observe.watchdog import DATA, EVALUATING, STEP, Watchdog
 

@@ -21,9 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.checkpointing.chunks import StoredTensor
+from trainer.checkpointing.chunks import StoredTensor, TensorPart, assign_writers, join_parts, write_parts
 from trainer.checkpointing.manifest import OWN_KEYS, step_folder, verify_checkpoint, verify_checksums, write_manifest
-from trainer.checkpointing.parts import TensorPart, assign_writers, join_parts, write_parts
 from trainer.checkpointing.retention import (
     clear_name,
     prune_checkpoints,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from itertools import groupby
 from math import prod
 from pathlib import Path
@@ -12,13 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.checkpointing.chunks import Chunk, ChunkPiece, StoredTensor, tensor_bytes
-from trainer.checkpointing.files import WAY_OUT, DamagedCheckpoint, format_foreign, open_inside
-from trainer.checkpointing.manifest import MANIFEST, read_manifest
-from trainer.checkpointing.parts import TensorPart
+from trainer.checkpointing.chunks import Chunk, ChunkPiece, StoredTensor, TensorPart, tensor_bytes
+from trainer.checkpointing.files import LARGEST, WAY_OUT, DamagedCheckpoint, format_foreign, open_inside
+from trainer.checkpointing.manifest import MANIFEST, list_checkpoints, read_manifest, verify_checkpoint
+from trainer.checkpointing.retention import find_newest
 from trainer.config import ConfigError
+from trainer.config.model import ModelSpec
+from trainer.config.typed import InvalidValue, Problems, build_typed
+from trainer.distributed.mesh import gather_objects
 from trainer.distributed.tensors import Fragment
-from trainer.distributed.world import gather_objects
+from trainer.hf import HFWeights, spec_from_hf
+from trainer.optim.optimizer import PREFIX as EMA
+from trainer.planning.cost.parameters import declare_parameters
 
 T = TypeVar("T")
 
@@ -196,3 +203,170 @@ def _mismatches(contents: CheckpointContents, wanted: dict[str, Tensor | Fragmen
 
 def _first(names: list[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+# What a run saves about itself beside tensors: all of it plain data in the manifest, checked before it is used.
+
+
+def read_states(path: Path) -> dict[str, Any]:
+    """The manifest of a run's checkpoint, whose states are of the kinds that `saving.describe_checkpoint` writes; its
+    `spec` is complete. DamagedCheckpoint names the first that is not."""
+    manifest = {"data": {}, "batch": {}, "callbacks": {}} | read_manifest(path)
+    manifest["spec"] = saved_spec(path, manifest).to_dict()
+    for name in ("data", "batch", "callbacks", "scaler"):
+        state = manifest.get(name)
+        _demand(path, name, isinstance(state, dict), state, "a mapping")
+    counts = {name: (manifest.get(name), LARGEST) for name in ("tokens", "samples", "skipped")}
+    if scaler := manifest["scaler"]:  # empty where the run had no loss scale
+        scale = scaler.get("scale")
+        _demand(path, "scaler.scale", type(scale) in (int, float) and 0 < scale < 2.0**127, scale, "a loss scale")
+        counts["scaler._growth_tracker"] = scaler.get("_growth_tracker"), 2**31 - 1
+    for name, (value, most) in counts.items():
+        _demand(path, name, type(value) is int and 0 <= value <= most, value, "a whole number in its range")
+    compression = manifest.setdefault("compression", None)
+    known = compression is None or isinstance(compression, dict) and _texts(compression.get("chosen"))
+    _demand(path, "compression", known, compression, "null or a mapping with what was chosen")
+    return manifest
+
+
+def read_launchers(path: Path) -> list[str]:
+    """The launchers of the run that saved a checkpoint; see `session.list_launchers`."""
+    launchers = read_manifest(path).get("launchers", [])
+    _demand(path, "launchers", _texts(launchers), launchers, "a list of text")
+    return launchers
+
+
+def saved_spec(path: Path, manifest: dict[str, Any]) -> ModelSpec:
+    """The model that a checkpoint says it is of; whether its tensors are there is another question. DamagedCheckpoint
+    if that is no model."""
+    problems: Problems = {}
+    try:
+        spec = build_typed(manifest.get("spec"), problems, ModelSpec, "model")
+    except (InvalidValue, RecursionError) as error:
+        problems[""] = str(error)
+    if problems:
+        raise DamagedCheckpoint(f"{path / MANIFEST}: spec: {next(iter(problems.values()))}")
+    return spec
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _demand(path: Path, name: str, fits: bool, value: Any, kind: str) -> None:
+    if not fits:
+        raise DamagedCheckpoint(f"{path / MANIFEST}: {name} is {format_foreign(value)}, which is not {kind}")
+
+
+# A trained model on disk, in a checkpoint of a run or in a transformers folder: for sampling, export and merging.
+
+
+CONFIG = "config.json"
+"""By which a transformers folder is known."""
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """A model on disk. path: the checkpoint's own folder, or a transformers folder; tensor: name -> the whole
+    parameter, read from disk; tokenizer: the folder of the model's tokenizer, if there is one; run: the folder of its
+    run."""
+
+    path: Path
+    spec: ModelSpec
+    tensor: Callable[[str], Tensor]
+    tokenizer: Path | None
+    run: Path | None
+
+
+def open_saved(checkpoint: str, weights: str = "trained") -> SavedModel:
+    """The model at `checkpoint`: a run's folder, of which the newest whole checkpoint is taken, a checkpoint's folder,
+    or a transformers folder. weights: one of `options.WEIGHTS`.
+
+    Checksums are verified. Raises `ConfigError` naming the folder and what is wrong with it.
+    """
+    folder = Path(checkpoint).expanduser()
+    if (folder / CONFIG).is_file() and not (folder / MANIFEST).is_file():
+        return open_transformers(checkpoint, weights)
+    path = find_whole(checkpoint)
+    run = path.resolve().parent.parent
+    tokenizer = run / "tokenizer"
+    try:
+        contents = CheckpointContents(path)
+        spec = saved_spec(path, contents.manifest)
+        prefix = "model."
+        if weights == "ema":
+            prefix = EMA
+            if not any(name.startswith(EMA) for name in contents.names):
+                raise ConfigError(
+                    f"weights=ema: {path} holds no average of the weights, as its run had optimizer.ema.decay=0; leave "
+                    "weights=ema out"
+                )
+        check_model(contents, spec, prefix)
+    except DamagedCheckpoint as damage:
+        way_out = "" if "imports=" in str(damage) else "; give another checkpoint"
+        raise ConfigError(f"checkpoint={checkpoint}: {damage}{way_out}") from None
+
+    def tensor(name: str) -> Tensor:
+        return contents.read([prefix + name])[prefix + name]
+
+    return SavedModel(path, spec, tensor, tokenizer if tokenizer.is_dir() else None, run)
+
+
+def find_whole(checkpoint: str) -> Path:
+    """The checkpoint folder that `checkpoint` names, verified."""
+    folder = Path(checkpoint).expanduser()
+    if (folder / MANIFEST).is_file():
+        try:
+            verify_checkpoint(folder, checksums=True)
+        except DamagedCheckpoint as damage:
+            raise ConfigError(
+                f"checkpoint={checkpoint}: {damage}; give the run's folder to take its newest whole checkpoint"
+            ) from None
+        return folder
+    ways = "give a run's folder (runs/NAME), one of its checkpoints (runs/NAME/checkpoints/step-00000100), or a "
+    ways += "transformers folder"
+    if not folder.is_dir():
+        raise ConfigError(f"checkpoint={checkpoint} is no folder; {ways}")
+    nested = folder / "checkpoints"
+    path, warnings = find_newest(nested if list_checkpoints(nested) else folder, True)
+    for warning in warnings:
+        print(warning, file=sys.stderr)
+    if path is None:
+        raise ConfigError(
+            f"checkpoint={checkpoint} holds no whole checkpoint, which runs save with checkpoint.every=STEPS or "
+            f"checkpoint.at_end=true; {ways}"
+        )
+    return path
+
+
+def open_transformers(folder: str, weights: str) -> SavedModel:
+    """The model in a transformers folder."""
+    if weights == "ema":
+        raise ConfigError(
+            f"weights=ema: {folder} is a transformers folder, which holds one set of weights; leave it out"
+        )
+    path = Path(folder).expanduser()
+    spec = spec_from_hf(path)
+    values = HFWeights(path, spec)
+    tokenizer = path if (path / "tokenizer_config.json").is_file() else None
+    return SavedModel(path, spec, lambda name: values(name, values.infos[name]), tokenizer, None)
+
+
+def check_model(contents: CheckpointContents, spec: ModelSpec, prefix: str) -> None:
+    """Raises DamagedCheckpoint unless a checkpoint holds the parameters of `spec`, behind `prefix`; before memory is
+    asked for."""
+    where = contents.path / MANIFEST
+    if spec.depth > len(contents.names):
+        raise DamagedCheckpoint(
+            f"{where}: a model of {format_foreign(spec.depth)} layers, but {len(contents.names)} tensors"
+        )
+    try:
+        wanted = {prefix + name: info.shape for name, info in declare_parameters(spec).items()}
+    except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
+        raise DamagedCheckpoint(f"{where}: a model that cannot be: {format_foreign(str(error))}") from None
+    held = {name: tensor for name in wanted if (tensor := contents.find(name)) is not None}
+    if differing := [name for name, shape in wanted.items() if name not in held or held[name].shape != shape]:
+        raise DamagedCheckpoint(f"{where}: the model in it has a {differing[0]} that is not here, or of another shape")
+    contents.check_whole(held)
+    if problems := spec.check():
+        raise DamagedCheckpoint(f"{where}: {problems[0]}")

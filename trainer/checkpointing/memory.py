@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.checkpointing.checkpointer import Checkpointer
-from trainer.checkpointing.chunks import StoredTensor
+from trainer.checkpointing.chunks import StoredTensor, TensorPart, join_parts, write_parts
 from trainer.checkpointing.files import DamagedCheckpoint
 from trainer.checkpointing.loading import CheckpointContents, run_together
 from trainer.checkpointing.manifest import (
@@ -40,11 +40,10 @@ from trainer.checkpointing.manifest import (
     verify_checksums,
     write_manifest,
 )
-from trainer.checkpointing.parts import TensorPart, join_parts, write_parts
 from trainer.checkpointing.retention import publish_checkpoint
 from trainer.config import CheckpointConfig, ConfigError
+from trainer.distributed.mesh import World
 from trainer.distributed.tensors import Fragment
-from trainer.distributed.world import World
 
 MESSAGE_BYTES = 2**28
 """Files travel in messages of at most so many bytes."""

@@ -18,18 +18,17 @@ from trainer.cluster.stopwatch import Stopwatch
 from trainer.config import Config, OptimizerConfig
 from trainer.config.model import AttentionSpec
 from trainer.config.registry import ATTENTION
-from trainer.distributed.world import World
+from trainer.distributed.mesh import World
 from trainer.model.attention import causal_attention, first_seen, kernel_priority, mask_of
 from trainer.model.axes import parameter_infos
 from trainer.model.initial import initialize_model
 from trainer.model.loss import loss_terms
 from trainer.model.stage import split_report
 from trainer.model.transformer import Transformer
-from trainer.optim.groups import parameter_policies
-from trainer.optim.optimizer import Optimizer
-from trainer.parallel.gradients import squared_norms
+from trainer.optim.optimizer import Optimizer, parameter_policies
+from trainer.parallel.context.plan import KERNELS, attention_kernel
 from trainer.parallel.parallelize import compile_layers, keep_buffers
-from trainer.planning.context import KERNELS, attention_kernel
+from trainer.parallel.tensor import squared_norms
 from trainer.planning.cost.flops import attention_flops, flops_per_token, seen_keys
 from trainer.planning.cost.layers import ATTENTION_BACKWARD, model_work
 from trainer.planning.cost.memory import ELEMENT_BYTES, MASTER_BYTES
@@ -124,9 +123,10 @@ class DeviceProbe:
         return MeasuredWork(2.0 * side**3, seconds)
 
     def attention(self, rate: float) -> dict[str, MeasuredWork]:
-        """Forward and backward pass of attention by kernel (`planning/context.py`): of whole sequences, of the queries
-        of their second half, and under the mask that the recipe's layers have, or a causal one. Left out: registered
-        kinds of attention, whose kernels are their own, and a kernel that the device lacks and the recipe does without.
+        """Forward and backward pass of attention by kernel (`parallel/context/plan.py`): of whole sequences, of the
+        queries of their second half, and under the mask that the recipe's layers have, or a causal one. Left out:
+        registered kinds of attention, whose kernels are their own, and a kernel that the device lacks and the recipe
+        does without.
         """
         layers = [layer.attention for layer in layer_specs(self.layout.spec)]
         if layers[0].kind in ATTENTION.registered:

@@ -106,7 +106,7 @@ def check_network(options: PreflightOptions) -> tuple[list[str], str]:
     import torch
     import torch.distributed as dist
 
-    from trainer.distributed.world import gather_objects
+    from trainer.distributed.mesh import gather_objects
 
     rank, world, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     backend = "nccl" if torch.cuda.is_available() else "gloo"

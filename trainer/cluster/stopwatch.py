@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer.distributed.world import World
+from trainer.distributed.mesh import World
 from trainer.observe.deferred import TimePoint
 
 LEAST, MOST = 3, 30

@@ -5,8 +5,13 @@ Hydra composes plain values (`configs/`, the user's folder, its override grammar
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import os
 import re
+import sys
+import traceback
+import types
 import typing
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,18 +21,194 @@ from typing import Any
 
 import yaml
 from hydra import version
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.core.plugins import Plugins
+from hydra.core.utils import setup_globals
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from hydra.plugins.config_source import ConfigResult
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.config import Config, ConfigError, imports, typed
-from trainer.config.fields import suggest_nearest
-from trainer.config.loader import CONFIGS, ConfigLoader
+from trainer.config import Config, typed
+from trainer.config.fields import ConfigError, suggest_nearest
+from trainer.config.registry import REGISTRIES, KindRegistry
 from trainer.config.synonyms import SETTINGS
-from trainer.config.user_files import MAIN
+from trainer.config.yaml_limits import BYTES, check_yaml, yaml_fault
+
+# The setting `imports`: modules of the user, which are run and register what they add.
+
+
+def import_modules(names: Any) -> None:
+    """Imports the modules, which are looked for where Python looks and in the current folder. Raises `ConfigError` for
+    what cannot be imported, and for settings that are declared wrongly. What is no list of names is left to the
+    types."""
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return
+    if names and not {"", os.getcwd()} & set(sys.path):  # an installed command does not look there by itself
+        sys.path.append(os.getcwd())
+    for name in names:
+        _load(name)
+    problems = [text for registry in REGISTRIES for text in _wrong_settings(registry)]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _load(name: str) -> None:
+    setting = f"imports=[{name}]"
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise ConfigError(
+            f"{setting}: '{name}' is no name of a module; name it as Python's import does, such as my_package.hooks"
+        )
+    try:
+        importlib.import_module(name)
+    except ConfigError as error:
+        raise ConfigError([f"{setting}: {problem}" for problem in error.problems]) from error
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
+            raise ConfigError(
+                f"{setting}: there is no module '{error.name}' in this environment or in {os.getcwd()}; install its "
+                "package, or start from the folder that holds it (or put that on PYTHONPATH)"
+            ) from None
+        place = _last_own_line(error)
+        raise ConfigError(
+            f"{setting}: {type(error).__name__}: {error} ({place}); mend the module, or leave it out of imports"
+        ) from error
+
+
+def _last_own_line(error: Exception) -> str:
+    """File and line where the import broke, but for Python's own machinery."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}, line {error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if frame.filename != __file__ and "importlib" not in frame.filename]
+    last = (theirs or frames)[-1]
+    return f"{last.filename}, line {last.lineno}"
+
+
+def _wrong_settings(registry: KindRegistry) -> list[str]:
+    """What is wrong with how settings are declared."""
+    found = []
+    for entry in registry.registered.values():
+        of = f"settings of the {registry.kind} '{entry.name}' ({entry.home})"
+        found += [f"{of}: {text}" for text in _wrong_schema(entry.settings)]
+    return found
+
+
+def _wrong_schema(schema: Any) -> list[str]:
+    """What is wrong with a dataclass of settings, its defaults included."""
+    if not isinstance(schema, type) or not dataclasses.is_dataclass(schema):
+        return [f"{schema!r} is no dataclass"]
+    try:
+        hints = typing.get_type_hints(schema)
+    except NameError as error:
+        return [f"{error}; declare {schema.__name__} and the types of its fields at the top of a module"]
+    problems: typed.Problems = {}
+    for field in dataclasses.fields(schema):
+        if "doc" not in field.metadata:
+            problems[field.name] = f"{field.name} has no meaning; write {field.name}: TYPE = option(DEFAULT, 'meaning')"
+        elif not _known(hints[field.name]):
+            kinds = "int, float, bool, str, lists and mappings of them, each with or without None"
+            problems[field.name] = f"{field.name} is of type {hints[field.name]}; legal: {kinds}"
+    if problems:
+        return list(problems.values())
+    try:
+        typed.build_typed(typed.to_plain(schema()), problems, schema)
+        return [*problems.values(), *typed.out_of_range(schema())]
+    except ValueError as error:  # of a schema that compares its settings
+        return [f"its defaults: {error}"]
+
+
+def _known(hint: Any) -> bool:
+    """Whether a value can be checked against a type."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        first, *others = typing.get_args(hint)
+        return _known(first) and others == [type(None)]
+    if typing.get_origin(hint) in (list, dict):
+        return _known(typing.get_args(hint)[-1])
+    return hint in (*typed.LEAVES, Any)
+
+
+# The user's YAML files, as Hydra reads them: plain values, within limits, since a recipe may come from somebody else.
+
+
+MAIN = "config"
+"""The shipped file whose defaults list begins a composition."""
+
+
+class UserFiles(FileConfigSource):
+    """A folder of the user's on Hydra's search path. `load_config` raises `ConfigError` naming the file."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "user"
+
+    def is_config(self, config_path: str) -> bool:
+        """Whether there is such a file. A config.yaml of the user's, such as that of a run's folder, is no `MAIN`."""
+        return config_path != MAIN and super().is_config(config_path)
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        path = Path(self.path, config_path if config_path.endswith(".yaml") else f"{config_path}.yaml")
+        try:
+            if path.exists():
+                if not path.is_file():
+                    raise ValueError("it is no file")
+                with open(path, "rb") as file:
+                    check_yaml(file.read(BYTES + 1))
+            return super().load_config(config_path)
+        except HydraException:
+            raise
+        except (yaml.YAMLError, ValueError, OSError, RecursionError) as error:
+            fault = yaml_fault(error) if isinstance(error, yaml.YAMLError) else " ".join(str(error).split())
+            raise ConfigError(f"{path} cannot be read: {fault}; mend it") from None
+
+
+Plugins.instance().register(UserFiles)
+
+
+# Hydra's loader of groups and recipes, over a folder of the user's and the shipped one. Hydra's own settings (the
+# node `hydra`: job logging, launchers, output folders) have no effect on what is composed here, and to load and merge
+# them takes longer than everything else. So this loader leaves them out.
+
+
+HERE = Path(__file__).parents[1]
+
+CONFIGS = HERE / "configs" if (HERE / "configs").is_dir() else HERE.parent / "configs"
+"""The shipped groups and recipes: inside the package in a wheel, beside it in a checkout."""
+
+
+class ConfigLoader(ConfigLoaderImpl):
+    """folder: the user's, which wins over the shipped one."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        path = ConfigSearchPathImpl()
+        if folder is not None:
+            path.append("user", f"{UserFiles.scheme()}://{folder}")
+        path.append("main", f"file://{CONFIGS}")
+        path.append("schema", "structured://")
+        super().__init__(path)
+        setup_globals()  # Hydra's interpolations, such as ${now:%Y}
+
+    def names(self, group: str, kind: ObjectType = ObjectType.CONFIG) -> list[str]:
+        """Options of a group, or the groups in it; "" is the folder itself."""
+        holders = [source for source in self.get_sources() if source.is_group(group)]
+        return sorted({name for source in holders for name in source.list(group, kind)})
+
+    def compose(self, overrides: list[str]) -> DictConfig:
+        """The main file with its groups, recipes and overrides, interpolations unresolved. Raises what Hydra and
+        OmegaConf raise."""
+        parsed, repository = self._parse_overrides_and_create_caching_repo(MAIN, overrides)
+        chosen = create_defaults_list(repository, MAIN, parsed, prepend_hydra=False, skip_missing=False)
+        composed = self._compose_config_from_defaults_list(chosen.defaults, repository)
+        OmegaConf.set_struct(composed, True)
+        self._apply_overrides_to_config(chosen.config_overrides, composed)
+        return composed
+
 
 SWEEP = "several values are a sweep, which --multirun runs, a trial each"
 
@@ -49,7 +230,7 @@ def gather_values(overrides: Sequence[str], config_dir: str | os.PathLike | None
     values = typing.cast(dict, OmegaConf.to_container(composed))
     values.pop("hydra", None)
     try:
-        imports.import_modules(values.get("imports"))  # before names and types are looked at
+        import_modules(values.get("imports"))  # before names and types are looked at
     except ConfigError as error:
         raise ConfigError([*problems.values(), *error.problems]) from error
     return typed.complete_values(Config(), values), problems

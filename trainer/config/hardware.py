@@ -61,7 +61,7 @@ class AchievedConfig:
     )
 
     def of_attention(self, kernel: str) -> float:
-        """What a kernel of attention reaches (see `planning/context.py`), as a share of `attention`."""
+        """What a kernel of attention reaches (see `parallel/context/plan.py`), as a share of `attention`."""
         return 1.0 if kernel == "attention" else getattr(self, kernel)
 
 

@@ -12,9 +12,9 @@ import sys
 import time
 from pathlib import Path
 
-from trainer.diagnosis.account import breakdown_metrics
 from trainer.diagnosis.accounts import break_down_step
 from trainer.diagnosis.sample import trace_of
+from trainer.diagnosis.time_breakdown import breakdown_metrics
 from trainer.diagnosis.traces import read_trace
 from trainer.util.lines import LineFile
 from trainer.util.run_folder import ACCOUNTS

@@ -12,10 +12,10 @@ from trainer.config import Config, ConfigError, typed
 from trainer.config.hardware import HardwareConfig
 from trainer.config.model import DEEPEST
 from trainer.config.synonyms import REMOVED
-from trainer.diagnosis.account import TimeBreakdown
-from trainer.diagnosis.ranks import PipelineIdle, idle_of
-from trainer.diagnosis.shortage import OOMReport
-from trainer.diagnosis.typical import StepProfile, build_profile, ordinary_seconds, scale_profile
+from trainer.diagnosis.accounts import PipelineIdle, idle_of
+from trainer.diagnosis.oom_report import OOMReport
+from trainer.diagnosis.step_profile import StepProfile, build_profile, ordinary_seconds, scale_profile
+from trainer.diagnosis.time_breakdown import TimeBreakdown
 from trainer.planning.estimate.hardware import hardware_names, load_hardware
 from trainer.planning.plan import MOST_PROCESSES
 from trainer.planning.resolve import Layout, check_config, resolve_layout
@@ -23,7 +23,7 @@ from trainer.planning.schedules import ir
 from trainer.planning.schedules.timeline import read_timeline
 from trainer.planning.schedules.validate import validate_schedule
 from trainer.util.lines import read_lines
-from trainer.util.memory_errors import error_reason, lacks_memory
+from trainer.util.machine import error_reason, lacks_memory
 from trainer.util.reading import find_mismatch, on_one_line, parse_json, read_yaml, shorten_foreign
 from trainer.util.tables import format_duration
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from statistics import median
 from typing import NamedTuple
 
-from trainer.diagnosis.intervals import TimeInterval, uncovered_gaps
 from trainer.diagnosis.recording import (
     HostContext,
     KernelTally,
@@ -20,7 +19,18 @@ from trainer.diagnosis.recording import (
     kind_of,
     term_of,
 )
-from trainer.diagnosis.traces import AWAITS, COLLECTOR, DATA, HOST_KINDS, STEP, StepTrace, TraceEvent, nest_events
+from trainer.diagnosis.traces import (
+    AWAITS,
+    COLLECTOR,
+    DATA,
+    HOST_KINDS,
+    STEP,
+    StepTrace,
+    TimeInterval,
+    TraceEvent,
+    nest_events,
+    uncovered_gaps,
+)
 
 DEVICE_KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
-from trainer.diagnosis.account import AXES
-from trainer.diagnosis.intervals import TimeInterval
 from trainer.diagnosis.recording import (
     KernelTally,
     RecordedCollective,
@@ -17,6 +15,7 @@ from trainer.diagnosis.recording import (
     kind_of,
     term_of,
 )
+from trainer.diagnosis.time_breakdown import AXES
 from trainer.diagnosis.traces import (
     AWAITS,
     COLLECTOR,
@@ -26,6 +25,7 @@ from trainer.diagnosis.traces import (
     STEP,
     WAIT,
     StepTrace,
+    TimeInterval,
     TraceEvent,
     nest_events,
 )

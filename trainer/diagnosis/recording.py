@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-from trainer.diagnosis.account import KernelTotal
-from trainer.diagnosis.intervals import TimeInterval
 from trainer.diagnosis.shapes import Factors, gemm_factors, work_of
-from trainer.diagnosis.traces import AWAITS, DATA, OPTIMIZER, SENDS, NestedEvent, StepTrace, TraceEvent
+from trainer.diagnosis.time_breakdown import KernelTotal
+from trainer.diagnosis.traces import AWAITS, DATA, OPTIMIZER, SENDS, NestedEvent, StepTrace, TimeInterval, TraceEvent
 
 COMPUTE = ("optimizer", "recompute", "attention", "products", "memory_bound")
 """Terms of computation; where several run at once, the first has the time."""

@@ -7,8 +7,8 @@ from typing import Any
 
 from rich.console import Console
 
-from trainer.diagnosis.account import TimeBreakdown, cost_share
 from trainer.diagnosis.roofline import RooflinePoint
+from trainer.diagnosis.time_breakdown import TimeBreakdown, cost_share
 from trainer.diagnosis.verdict import Diagnosis, Finding
 from trainer.util import tables
 from trainer.util.reading import make_printable

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainer.config import ConfigError
-from trainer.diagnosis.account import KernelTotal, TimeBreakdown
 from trainer.diagnosis.evidence import RunEvidence
-from trainer.planning.estimate.pace import DeviceRates
+from trainer.diagnosis.time_breakdown import KernelTotal, TimeBreakdown
+from trainer.planning.estimate.throughput import DeviceRates
 
 COMPUTES = ("products", "attention", "memory_bound", "optimizer")
 """Kinds of kernels that have a place under the roof."""

@@ -7,9 +7,9 @@ from collections import Counter
 from dataclasses import dataclass
 from math import inf, log, sqrt
 
-from trainer.diagnosis.account import TimeBreakdown
 from trainer.diagnosis.evidence import RunEvidence
-from trainer.diagnosis.typical import StepProfile, compute_seconds
+from trainer.diagnosis.step_profile import StepProfile, compute_seconds
+from trainer.diagnosis.time_breakdown import TimeBreakdown
 from trainer.util.tables import format_number
 
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)

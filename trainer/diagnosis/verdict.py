@@ -7,14 +7,14 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.diagnosis import metrics_rules, rules
+from trainer.diagnosis import rules
 from trainer.diagnosis.advice import ShapeAdvice, advise_shapes
 from trainer.diagnosis.evidence import RunEvidence
-from trainer.diagnosis.memory import MemoryUse, summarise_memory
-from trainer.diagnosis.overrides import FREED, Suggestions
+from trainer.diagnosis.oom_report import NOTHING, MemoryOverride
 from trainer.diagnosis.roofline import RooflineCeilings, RooflinePoint, build_roofline, find_ceilings
-from trainer.diagnosis.shortage import NOTHING, MemoryOverride
+from trainer.diagnosis.rules import MemoryUse, summarise_memory
 from trainer.diagnosis.slow_ranks import throttle_costs
+from trainer.diagnosis.suggestions import FREED, Suggestions
 from trainer.planning.estimate.step import GIB
 from trainer.util.tables import format_duration, format_percent
 
@@ -78,7 +78,7 @@ def diagnose_evidence(evidence: RunEvidence) -> Diagnosis:
         seconds = profile.seconds
     found = rules.find_costs(profile, evidence) if profile else []
     if not profile:
-        found = metrics_rules.costs_of_metrics(evidence, seconds) if seconds else []
+        found = rules.costs_of_metrics(evidence, seconds) if seconds else []
         notes.append(
             f"no step was profiled, and metrics alone say little: with {say_more(seconds)} a run accounts for its steps"
         )

@@ -1,6 +1,6 @@
-"""Triton kernels for shards on their way between GPUs (`distributed/shards.py`), each in one pass over memory: what is
-read once and goes to two places, and sums of what several ranks have. Torch's own kernels take two passes for both, and
-its sum over a first dimension of two reaches a fifth of a copy's rate."""
+"""Triton kernels for shards on their way between GPUs (`parallel/zero/copy_engine.py`), each in one pass over memory:
+what is read once and goes to two places, and sums of what several ranks have. Torch's own kernels take two passes for
+both, and its sum over a first dimension of two reaches a fifth of a copy's rate."""
 
 from __future__ import annotations
 

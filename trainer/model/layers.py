@@ -16,10 +16,9 @@ from trainer.distributed.collectives import AllReduceSum
 from trainer.model.attention import causal_attention
 from trainer.model.axes import DeclaredModule
 from trainer.model.cache import CachedMask, attend_cached
-from trainer.model.context import SharedMask
+from trainer.model.context_attention import SharedMask, attend_together
 from trainer.model.linear import DeferredGrads, column_parallel, number_layer, row_parallel
 from trainer.model.rotary import rotate_heads
-from trainer.model.shared_attention import attend_together
 from trainer.model.stage import BlockReport, join_reports, keep_here, split_report
 from trainer.model.tiles import apply_tiled
 from trainer.precision.products import Multiply, matmul

@@ -15,10 +15,11 @@ from rich.console import Console
 from trainer.config import Config, ConfigError
 from trainer.config.model import ModelSpec
 from trainer.data.lengths import documents_in
-from trainer.distributed.world import World
+from trainer.distributed.mesh import World
 from trainer.observe.metrics import SpeedMeter
-from trainer.optim.groups import parameter_policies
-from trainer.planning.context import context_traffic
+from trainer.optim.optimizer import parameter_policies
+from trainer.parallel.compress.plan import describe_codecs
+from trainer.parallel.context.plan import context_traffic
 from trainer.planning.cost import flops as cost
 from trainer.planning.cost.devices import peak_flops, product_type
 from trainer.planning.cost.layers import left_by_recompute, model_work
@@ -32,11 +33,8 @@ from trainer.planning.estimate.sequence import describe_measures, describe_recom
 from trainer.planning.estimate.step import StepEstimate, estimate_within, fullest_rank
 from trainer.planning.fit import MachineMemory
 from trainer.planning.float8 import float8_linears, numeric_types
-from trainer.planning.gradient_comm import describe_codecs
 from trainer.planning.plan import node_size
-from trainer.planning.remarks import collect_warnings
-from trainer.planning.resolve import Layout
-from trainer.planning.ways import communication_table
+from trainer.planning.resolve import Layout, collect_warnings, communication_table
 from trainer.util import tables
 
 

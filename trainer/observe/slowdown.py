@@ -10,8 +10,8 @@ from statistics import median, mode
 from typing import Any
 
 from trainer.config import GuardConfig
-from trainer.diagnosis.account import AXES
 from trainer.diagnosis.rules import COMPILER, HARDWARE, PLAN, RUNTIME
+from trainer.diagnosis.time_breakdown import AXES
 from trainer.diagnosis.verdict import say_more
 from trainer.observe.nvml import throttle_reasons
 

@@ -25,8 +25,8 @@ from typing import Any
 import torch.distributed as dist
 
 from trainer.config import GuardConfig
-from trainer.distributed.boxes import pending_waits
 from trainer.distributed.c10d_internals import default_store
+from trainer.distributed.symmetric_memory import pending_waits
 from trainer.observe import flight
 from trainer.observe.neighbours import NeighbourWatch
 from trainer.observe.sinks import write_status

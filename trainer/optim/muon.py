@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from trainer.config.schema import MuonConfig
+from trainer.distributed.mesh import World
 from trainer.distributed.tensors import local_extent, local_values
-from trainer.distributed.world import World
 from trainer.planning.cost.flops import orthogonalisation_flops
 from trainer.precision.dtypes import DTYPES
 

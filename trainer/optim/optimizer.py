@@ -8,19 +8,89 @@ global parameter name, and saved as tensors in the layout of the parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from trainer.config import ConfigError, OptimizerConfig
-from trainer.config.registry import OPTIMIZERS
-from trainer.distributed.tensors import local_values, with_values
-from trainer.distributed.world import World
-from trainer.optim.groups import ParameterPolicy
+from trainer.config import ConfigError, LearningRateConfig, OptimizerConfig, ParameterTypes
+from trainer.config.registry import OPTIMIZERS, SCHEDULES
+from trainer.distributed.mesh import World
+from trainer.distributed.tensors import Fragment, local_values, with_values
 from trainer.optim.muon import Orthogonaliser, lr_factor
-from trainer.planning.cost.updates import moment_count
+from trainer.planning.cost.parameters import ParameterInfo
+from trainer.planning.cost.updates import UpdateSettings, moment_count
+from trainer.precision.dtypes import DTYPES
+
+# An exponential moving average of the weights, beside them: in fp32, and sharded as they are.
+
+
+PREFIX = "ema."
+"""Before a parameter's name, the name of its average in checkpoints."""
+
+
+class WeightAverage:
+    """average <- decay x average + (1 - decay) x weight after every update, beginning with the weights as they are.
+
+    parameters: global name -> this rank's part of the fp32 parameter. A step that was skipped changes nothing."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter | Fragment], decay: float):
+        self.parameters, self.decay = parameters, decay
+        self.values = {name: local_values(parameter).detach().clone() for name, parameter in parameters.items()}
+
+    @torch.no_grad()
+    def update(self, found_inf: Tensor) -> None:
+        """After the optimizer's step. found_inf: a scalar, one where that was skipped."""
+        for name, value in self.values.items():
+            value.lerp_(local_values(self.parameters[name]), (1 - self.decay) * (1 - found_inf.to(value.device)))
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Begins anew with the weights as they are."""
+        for name, value in self.values.items():
+            value.copy_(local_values(self.parameters[name]))
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Puts the average where the weights are, and the weights where the average is."""
+        for name, value in self.values.items():
+            weight = local_values(self.parameters[name])
+            kept = weight.clone()
+            weight.copy_(value)
+            value.copy_(kept)
+
+    def tensors(self) -> dict[str, Tensor | Fragment]:
+        """What a checkpoint holds of it: tensors in the layout of the parameters."""
+        return {PREFIX + name: with_values(self.parameters[name], value) for name, value in self.values.items()}
+
+
+# Parameter groups: which optimizer settings each parameter gets, by its role and name (`precision.types`).
+
+
+@dataclass(frozen=True)
+class ParameterPolicy:
+    """Optimizer settings of one parameter; parameters with equal policies form a parameter group."""
+
+    optimizer: str
+    state_dtype: torch.dtype
+    weight_decay: float
+    lr_scale: float
+    quantise: bool = field(default=True, compare=False)
+
+
+def parameter_policies(
+    infos: dict[str, ParameterInfo], types: ParameterTypes, optimizer: OptimizerConfig
+) -> dict[str, ParameterPolicy]:
+    """Global name -> policy; see `UpdateSettings.policies`."""
+    found = {}
+    for name, chosen in UpdateSettings(optimizer, types).policies(infos).items():
+        assert chosen.optimizer is not None and chosen.weight_decay is not None  # nothing is left open
+        dtype, scale = DTYPES[chosen.state_dtype], float(chosen.lr_scale)
+        found[name] = ParameterPolicy(chosen.optimizer, dtype, chosen.weight_decay, scale, bool(chosen.quantise))
+    return found
 
 
 class ParameterUpdate(NamedTuple):
@@ -235,3 +305,41 @@ class Optimizer:
             for (other, moment), value in self.state.items():
                 if other == copy:
                     value.copy_(self.state[name, moment])
+
+
+# Learning-rate schedules, computed on the device from the number of updates. A skipped step does not advance them,
+# and no step waits for the device.
+
+
+class ScheduleProgress(NamedTuple):
+    """Where a schedule stands, for registered ones too. done: share of the way from the end of the warm-up to the last
+    step, 0 to 1; update: the number of the update, from 1; both scalar tensors. warmup, steps: of the run."""
+
+    done: Tensor
+    update: Tensor
+    warmup: int
+    steps: int
+
+
+def learning_rate(config: LearningRateConfig, steps: int, updates: Tensor) -> Tensor:
+    """The learning rate of the update that follows `updates` finished ones (a scalar tensor), in a run of `steps`.
+
+    Linear warm-up over `warmup` updates, then: cosine to final x peak (arXiv 1608.03983); linear to it; constant; or
+    wsd, constant and then linear to it over the last `decay` updates (arXiv 2404.06395); or what is registered."""
+    number = updates.float() + 1
+    warm = (number / max(config.warmup, 1)).clamp(max=1.0)
+    length = max(steps - config.warmup, 1)
+    if config.schedule == "wsd":
+        length = config.decay or max(steps // 5, 1)
+    start = steps - length if config.schedule == "wsd" else config.warmup
+    progress = ((number - start) / length).clamp(0.0, 1.0)
+    if config.schedule in SCHEDULES.registered:
+        entry = SCHEDULES[config.schedule]
+        share = entry.made(entry.chosen(config.settings), ScheduleProgress(progress, number, config.warmup, steps))
+    elif config.schedule == "cosine":
+        share = (1 + torch.cos(math.pi * progress)) / 2
+    elif config.schedule == "constant":
+        share = torch.ones_like(progress)
+    else:
+        share = 1 - progress
+    return config.peak * torch.where(number <= config.warmup, warm, config.final + (1 - config.final) * share)

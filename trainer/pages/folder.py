@@ -3,25 +3,88 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainer.config import ConfigError, typed
-from trainer.diagnosis import account
-from trainer.diagnosis.typical import StepProfile, build_profile, ordinary_seconds, scale_profile
+from trainer.diagnosis import time_breakdown
+from trainer.diagnosis.step_profile import StepProfile, build_profile, ordinary_seconds, scale_profile
 from trainer.diagnosis.verdict import to_json
-from trainer.observe.examine import diagnose_run
+from trainer.observe.diagnose_run import diagnose_run
 from trainer.pages import verdict
 from trainer.pages.curves import MetricCurves
-from trainer.pages.files import FoundFile, WatchedFiles, json_lines
 from trainer.planning.schedules.ir import Action
 from trainer.planning.schedules.timeline import measure_timeline, read_timeline
-from trainer.util.lines import count_lines
-from trainer.util.memory_errors import lacks_memory
-from trainer.util.reading import Shape, find_mismatch, make_printable, read_bytes, read_json
+from trainer.util.lines import count_lines, read_lines
+from trainer.util.machine import lacks_memory
+from trainer.util.reading import (
+    Shape,
+    find_mismatch,
+    make_printable,
+    parse_json,
+    read_bytes,
+    read_json,
+    shorten_foreign,
+)
 from trainer.util.run_folder import DIAGNOSIS, EARLIER, LOG, METRICS_FILE, REPLACED, RUN_FILES, STARTS, STATUS
+
+# Files of a folder that others write, read again when they have changed.
+
+
+class FoundFile(NamedTuple):
+    """What a file was when it was looked at: a stamp that grows with it, None where there is none; its value, None
+    where there is none or it is damaged; and the problem with it."""
+
+    stamp: tuple[int, ...] | None = None
+    value: Any = None
+    problem: str | None = None
+
+
+class WatchedFiles:
+    """Some files of a folder. sources: by name what reads one. `read` looks again at what has changed since."""
+
+    def __init__(self, folder: Path, sources: dict[str, Callable[[Path], Any]]):
+        self.folder, self._sources = folder, sources
+        self._found = dict.fromkeys(sources, FoundFile())
+
+    def read(self) -> bool:
+        """Reads the files that have changed since the last call, and says whether any has."""
+        before = self._found
+        self._found = {name: self._look(name, before[name]) for name in self._sources}
+        return any(self._found[name] is not before[name] for name in before)
+
+    def _look(self, name: str, before: FoundFile) -> FoundFile:
+        path, stamp = self.folder / name, None
+        try:
+            status = path.stat()
+            stamp = (status.st_mtime_ns, status.st_ino, status.st_size)
+            return before if stamp == before.stamp else FoundFile(stamp, self._sources[name](path))
+        except FileNotFoundError:
+            return FoundFile() if before.stamp else before
+        except (OSError, ConfigError, ValueError) as error:
+            return FoundFile(stamp, None, f"{name}: {shorten_foreign(error)}")
+
+    @property
+    def problems(self) -> list[str]:
+        """What is damaged, and left out."""
+        return [found.problem for found in self._found.values() if found.problem]
+
+
+def json_lines(path: Path, shape: Shape, most: int) -> list[dict[str, Any]]:
+    """The last `most` lines of a file that are JSON of a shape; others are passed over."""
+    found = deque[dict[str, Any]](maxlen=most)
+    for text in read_lines(path, rest=True):
+        try:
+            line = parse_json(text)
+        except ValueError:
+            continue
+        if not find_mismatch(line, shape):
+            found.append(line)
+    return [*found]
+
 
 START: Shape = {"time": str, "step": int, "processes": int, "settings": dict}
 """What a line of starts.jsonl has to have to be shown."""
@@ -52,7 +115,7 @@ class RunFolder(WatchedFiles):
             REPLACED: count_lines,
             EARLIER: lambda path: sorted((found.name for found in path.iterdir() if found.name.isdecimal()), key=int),
             DIAGNOSIS: lambda path: read_json(path, verdict.SHAPE, "python -m trainer.diagnose writes it anew"),
-            account.ACCOUNTS: lambda path: build_profile(account.read_breakdowns(path.parent)),
+            time_breakdown.ACCOUNTS: lambda path: build_profile(time_breakdown.read_breakdowns(path.parent)),
             **{f"schedule/{name}.json": partial(drawn_timeline, name) for name in TIMELINES},
         }
         super().__init__(folder, sources)
@@ -100,14 +163,14 @@ class RunFolder(WatchedFiles):
     @property
     def profile(self) -> StepProfile | None:
         """The typical step of the newest profiled ones, at the pace of the others; None without any."""
-        profile = self._found[account.ACCOUNTS].value
+        profile = self._found[time_breakdown.ACCOUNTS].value
         return profile and scale_profile(profile, ordinary_seconds(self.curves.by_step("step_seconds"), profile))
 
     @property
     def diagnosis(self) -> dict[str, Any] | None:
         """What bounds the run: as diagnosis.json says it, unless there are newer accounts, or they are to be held
         against other hardware. None without both."""
-        said, accounts = self._found[DIAGNOSIS], self._found[account.ACCOUNTS]
+        said, accounts = self._found[DIAGNOSIS], self._found[time_breakdown.ACCOUNTS]
         if accounts.value is None or said.value and said.stamp >= accounts.stamp and not self.hardware:
             return said.value
         if self._examined[0] is not accounts:

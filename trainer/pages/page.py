@@ -9,7 +9,8 @@ import base64
 import dataclasses
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,13 +18,181 @@ from typing import Any, NamedTuple
 import jinja2
 
 from trainer.config import ConfigError
-from trainer.pages import numbers, settings, steps
+from trainer.observe.metrics import METRICS, stands_for_many
+from trainer.pages import settings, steps
 from trainer.pages.folder import RunFolder
-from trainer.pages.panels import NOT_DRAWN, OF_ONE_VALUE, arrange_panels
-from trainer.pages.shown import PageRuns, open_folders
+from trainer.pages.sweeps import SweepFolder
 from trainer.pages.verdict import verdict_context
+from trainer.planning.estimate.hardware import load_hardware
 from trainer.util import tables
 from trainer.util.files import write_atomic
+from trainer.util.run_folder import RUN_FILES, STARTS, holds_trials, label_runs, of_sweeps
+from trainer.util.tables import format_number
+
+# Which curves are drawn together, and in which order.
+
+
+@dataclass(frozen=True)
+class CurvePanel:
+    """A picture of curves. group: the heading that it stands under, if any. names: of metrics; one that ends in /NAME
+    stands for all of its family. zero: whether the picture begins at zero."""
+
+    group: str
+    title: str
+    unit: str
+    names: tuple[str, ...]
+    zero: bool = True
+
+
+PANELS = (
+    CurvePanel("", "loss", "nats per token", ("loss", "eval_loss"), False),
+    CurvePanel("", "loss by source", "nats per token", ("loss/NAME",), False),
+    CurvePanel("", "evaluation loss by set", "nats per token", ("eval_loss/NAME",), False),
+    CurvePanel("", "terms of the loss", "mean per token", ("term/NAME",), False),
+    CurvePanel("", "gradient norm", "before clipping", ("grad_norm",)),
+    CurvePanel("", "learning rate", "", ("lr",)),
+    CurvePanel("", "throughput", "tokens per second, all ranks", ("tokens_per_second",)),
+    CurvePanel("", "step time", "seconds", ("step_seconds", "step_seconds_p50", "step_seconds_p95")),
+    CurvePanel("", "model FLOP utilisation", "share of the peak", ("mfu", "mfu_full")),
+    CurvePanel("", "waiting for data", "seconds a step", ("data_seconds",)),
+    CurvePanel("", "evaluating and saving", "seconds a step", ("evaluation_seconds", "checkpoint_seconds")),
+    CurvePanel("", "bubble", "share of the step", ("bubble", "bubble_imbalance")),
+    CurvePanel("", "exposed communication", "share of a profiled step", ("exposed/NAME",)),
+    CurvePanel("", "late host", "share of a profiled step", ("host",)),
+    CurvePanel("", "launch delay", "seconds", ("launch_delay",)),
+    CurvePanel("", "slowest rank", "multiple of the median", ("straggler",)),
+    CurvePanel("", "memory", "GiB, fullest rank", ("memory_gib",)),
+    CurvePanel("", "gradient traffic", "bytes a rank and step", ("comm/bytes_inner", "comm/bytes_outer")),
+    CurvePanel("", "loss scale", "", ("loss_scale",), False),
+    CurvePanel("", "steps without an update", "so far", ("skipped",)),
+    CurvePanel("", "steps run again", "so far", ("repeated",)),
+    CurvePanel("", "damaged rows", "left out so far", ("damaged",)),
+    CurvePanel("hardware", "utilisation", "share", ("hardware/sm", "hardware/tensor", "hardware/dram")),
+    CurvePanel("hardware", "links", "GB/s a GPU", ("hardware/nvlink_gb_s", "hardware/pcie_gb_s")),
+    CurvePanel("hardware", "power", "watts a GPU", ("hardware/power_watts",)),
+    CurvePanel("hardware", "clock", "MHz of the slowest GPU", ("hardware/clock_mhz",)),
+    CurvePanel("hardware", "temperature", "degrees Celsius of the hottest GPU", ("hardware/temperature",)),
+    CurvePanel(
+        "hardware",
+        "throttle",
+        "reasons: 4 power, 32 and 64 heat, 8 and 128 hardware",
+        ("hardware/throttle", "hardware/throttle_of_rank"),
+    ),
+    CurvePanel("hardware", "ranks whose clocks are held down", "number", ("hardware/throttle_ranks",)),
+    CurvePanel("hardware", "emptied caches", "of the allocator, so far", ("hardware/alloc_retries",)),
+    CurvePanel("hardware", "machine", "share in use", ("hardware/host_cpu", "hardware/host_memory")),
+    CurvePanel("hardware", "free disk", "GiB", ("hardware/disk_free_gib",)),
+)
+"""Other metrics, such as registered ones, have a panel each, behind these."""
+
+OF_ONE_VALUE = (
+    *("loss_scale", "skipped", "repeated", "damaged", "hardware/alloc_retries"),
+    *("hardware/throttle", "hardware/throttle_of_rank", "hardware/throttle_ranks"),
+)
+"""Metrics that say nothing as long as they stay what they were."""
+
+NOT_DRAWN = {
+    *("step", "time", "tokens", "epoch", "eta_seconds"),
+    *("straggler_rank", "profiled_step", "hardware/clock_rank", "hardware/throttle_rank"),
+}
+
+
+def drawn_as(names: Iterable[str], panel: CurvePanel) -> list[str]:
+    """Those of `names` that belong into a panel."""
+    families = tuple(name.removesuffix("NAME") for name in panel.names if stands_for_many(name))
+    return [name for name in names if name in panel.names or families and name.startswith(families)]
+
+
+def arrange_panels(names: Iterable[str]) -> list[CurvePanel]:
+    """The panels of the metrics `names`, with the names that they show; empty ones are left out."""
+    left = [name for name in dict.fromkeys(names) if name not in NOT_DRAWN and not name.startswith("targets/")]
+    found = []
+    for panel in PANELS:
+        if shown := drawn_as(left, panel):
+            order = {name: place for place, name in enumerate(panel.names)}
+            found.append(replace(panel, names=tuple(sorted(shown, key=lambda name: order.get(name, 0)))))
+            left = [name for name in left if name not in shown]
+    return found + [
+        CurvePanel(group_of(name), name.partition("/")[2] or name, metric_meaning(name), (name,), False)
+        for name in left
+    ]
+
+
+def group_of(name: str) -> str:
+    """The heading over a metric of no panel: the first part of its name."""
+    first, slash, _ = name.partition("/")
+    return {"user": "registered metrics"}.get(first, first) if slash else "others"
+
+
+def metric_meaning(name: str) -> str:
+    """What METRICS says of a metric, where it knows it."""
+    family = f"{name.partition('/')[0]}/NAME"
+    return METRICS.get(name, "" if name.startswith("user/") else METRICS.get(family, ""))
+
+
+# What a page is about: runs, and the sweeps and searches whose trials they are.
+
+
+HARDWARE = (
+    "a file of configs/hardware or its path, such as one that trainer probe wrote, whose peaks the kernels are "
+    "held against; '': that of the device"
+)
+"""What the option of commands means."""
+
+
+class PageRuns:
+    """Runs as they stand in folders, each one of a run, a sweep or a search (`trainer.tune`), whose trials count as
+    runs. `read` looks again, also for trials that have begun since.
+
+    hardware: see `RunFolder`. Raises `ConfigError` for one that cannot be read."""
+
+    def __init__(self, folders: Sequence[Path], hardware: str = ""):
+        if hardware:
+            load_hardware(hardware)
+        self.folders, self.hardware = folders, hardware
+        self.runs: list[RunFolder] = []
+        self.sweeps: list[SweepFolder] = []
+
+    def read(self) -> bool:
+        """Reads what is new, and says whether anything is."""
+        before = self.runs, self.sweeps
+        runs, sweeps = ({one.folder: one for one in known} for known in before)
+        found = [folder for folder in of_sweeps(self.folders, RUN_FILES) if not holds_trials(folder)]
+        self.runs = [runs.get(folder) or RunFolder("", folder, self.hardware) for folder in found]
+        self.sweeps = [sweeps.get(folder) or SweepFolder(folder) for folder in self.folders if holds_trials(folder)]
+        for run, label in zip(self.runs, label_runs(found) if found else ()):
+            run.label = label
+        changed = [one.read() for one in (*self.runs, *self.sweeps)]
+        return any(changed) or before != (self.runs, self.sweeps)
+
+    @property
+    def single(self) -> RunFolder | None:
+        """The run of a page that is about one alone."""
+        return self.runs[0] if len(self.runs) == 1 and not self.sweeps else None
+
+    @property
+    def title(self) -> str:
+        if self.single:
+            return self.single.label
+        if len(self.folders) == len(self.sweeps) == 1:
+            return f"{self.folders[0].resolve().name}: {format_number(len(self.runs), 'trial')}"
+        return f"{len(self.runs)} runs compared"
+
+
+def open_folders(folders: Sequence[Path], hardware: str = "") -> PageRuns:
+    """What stands in these folders, read. Raises `ConfigError` for a folder of which there is nothing to show."""
+    shown = PageRuns(folders, hardware)
+    shown.read()
+    if wrong := [run for run in shown.runs if not run.exists]:
+        raise ConfigError(
+            [
+                f"{run.folder}: no run has written there (no {STARTS}); give a run folder like runs/NAME, or that of a "
+                "sweep or a search"
+                for run in wrong
+            ]
+        )
+    return shown
+
 
 TEMPLATES = Path(__file__).parent / "templates"
 SCRIPTS = ("base.js", "curves.js", "timeline.js", "roofline.js", "search.js", "page.js")
@@ -109,7 +278,7 @@ def run_context(run: RunFolder, place: int) -> dict[str, Any]:
         "status": run.status,
         "steps": run.steps,
         "about": settings.describe_run(run),
-        "numbers": numbers.run_numbers(run),
+        "numbers": settings.run_numbers(run),
         "tables": {title: rows for title, rows in run.start.get("table", {}).items() if title != "memory"},
         "memory": run.start.get("table", {}).get("memory", []),
         "settings": settings.all_settings(run),
@@ -185,7 +354,7 @@ def content_of(shown: PageRuns, data: dict[str, Any]) -> str:
         plans=settings.merge_tables([plan_of(run) for run in texts], alike=False),
         groups=groups,
         compared=[column[0].name for column in zip(*columns) if any(one.value is not None for one in column)],
-        best=numbers.best_of(columns),
+        best=settings.best_of(columns),
         now=time.strftime("%Y-%m-%d %H:%M:%S"),
     )  # fmt: skip
 

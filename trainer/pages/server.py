@@ -11,8 +11,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from trainer.config import ConfigError
-from trainer.pages.page import content_of, data_of, render_page, security_policy
-from trainer.pages.shown import PageRuns
+from trainer.pages.page import PageRuns, content_of, data_of, render_page, security_policy
 
 HOST = "127.0.0.1"
 NAMES = ("localhost", "127.0.0.1", "[::1]")

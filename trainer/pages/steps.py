@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from trainer.diagnosis import account
-from trainer.diagnosis.account import KernelTotal, TimeBreakdown
+from trainer.diagnosis import time_breakdown
+from trainer.diagnosis.time_breakdown import KernelTotal, TimeBreakdown
 from trainer.pages.folder import RunFolder
 from trainer.util.reading import make_printable
 
@@ -49,7 +49,7 @@ def describe_term(name: str) -> str:
 
 def order_terms(terms: dict[str, float]) -> list[TermPart]:
     """Terms in the order of the table of terms, those of no time left out."""
-    total, places = math.fsum(terms.values()), {name: place for place, name in enumerate(account.TERMS)}
+    total, places = math.fsum(terms.values()), {name: place for place, name in enumerate(time_breakdown.TERMS)}
     found = sorted(terms, key=lambda name: (places[_term(name)], name))
     return [
         TermPart(describe_term(name), terms[name], terms[name] / total, term_colour(name), term_meaning(name))
@@ -63,8 +63,8 @@ def term_colour(name: str) -> str:
 
 
 def term_meaning(name: str) -> str:
-    axis = account.AXES.get(name.split("/")[1]) if name.startswith("communication/") else None
-    return account.TERMS[_term(name)] + (f"; {axis}" if axis else "")
+    axis = time_breakdown.AXES.get(name.split("/")[1]) if name.startswith("communication/") else None
+    return time_breakdown.TERMS[_term(name)] + (f"; {axis}" if axis else "")
 
 
 def mean_terms(accounts: Sequence[TimeBreakdown]) -> dict[str, float]:

@@ -12,10 +12,9 @@ import torch._functorch.config as functorch
 import torch._inductor.config as inductor
 from torch import nn
 
-from trainer.checkpointing.activation import apply_recompute, check_recompute, recomputes_attention
 from trainer.config import Config, ConfigError, PrecisionConfig
 from trainer.config.model import ModelSpec
-from trainer.distributed.world import World
+from trainer.distributed.mesh import World
 from trainer.model.axes import parameter_infos
 from trainer.model.compiled import compile_function
 from trainer.model.layers import Linear
@@ -24,8 +23,9 @@ from trainer.model.loss import loss_terms
 from trainer.model.stage import Make, Stage
 from trainer.model.transformer import Transformer
 from trainer.parallel import tensor
-from trainer.parallel.context import share_sequences
-from trainer.parallel.engine import Engine
+from trainer.parallel.context.apply import share_sequences
+from trainer.parallel.recompute import apply_recompute, check_recompute, recomputes_attention
+from trainer.parallel.zero.fsdp import Engine
 from trainer.planning.cost.parameters import declare_parameters
 from trainer.planning.float8 import float8_linears
 from trainer.planning.plan import Plan

@@ -18,9 +18,9 @@ from trainer.config.options import escape_unprintable
 from trainer.data.batches import BatchLoader, MicroBatch
 from trainer.data.corpus import CorpusSide, open_corpus
 from trainer.data.progress import print_notice
-from trainer.distributed.world import World, join_world, local_device
+from trainer.distributed.mesh import World, join_world, local_device
 from trainer.model.initial import Weights, initial_value
-from trainer.optim.groups import parameter_policies
+from trainer.optim.optimizer import parameter_policies
 from trainer.parity.compare import (
     FP8,
     PlanResult,
@@ -33,9 +33,9 @@ from trainer.parity.compare import (
 from trainer.parity.plans import generate_plans, make_case
 from trainer.parity.reference import Trajectory, train_reference
 from trainer.parity.watch import train_plan
-from trainer.planning.batch import BatchPlan, resolve_batch
 from trainer.planning.cost.parameters import declare_parameters
-from trainer.planning.variants import compose_variant, global_size, plan_list, split_words
+from trainer.planning.plan import BatchPlan, resolve_batch
+from trainer.planning.plan_overrides import compose_variant, global_size, plan_list, split_words
 from trainer.precision.dtypes import DTYPES
 from trainer.training.run import starting_point
 from trainer.training.session import numeric_mode

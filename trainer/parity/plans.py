@@ -10,13 +10,13 @@ import torch
 from trainer.config import Config, ConfigError, ParallelConfig
 from trainer.config.fields import list_divisors
 from trainer.config.model import ModelSpec
-from trainer.parallel.engine import check_engine
+from trainer.parallel.compress.plan import describe_codecs
 from trainer.parallel.parallelize import check_compiler, check_model
+from trainer.parallel.zero.fsdp import check_engine
 from trainer.planning.float8 import numeric_types
-from trainer.planning.gradient_comm import describe_codecs
 from trainer.planning.plan import check_plan, node_size, resolve_plan
+from trainer.planning.plan_overrides import build_variant, fit_batch
 from trainer.planning.resolve import Layout, check_config, resolve_layout
-from trainer.planning.variants import build_variant, fit_batch
 
 SCHEDULES = ("1f1b", "zb_h1", "interleaved", "zb_v")
 """The schedules that `generate_plans` runs on each pipeline, where the model has enough layers."""

@@ -21,9 +21,8 @@ from trainer.model.initial import Weights, initialize_model
 from trainer.model.loss import loss_terms
 from trainer.model.stage import split_report
 from trainer.model.transformer import Transformer
-from trainer.optim.groups import parameter_policies
-from trainer.optim.lr_schedule import learning_rate
 from trainer.optim.muon import COEFFICIENTS
+from trainer.optim.optimizer import learning_rate, parameter_policies
 from trainer.parallel.parallelize import multiply_in_float8
 
 IGNORE = -100

@@ -15,12 +15,12 @@ from torch import Tensor
 from trainer.config import Config
 from trainer.config.model import ModelSpec
 from trainer.data.batches import MicroBatch
+from trainer.distributed.mesh import World, gather_objects
 from trainer.distributed.tensors import local_regions, local_values
-from trainer.distributed.world import World, gather_objects
 from trainer.model.initial import Weights
+from trainer.parallel.pipeline.plan import PipelinePlan
 from trainer.parity.reference import Trajectory
 from trainer.planning.cost.parameters import declare_parameters
-from trainer.planning.pipeline import PipelinePlan
 from trainer.planning.plan import Plan
 from trainer.training.session import numeric_mode
 from trainer.training.state import COPY, TrainState

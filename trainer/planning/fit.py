@@ -10,9 +10,9 @@ from typing import Any
 
 from trainer.config import Config, ConfigError
 from trainer.config.model import ModelSpec
+from trainer.parallel.compress.plan import reduces_at_step_end
 from trainer.planning.cost.feedback import feedback_bytes
 from trainer.planning.cost.memory import StateBytes, fullest_rank
-from trainer.planning.gradient_comm import reduces_at_step_end
 from trainer.planning.resolve import Layout, resolve_layout
 from trainer.util.tables import format_bytes, format_number, format_sizes
 

@@ -9,21 +9,294 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 
-from trainer.config import Config, ConfigError, ModelSpec, typed
+from trainer.config import (
+    ActivationConfig,
+    Config,
+    ConfigError,
+    CorpusConfig,
+    GenerateConfig,
+    ModelSpec,
+    SourceConfig,
+    typed,
+)
 from trainer.config.compose import gather_values, to_config
-from trainer.planning import checks
-from trainer.planning.batch import BatchPlan, resolve_batch, training_steps
-from trainer.planning.context import ContextPlan
-from trainer.planning.context_choice import resolve_context
-from trainer.planning.cost.parameters import declare_parameters
+from trainer.config.registry import ATTENTION, FEED_FORWARD, OPTIMIZERS, SCHEDULES, SOURCES, KindRegistry
+from trainer.config.typed import join_path, out_of_range
+from trainer.parallel.compress.plan import check_grad_comm, enabled_codecs
+from trainer.parallel.context.plan import (
+    BETWEEN_NODES,
+    ContextPlan,
+    ContextRequest,
+    build_context,
+    context_cost,
+    length_multiple,
+    request_of,
+    resolve_context,
+)
+from trainer.parallel.pipeline.plan import PipelinePlan, resolve_pipeline
+from trainer.parallel.zero.deepspeed_plan import check_settings
+from trainer.planning import documents
+from trainer.planning.cost import saved
+from trainer.planning.cost.parameters import declare_parameters, layer_specs
 from trainer.planning.cost.updates import UpdateSettings
 from trainer.planning.float8 import check_float8
-from trainer.planning.gradient_comm import check_grad_comm
-from trainer.planning.pipeline import PipelinePlan, resolve_pipeline
-from trainer.planning.plan import Plan, check_plan, node_size, resolve_plan
+from trainer.planning.float8_settings import float8_setting
+from trainer.planning.plan import BatchPlan, Plan, check_plan, node_size, resolve_batch, resolve_plan, training_steps
+
+# What a type does not say: ranges, and settings that contradict each other. Pure: needs neither torch nor a process
+# group, so that every refusal comes before either exists.
+
+
+def config_problems(config: Config) -> list[str]:
+    """Everything that is wrong with a typed configuration on any number of processes, one sentence each."""
+    model = [] if config.model.from_hf else config.model.check()
+    unused = [text for used in _chosen(config) for text in _unused(*used)]
+    return [*out_of_range(config), *model, *_contradictions(config), *unused, *check_settings(config)]
+
+
+def _chosen(config: Config) -> Iterator[tuple[KindRegistry, str, dict, set[str]]]:
+    """Where settings of registered kinds stand: the registry, section, settings by kind, and the kinds in use."""
+    yield OPTIMIZERS, "optimizer", config.optimizer.settings, UpdateSettings.of(config).names()
+    yield SCHEDULES, "lr", config.lr.settings, {config.lr.schedule}
+    if not config.model.from_hf and not config.model.check():
+        for kinds, name in ((ATTENTION, "attention"), (FEED_FORWARD, "feed_forward")):
+            blocks = [getattr(layer, name) for layer in layer_specs(config.model)]
+            settings = {kind: given for block in blocks for kind, given in block.settings.items()}
+            yield kinds, f"model.{name}", settings, {block.kind for block in blocks}
+    for name, source in config.data.sources.items():
+        yield SOURCES, f"data.sources.{name}", source.settings, {source.kind}
+    for name, one in config.eval.sets.items():
+        yield SOURCES, f"eval.sets.{name}", one.settings, {one.kind}
+
+
+def check_optimizers(config: Config, plan: Plan) -> list[str]:
+    """Registered optimizers that cannot update what a rank holds under the plan."""
+    registered = [OPTIMIZERS[name] for name in UpdateSettings.of(config).names() & OPTIMIZERS.registered.keys()]
+    if (plan.shard, plan.tp, plan.engine) == (1, 1, "torch"):
+        return []
+    return [
+        f"the optimizer '{entry.name}' ({entry.home}) needs whole parameters, and under {plan.describe()} ranks share "
+        "them; set parallel.zero.stage=0, parallel.tp=1 and parallel.zero.engine=torch"
+        for entry in registered
+        if not entry.facts["elementwise"]
+    ]
+
+
+def check_graphs(config: Config, plan: Plan, world_size: int) -> list[str]:
+    """What of a step cannot be replayed as a CUDA graph."""
+    if not config.run.cuda_graphs:
+        return []
+    without = "or run.cuda_graphs=false"
+    reasons = {
+        f"{world_size} processes: their collectives are not recorded; start 1": world_size > 1,
+        "parallel.zero.engine=deepspeed decides on the host; set parallel.zero.engine=torch": plan.engine != "torch",
+        "parallel.zero.offload=true updates on the host; set parallel.zero.offload=false": plan.offload,
+        "activation.offload=true copies to the host; set activation.offload=false": bool(config.activation.offload),
+        "logging.profile and logging.trace look at the operations of a step, of which a graph shows none; set "
+        "logging.profile=0 and logging.trace=[]": bool(config.logging.profile or config.logging.trace),
+    }
+    return [f"run.cuda_graphs=true with {reason}, {without}" for reason, applies in reasons.items() if applies]
+
+
+def _unused(registry: KindRegistry, section: str, settings: dict, used: set[str]) -> Iterator[str]:
+    for name in settings.keys() - used:
+        place = join_path(section, f"settings.{name}")
+        yield f"{place}: the {registry.kind} '{name}' is not chosen; choose it, or leave its settings out"
+
+
+def _contradictions(config: Config) -> Iterator[str]:
+    model, data = config.model, config.data
+    if not config.run.dir.strip():
+        yield f"run.dir={config.run.dir} names no folder; leave it out for runs/NAME"
+    elif not config.run.name.strip():
+        yield f"run.name={config.run.name} would put the run into the folder of all runs, runs/; give it a name"
+    if config.run.tokens is None:
+        yield from check_length(config, config.run.steps)
+    if model.learned_positions and not model.from_hf and config.batch.sequence_length > model.max_length:
+        yield (
+            f"batch.sequence_length={config.batch.sequence_length} exceeds the learned positions of "
+            f"model.max_length={model.max_length}"
+        )
+    if model.extend and not model.from_hf:
+        yield f"model.extend={model.extend} changes what model.from_hf reads; without it set model.attention.rope"
+    tokens = {"bpe": data.vocab_size, "bytes": 257}.get(data.tokenizer, 0)
+    sets = {f"eval.sets.{name}": one for name, one in config.eval.sets.items()}
+    corpora = {**sets, **{f"data.sources.{name}": source for name, source in data.sources.items()}}
+    tokenised = any(source.kind != "tokens" for source in data.sources.values())
+    if tokenised and not model.from_hf and model.vocab_size < tokens:
+        size = (
+            f"data.vocab_size={tokens}" if data.tokenizer == "bpe" else f"the {tokens} tokens of data.tokenizer=bytes"
+        )
+        other = f" or data.vocab_size={model.vocab_size}" if data.tokenizer == "bpe" else ""
+        yield f"model.vocab_size={model.vocab_size} has no rows for {size}; set model.vocab_size={tokens}{other}"
+    if config.loss.terms and config.parallel.tp > 1:
+        yield (
+            f"loss.terms={', '.join(config.loss.terms)}: a registered term reads the scores of the whole vocabulary, "
+            f"of which each of parallel.tp={config.parallel.tp} ranks has a part; set parallel.tp=1"
+        )
+    if 0 < config.guard.stall_factor <= 1:
+        yield (
+            f"guard.stall_factor={config.guard.stall_factor:g} would end ordinary steps; set 2 or more, or 0 for no "
+            "watchdog"
+        )
+    yield from _narrow(config)
+    if config.activation.mode == "budget" and not config.compile:
+        yield (
+            "activation.mode=budget lets the compiler choose and needs compile=true; without it use "
+            "activation=selective"
+        )
+    yield from _recompute(config)
+    yield from _long_sequences(config)
+    yield from _evaluations(config)
+    yield from _conversations(config, corpora)
+    if not data.sources:
+        yield "data.sources is empty; name a corpus, such as data=stdlib"
+    elif all(source.weight == 0 for source in data.sources.values()):
+        yield "data.sources: every weight is 0; give at least one corpus a share"
+    for name, source in corpora.items():
+        if source.kind in SOURCES.registered:
+            ours = ("path", "field", "messages", "subset", "split", "streaming", "dtype")
+            for field in (field for field in ours if getattr(source, field) != getattr(SourceConfig(), field)):
+                yield (
+                    f"{name}.{field}={getattr(source, field)} is not read by kind={source.kind}; what it takes is in "
+                    f"{name}.settings.{source.kind}"
+                )
+        elif source.kind != "stdlib" and not source.path:
+            yield f"{name}.kind={source.kind} needs {name}.path"
+
+
+def _narrow(config: Config) -> Iterator[str]:
+    """What does not go with products in fp8, or with gradients in fewer bits."""
+    narrow, plain = float8_setting(config.precision)
+    if narrow and config.parallel.fusion == "triton":
+        yield (
+            f"parallel.fusion=triton multiplies in the compute type, and {narrow} in fp8; set "
+            f"parallel.fusion=copy_engine or off, or {plain}"
+        )
+    if config.parallel.zero.transport != "collectives" and (codecs := enabled_codecs(config.parallel.grad_comm)):
+        yield (
+            f"parallel.zero.transport={config.parallel.zero.transport} sends gradients as they are, and "
+            + ", ".join(f"parallel.grad_comm.{name}.codec={hop.codec}" for name, hop in codecs.items())
+            + " quantises them; set parallel.zero.transport=collectives, or codec=none"
+        )
+    if narrow and config.precision.compute != "bf16":
+        yield (
+            f"{narrow} multiplies in fp8 what is bf16 elsewhere, and precision.compute={config.precision.compute}; set "
+            f"precision.compute=bf16, or {plain}"
+        )
+
+
+def check_length(config: Config, steps: int) -> Iterator[str]:
+    """What does not fit a run of so many steps: of the learning rate's schedule, and steps that never come."""
+    run, lr = config.run, config.lr
+    length = f"run.steps={steps}" if run.tokens is None else f"the {steps} steps of run.tokens={run.tokens}"
+    if steps > 0 and lr.warmup >= steps:
+        yield f"lr.warmup={lr.warmup} must be below {length}"
+    elif lr.schedule == "wsd" and lr.warmup + (lr.decay or steps // 5) > steps:
+        decay = f"lr.decay={lr.decay}" if lr.decay else f"lr.decay={steps // 5} (a fifth of the run)"
+        yield f"lr.warmup={lr.warmup} + {decay} exceeds {length}; set lr.decay={steps - lr.warmup} or less"
+    if late := [step for step in config.logging.trace if step > steps]:
+        yield f"logging.trace={late} comes after {length}; name steps from 1 to {steps}"
+
+
+def _evaluations(config: Config) -> Iterator[str]:
+    every, sets, data = config.eval.every, config.eval.sets, config.data
+    if every and not data.eval_fraction and not sets:
+        yield (
+            f"eval.every={every} needs held-out documents; data.eval_fraction=0 holds out none, 0.01 would do, or name "
+            "a corpus in eval.sets"
+        )
+    if not every and (sets or config.eval.at_start):
+        given = f"eval.sets.{next(iter(sets))}" if sets else "eval.at_start=true"
+        yield f"{given} is for evaluations, and eval.every=0 makes none; set eval.every to a number of steps"
+    if config.eval.ema and not (config.optimizer.ema.decay and every):
+        yield (
+            "eval.ema=true evaluates an average of the weights; set optimizer.ema.decay=0.999 and eval.every, or "
+            "eval.ema=false"
+        )
+    yield from _samples(config.eval.generate)
+    for name in sets.keys() & data.sources.keys():
+        yield f"eval.sets.{name} and data.sources.{name} have one name, and so their losses would; give the set another"
+
+
+def _samples(generate: GenerateConfig) -> Iterator[str]:
+    if not generate.every and generate != GenerateConfig():
+        names = (field.name for field in fields(generate))
+        name = next(name for name in names if getattr(generate, name) != getattr(GenerateConfig(), name))
+        yield (
+            f"eval.generate.{name}={getattr(generate, name)} is for samples, and eval.generate.every=0 makes none; set "
+            "eval.generate.every to a number of steps"
+        )
+    if not generate.prompts:
+        yield "eval.generate.prompts=[] has nothing to continue; name a text, or [''] for new documents"
+    yield from empty_stop("eval.generate.stop", generate.stop)
+
+
+def empty_stop(setting: str, stop: list[str]) -> Iterator[str]:
+    """What is wrong with the texts before which continuations end."""
+    if "" in stop:
+        yield f"{setting}={stop}: every text begins with an empty one, so nothing would be generated; leave it out"
+
+
+def _conversations(config: Config, corpora: dict[str, CorpusConfig]) -> Iterator[str]:
+    chats, data = [name for name, source in corpora.items() if source.kind == "chat"], config.data
+    if chats and not data.mask_documents:
+        yield f"{chats[0]}.kind=chat needs data.mask_documents=true, so that conversations do not see each other"
+    yield from documents.length_problems(data)
+    if data.chat_template and not chats:
+        yield f"data.chat_template={data.chat_template} is for conversations, and no corpus has kind=chat; leave it out"
+
+
+def _recompute(config: Config) -> Iterator[str]:
+    """What `activation.save` cannot mean, and settings that the mode has no use for."""
+    activation, unset = config.activation, ActivationConfig()
+    if activation.mode == "selective" and not activation.modules:
+        yield from saved.entry_problems(activation.save, None if config.model.from_hf else config.model.depth)
+    if activation.mode == "auto":
+        for name in ("save", "modules", "every"):
+            if (value := getattr(activation, name)) != getattr(unset, name):
+                yield (
+                    f"activation.{name}={format_setting(value)}: activation.mode=auto chooses by itself what is "
+                    "recomputed; "
+                    f"leave it out (set activation.{name}={format_setting(getattr(unset, name))} where a recipe "
+                    "has it), or set "
+                    "activation.mode=selective"
+                )
+    elif activation.hardware is not None:
+        yield (
+            f"activation.hardware={activation.hardware} is read by activation.mode=auto alone; leave it out, or set "
+            "activation=auto"
+        )
+    decided = activation.mode != "auto" and None not in (activation.tile, activation.offload, config.loss.tile)
+    if activation.memory is not None and decided:
+        yield (
+            f"activation.memory={activation.memory:g} leaves nothing to decide: activation.mode, activation.tile, "
+            "activation.offload and loss.tile are all given; leave it out, or set activation=auto"
+        )
+
+
+def format_setting(value: object) -> str:
+    """As on a command line."""
+    return f"[{','.join(value)}]" if isinstance(value, list) else str(value)
+
+
+def _long_sequences(config: Config) -> Iterator[str]:
+    """What tiles and host memory cannot go with."""
+    activation = config.activation
+    if activation.tile and activation.mode == "budget":
+        yield (
+            f"activation.tile={activation.tile} recomputes feed-forward blocks, and activation.mode=budget lets the "
+            "compiler choose; set activation.tile=0, or activation=selective"
+        )
+    if activation.offload and (activation.mode not in ("full", "selective", "auto") or activation.modules):
+        yield (
+            "activation.offload=true keeps inputs of recomputed layers, and there are none with activation.mode="
+            f"{activation.mode}{' and activation.modules' * bool(activation.modules)}; set activation=full, or "
+            "activation=selective"
+        )
 
 
 @dataclass(frozen=True)
@@ -57,7 +330,7 @@ def check_config(config: Config, world_size: int, node: int | None = None) -> li
     left to `resolve_layout`.
     """
     spec = None if config.model.from_hf or config.model.check() else config.model
-    found = [*checks.config_problems(config), *_decide(config, world_size, spec, node)[1]]
+    found = [*config_problems(config), *_decide(config, world_size, spec, node)[1]]
     return list(dict.fromkeys(found))  # plan and batch find by themselves what lies outside of their ranges
 
 
@@ -72,7 +345,7 @@ def _decide(
         # Without a plan the number of ranks is unknown; what cannot be divided on one rank is wrong on any number.
         batch = resolve_batch(config.batch, *((plan.dp, plan.tp, plan.pp, plan.cp) if plan else (1,)))
         if plan and config.run.tokens:
-            problems = problems + list(checks.check_length(config, training_steps(config.run, batch)))
+            problems = problems + list(check_length(config, training_steps(config.run, batch)))
         if plan and spec:
             context = resolve_context(config, spec, plan, node)
             layout = Layout(spec, plan, batch, resolve_pipeline(config, spec, plan, batch), context)
@@ -83,7 +356,7 @@ def _decide(
     if plan and spec:
         problems = problems + list(check_float8(config, spec, plan))
     if plan:
-        problems = problems + checks.check_optimizers(config, plan) + checks.check_graphs(config, plan, world_size)
+        problems = problems + check_optimizers(config, plan) + check_graphs(config, plan, world_size)
         problems = problems + check_grad_comm(config.parallel.grad_comm, config.precision.types, plan, node)
     return layout, problems
 
@@ -106,7 +379,7 @@ def check_values(values: dict, problems: typed.Problems, world: int | None) -> C
 
     Raises `ConfigError` with everything that is wrong."""
     config = to_config(values, problems, world or 1)
-    contradictions = checks.config_problems(config) if world is None else check_config(config, world)
+    contradictions = config_problems(config) if world is None else check_config(config, world)
     if problems:
         # A setting that was refused stands at its default: what contradicts only that default is no news.
         refused = re.compile(r"\b(" + "|".join(map(re.escape, problems)) + r")\b")
@@ -117,3 +390,85 @@ def check_values(values: dict, problems: typed.Problems, world: int | None) -> C
     if contradictions:
         raise ConfigError(contradictions)
     return config
+
+
+# What is legal and may still be a mistake: said at the start of a run and by an estimate, and refused by neither.
+
+
+def collect_warnings(config: Config, layout: Layout, node: int) -> list[str]:
+    """Sentences on a run with nodes of `node` processes."""
+    found = list(_positions(layout.spec, layout.batch.sequence_length))
+    if layout.context is not None:
+        request = request_of(config, layout.spec, layout.plan, node)
+        found += [*_between_nodes(request, layout.context), *_not_dealt(request, layout.context)]
+    return found
+
+
+def _positions(spec: ModelSpec, length: int) -> Iterator[str]:
+    """Rotary positions beyond those that a model is built for; `dynamic` scaling follows the sequence by itself."""
+    rotary = [layer.attention for layer in layer_specs(spec) if layer.attention.positions == "rope"]
+    if length > spec.max_length and any(attention.rope.scaling != "dynamic" for attention in rotary):
+        rope, factor = spec.attention.rope, length / spec.max_length
+        extend = f"{{max_length: {length}, scaling: yarn, factor: {factor:g}, original_length: {spec.max_length}}}"
+        if rope.scaling != "none":  # the frequencies that the model knows are scaled already, and go on from there
+            extend = f"{{max_length: {length}, factor: {rope.factor * factor:g}}}"
+        yield (
+            f"batch.sequence_length={length} exceeds model.max_length={spec.max_length}, beyond which rotary positions "
+            f"are new to the model; for one that is read set model.extend={extend}, and for one that is trained from "
+            f"its beginning model.max_length={length}"
+        )
+
+
+def _between_nodes(request: ContextRequest, context: ContextPlan) -> Iterator[str]:
+    if context.inner > 1 and request.inside % context.inner:
+        within = [n for n in request.legal if 1 < n < request.plan.cp and request.inside % n == 0]
+        other = f"both parallel.context.inner={within[-1]}" if within else "gather"
+        yield (
+            f"heads are exchanged over {context.inner} ranks on several nodes of {request.node} processes, between "
+            f"which a byte takes some {BETWEEN_NODES:g} times as long; parallel.context.method={other} exchanges none "
+            "between them"
+        )
+
+
+def _not_dealt(request: ContextRequest, context: ContextPlan) -> Iterator[str]:
+    """Blocks that `order=auto` would take if they divided the length."""
+    blocks = length_multiple(replace(context, order="blocks"), request.plan)
+    if request.asked.order != "auto" or context.order != "zigzag" or request.length % blocks == 0:
+        return
+    below = request.length // blocks * blocks
+    near = [request.set({"batch.sequence_length": length}) for length in (below, below + blocks) if length]
+    slower = f"{context_cost(near[-1], context) / context_cost(near[-1], build_context(near[-1], context.inner)):.1f}"
+    if slower != "1.0":
+        yield (
+            f"batch.sequence_length={request.length} cannot be dealt out in blocks of {context.block}: in zigzag order "
+            f"attention takes about {slower} times as long on GPUs; "
+            f"batch.sequence_length={' or '.join(str(one.length) for one in near)} can"
+        )
+
+
+# How the ranks of a plan communicate, and which settings of that have no effect, for people.
+
+
+def communication_table(config: Config, plan: Plan) -> list[tuple[str, str]]:
+    """Rows of a table: what tensor-parallel products and shared states go by where a setting says it, and settings that
+    a recipe has for more ranks than there are."""
+    parallel, alone = config.parallel, plan.shard == 1
+    copied = parallel.zero.transport != "collectives"
+    rows = []
+    if plan.tp > 1:
+        rows.append(("tensor products", f"parallel.fusion={parallel.fusion}"))
+    if copied and not alone:
+        rows.append(("shared states", f"parallel.zero.transport={parallel.zero.transport}"))
+    unused = {
+        f"parallel.zero.transport={parallel.zero.transport}": copied,
+        "precision.float8.gather=true": config.precision.float8.gather,
+    }
+    rows += [("without effect", f"{name}: no ranks share states") for name, given in unused.items() if given and alone]
+    return rows
+
+
+def communication_summary(config: Config, plan: Plan) -> str:
+    """What is not by collectives alone, to stand behind a plan."""
+    products = plan.tp > 1 and config.parallel.fusion != "off"
+    states = plan.shard > 1 and config.parallel.zero.transport != "collectives"
+    return f", products: {config.parallel.fusion}" * products + f", states: {config.parallel.zero.transport}" * states

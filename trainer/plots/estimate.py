@@ -7,10 +7,10 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from trainer.planning.estimate.course import build_memory_timeline
 from trainer.planning.estimate.memory import CATEGORIES
+from trainer.planning.estimate.memory_timeline import build_memory_timeline
 from trainer.planning.estimate.step import GIB, StepEstimate
-from trainer.plots.files import save_figure
+from trainer.plots.runs import save_figure
 from trainer.plots.schedule import draw_schedule
 from trainer.util.tables import format_bytes
 

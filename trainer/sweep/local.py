@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from trainer.sweep import results
 from trainer.sweep.plan import SweepConfig, Trial
 from trainer.util.lines import open_to_append
-from trainer.util.processes import child_processes
+from trainer.util.machine import child_processes
 
 OnEnd = Callable[[Trial, str, str | None], None]
 """Called with a trial that has ended, its status, and the reason for it."""

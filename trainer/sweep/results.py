@@ -23,7 +23,7 @@ from trainer.sweep.plan import Trial
 from trainer.util.exit_codes import REFUSED, STOPPED
 from trainer.util.files import write_atomic
 from trainer.util.lines import read_lines
-from trainer.util.memory_errors import error_reason, lacks_memory
+from trainer.util.machine import error_reason, lacks_memory
 from trainer.util.reading import find_mismatch, make_printable, parse_json, read_json, shorten_foreign
 from trainer.util.run_folder import RESULTS, TRIAL, refuse_links
 from trainer.util.tables import console_for, format_bytes, format_count, format_duration, format_percent, print_table

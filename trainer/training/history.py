@@ -25,7 +25,7 @@ from rich.console import Console
 from trainer.checkpointing.manifest import list_checkpoints
 from trainer.config import Config, ConfigError, typed
 from trainer.data.tokenizer import Tokenizer
-from trainer.distributed.world import World
+from trainer.distributed.mesh import World
 from trainer.observe.report import StartReport, device_name
 from trainer.observe.sinks import reason_of, write_status
 from trainer.pages.page import write_page

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from trainer.config import Config, ConfigError
 from trainer.config.registry import CALLBACKS, METRICS, RegisteredKind
+from trainer.distributed.mesh import World
 from trainer.distributed.tensors import local_values
-from trainer.distributed.world import World
 from trainer.training.step import ControlFlag
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from trainer.config import Config
 from trainer.diagnosis.sample import TRACES, axis_of, choose_ranks, trace_of
 from trainer.diagnosis.traces import COLLECTOR, GROUP, NOTE, STEP
 from trainer.distributed.c10d_internals import list_groups
-from trainer.distributed.world import World
+from trainer.distributed.mesh import World
 from trainer.observe.pauses import PauseTimes
 from trainer.observe.report import device_name
 from trainer.parallel.pipeline.runtime import PipelineRuntime

@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.checkpointing.checkpointer import Checkpointer
+from trainer.checkpointing.chunks import TensorPart
 from trainer.checkpointing.manifest import list_checkpoints
-from trainer.checkpointing.parts import TensorPart
 from trainer.config import Config
 from trainer.distributed.digests import digest_rows, elements_of_rows, row_sums, tensor_words
 from trainer.distributed.tensors import Fragment, local_values

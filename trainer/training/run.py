@@ -18,21 +18,20 @@ from trainer.config.extend import extend_spec
 from trainer.config.model import ModelSpec
 from trainer.data.corpus import open_corpus
 from trainer.data.tokens import DataError
-from trainer.distributed.channels import PeerError
-from trainer.distributed.world import World, join_world, local_device
+from trainer.distributed.mesh import World, join_world, local_device
+from trainer.distributed.p2p import PeerError
 from trainer.model.initial import Weights
 from trainer.observe import flight, metrics
-from trainer.parallel.engine import check_engine
 from trainer.parallel.parallelize import check_compiler, check_model
-from trainer.planning.batch import BatchPlan, training_steps
+from trainer.parallel.zero.fsdp import check_engine
 from trainer.planning.fit import check_fit
-from trainer.planning.plan import node_size
+from trainer.planning.plan import BatchPlan, node_size, training_steps
 from trainer.planning.resolve import check_config, resolve_layout
-from trainer.training.auto_schedule import saved_choice
+from trainer.training.auto import saved_choice
+from trainer.training.cuda_graph import check_recording
 from trainer.training.history import settle_status, way_on
-from trainer.training.ledger import NonFiniteError
+from trainer.training.metrics_tracker import NonFiniteError
 from trainer.training.out_of_memory import explain_oom, format_oom
-from trainer.training.recorded import check_recording
 from trainer.training.replicas import ReplicaMismatch
 from trainer.training.room import AutoSettings, free_memory
 from trainer.training.saving import RunStart
@@ -50,7 +49,7 @@ from trainer.training.session import (
 from trainer.training.trainer import Trainer
 from trainer.util.exit_codes import DONE, FAILED, INTERRUPTED, process_rank
 from trainer.util.files import FolderError
-from trainer.util.memory_errors import missing_memory
+from trainer.util.machine import missing_memory
 
 
 @dataclass

@@ -16,10 +16,10 @@ from trainer.checkpointing.manifest import list_checkpoints
 from trainer.checkpointing.memory import MemoryNodes, fetch_files, find_in_memory
 from trainer.checkpointing.resume import data_identity, find_start, fitting_manifest
 from trainer.config import CheckpointConfig, Config, ConfigError
+from trainer.distributed.mesh import World
 from trainer.distributed.tensors import Fragment, local_values
-from trainer.distributed.world import World
-from trainer.optim.average import PREFIX
-from trainer.planning.batch import BatchPlan
+from trainer.optim.optimizer import PREFIX
+from trainer.planning.plan import BatchPlan
 from trainer.planning.resolve import Layout
 from trainer.training.session import list_launchers
 from trainer.training.state import TrainState

@@ -19,21 +19,20 @@ import torch
 from trainer.config import Config, ConfigError
 from trainer.config.typed import flatten_values
 from trainer.data.corpus import Corpus
-from trainer.distributed.world import World
+from trainer.distributed.mesh import World
 from trainer.model.attention import kernel_priority
 from trainer.model.initial import name_seed
 from trainer.observe.sinks import write_status
 from trainer.observe.watchdog import Watchdog
+from trainer.parallel.compress.plan import enabled_codecs
 from trainer.planning.fit import MachineMemory
-from trainer.planning.gradient_comm import enabled_codecs
 from trainer.planning.plan import Plan, node_size
 from trainer.planning.resolve import Layout
 from trainer.planning.schedules import ir
 from trainer.training import history
 from trainer.util.exit_codes import process_rank
 from trainer.util.files import explain_errors, lock_folder
-from trainer.util.machine import host_memory
-from trainer.util.processes import find_launcher
+from trainer.util.machine import find_launcher, host_memory
 from trainer.util.reading import read_json
 from trainer.util.run_folder import STATUS, refuse_links
 from trainer.util.signals import LAUNCHER_ENDED, SignalHandlers

@@ -12,23 +12,22 @@ from torch import Tensor, nn
 
 from trainer.config import Config
 from trainer.config.model import ModelSpec
-from trainer.distributed.channels import PipelineChannels, stage_edges
+from trainer.distributed.mesh import World
+from trainer.distributed.p2p import PipelineChannels, stage_edges
 from trainer.distributed.tensors import Fragment
-from trainer.distributed.world import World
 from trainer.model.axes import ParameterInfo, parameter_infos
 from trainer.model.initial import Weights, initial_weights
 from trainer.model.linear import DeferredGrads
 from trainer.model.loss import loss_terms
 from trainer.model.stage import Make, Stage
 from trainer.model.transformer import Transformer
-from trainer.optim.average import WeightAverage
-from trainer.optim.groups import parameter_policies
+from trainer.optim.optimizer import WeightAverage, parameter_policies
 from trainer.parallel.compress.reduction import Compression, NoCompression
-from trainer.parallel.engine import Engine, EngineOptimizer, load_engine
-from trainer.parallel.gradients import SharedParameters
 from trainer.parallel.parallelize import parallelize
+from trainer.parallel.pipeline.plan import PipelinePlan
 from trainer.parallel.pipeline.runtime import PipelineRuntime
-from trainer.planning.pipeline import PipelinePlan
+from trainer.parallel.tensor import SharedParameters
+from trainer.parallel.zero.fsdp import Engine, EngineOptimizer, load_engine
 from trainer.planning.plan import Plan
 from trainer.planning.schedules.ir import Schedule
 from trainer.precision.dtypes import DTYPES

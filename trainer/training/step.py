@@ -14,7 +14,7 @@ from torch.profiler import record_function
 from trainer.data.batches import MicroBatch, source_of
 from trainer.diagnosis.traces import OPTIMIZER
 from trainer.model.loss import IGNORE
-from trainer.optim.lr_schedule import learning_rate
+from trainer.optim.optimizer import learning_rate
 from trainer.training.state import COPY, TrainState
 
 

@@ -16,12 +16,16 @@ from torch.profiler import record_function
 from trainer.checkpointing.checkpointer import Checkpointer
 from trainer.checkpointing.manifest import step_folder
 from trainer.checkpointing.memory import MemoryCheckpointer
-from trainer.config import Config
+from trainer.config import Config, GenerateConfig
 from trainer.data.batches import BatchLoader, eval_batches
 from trainer.data.corpus import Corpus, CorpusSide
+from trainer.data.tokenizer import Tokenizer
 from trainer.diagnosis import traces
+from trainer.distributed.mesh import World
 from trainer.distributed.tensors import Fragment
-from trainer.distributed.world import World
+from trainer.generate.sampling import SamplingOptions
+from trainer.generate.sharded_model import ShardedModel, kv_group
+from trainer.generate.text import continue_prompts
 from trainer.model.initial import Weights, name_seed
 from trainer.observe.deferred import Ready
 from trainer.observe.pauses import PauseTimes
@@ -31,22 +35,53 @@ from trainer.observe.watchdog import DATA, ENDING, EVALUATING, SAVING, SCHEDULE,
 from trainer.planning.fit import persistent_bytes
 from trainer.planning.plan import node_size
 from trainer.planning.resolve import Layout
+from trainer.precision.dtypes import DTYPES
 from trainer.training import history
-from trainer.training.adapt import Adaptation
-from trainer.training.auto_schedule import write_schedule
+from trainer.training.auto import Adaptation, write_schedule
+from trainer.training.cuda_graph import CUDAGraphStep
 from trainer.training.hooks import Hooks
-from trainer.training.ledger import MetricsTracker, NonFiniteError
+from trainer.training.metrics_tracker import MetricsTracker, NonFiniteError
 from trainer.training.profiling import StepProfiler
-from trainer.training.recorded import CUDAGraphStep
 from trainer.training.repeats import StepRepeats, TakenStep
 from trainer.training.replicas import ReplicaComparison
-from trainer.training.samples import draw_samples
 from trainer.training.saving import RunProgress, RunStart, describe_checkpoint, find_non_finite, read_identity
 from trainer.training.session import RunClock, StopRequest, memory_of
 from trainer.training.state import TrainState
 from trainer.training.step import ControlFlag, evaluate, train_step
 from trainer.util.exit_codes import DONE, FAILED, STOPPED
 from trainer.util.files import explain_errors
+
+# Text that the model writes while it is trained (`eval.generate`).
+
+
+def sharded_model(state: TrainState) -> ShardedModel:
+    """The model in training, under its plan. Ranks that share sequences share the slots of a cache."""
+    return ShardedModel(
+        state.spec,
+        state.runtime.stages,
+        state.world.device,
+        DTYPES[state.config.precision.compute],
+        state.plan.tp,
+        state.pipeline.schedule.placement,
+        state.channels,
+        state.world,
+        kv_group(state.world),
+    )
+
+
+def draw_samples(state: TrainState, settings: GenerateConfig, tokenizer: Tokenizer) -> list[tuple[str, str]]:
+    """Each prompt and its continuation. All ranks call it together, between steps, and none of what they train on
+    changes: weights, gradients, and the state of random numbers.
+
+    No backward pass follows that would drop the gathered parameters, so they are dropped here."""
+    sampling = SamplingOptions(settings.temperature, settings.top_k, settings.top_p, settings.seed)
+    texts = continue_prompts(
+        sharded_model(state), tokenizer, settings.prompts, settings.tokens, sampling, settings.stop
+    )
+    for stage in state.stages:
+        state.runtime.sharding.reshard(stage)
+    return list(zip(settings.prompts, texts))
+
 
 T = TypeVar("T")
 

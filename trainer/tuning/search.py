@@ -15,14 +15,13 @@ from trainer.config.hardware import HardwareConfig
 from trainer.data.lengths import with_lengths
 from trainer.planning.estimate.hardware import hardware_names, load_hardware
 from trainer.planning.estimate.plans import DEGREES, PIPELINE
-from trainer.planning.variants import compose_variant, override_key
+from trainer.planning.plan_overrides import compose_variant, override_key
 from trainer.sweep import print_line
 from trainer.sweep.local import stop_signals, visible_gpus
 from trainer.sweep.plan import SweepConfig, expand_sweep
 from trainer.tuning.engines import choose_next, expected_seconds
-from trainer.tuning.report import print_study, write_page
 from trainer.tuning.space import SearchPlan, frozen_differences, list_plans
-from trainer.tuning.study import TuningStudy, plan_overrides
+from trainer.tuning.study import TuningStudy, plan_overrides, print_study, write_page
 from trainer.util.exit_codes import DONE, FAILED, STOPPED
 from trainer.util.files import lock_folder
 from trainer.util.run_folder import BEST

@@ -15,7 +15,7 @@ from trainer.planning.estimate.plans import DEGREES, PIPELINE, rank_plans
 from trainer.planning.estimate.report import changed_settings
 from trainer.planning.estimate.sequence import describe_measures
 from trainer.planning.estimate.step import GIB, StepEstimate
-from trainer.planning.variants import FREE, global_size
+from trainer.planning.plan_overrides import FREE, global_size
 from trainer.tuning.engines import PlanOption
 
 NUMBERS = ("precision.", "parallel.grad_comm.")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -48,3 +50,101 @@ def free_disk(folder: Path) -> int:
 def _lines(path: Path) -> list[tuple[str, str]]:
     pairs = (line.partition(":") for line in path.read_text().splitlines())
     return [(name, rest) for name, _, rest in pairs]
+
+
+# Errors that say that memory ran out. They are recognised by their text: libraries raise them as different exception
+# types, the errors of other ranks reach torchrun as text, and a pipeline wraps them in an error of its own.
+
+
+SIGNS = re.compile(
+    r"\bOutOfMemoryError\b|\bMemoryError\b|CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|"
+    r"CUDNN_STATUS_ALLOC_FAILED|DefaultCPUAllocator: can't allocate memory|Cannot allocate memory"
+)
+"""Of GPU allocators, cuBLAS and cuDNN, the host's allocator, Python and NumPy, the operating system."""
+
+NOISE = re.compile(
+    r"^\w*(?:Error|Exception): |\[enforce fail at [^]]*\] \S* == \S* |^\. | If reserved but unallocated memory.*|"
+    r" See documentation.*"
+)
+
+
+def lacks_memory(text: str) -> bool:
+    """Whether an error's text says that memory ran out."""
+    return SIGNS.search(text) is not None
+
+
+def missing_memory(error: BaseException | None) -> str | None:
+    """What an error, or a cause of it, says of the memory that could not be had, on one line; None where it is another
+    error."""
+    while error is not None:
+        if lacks_memory(text := f"{type(error).__name__}: {error}"):
+            return error_reason(text)
+        error = error.__cause__
+    return None
+
+
+def error_reason(text: str) -> str:
+    """The first line of an error's text, without what is of no use to its reader."""
+    first = next(filter(None, map(str.strip, text.splitlines())), "")
+    return NOISE.sub("", NOISE.sub("", first)).strip(" .")
+
+
+# Processes of this machine.
+
+
+LAUNCH = "TORCHELASTIC_RUN_ID"
+"""Environment variable that torchrun sets for what it starts: the name of the launch."""
+
+
+def child_processes(pid: int) -> list[int]:
+    """The processes that the main thread of the process `pid` has started; empty where it has ended."""
+    try:
+        return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+    except OSError:
+        return []
+
+
+@dataclass(frozen=True)
+class KnownProcess:
+    """A process that is not taken for a later one with its number. started: in ticks since the machine's start."""
+
+    pid: int
+    started: str
+
+    @classmethod
+    def of(cls, pid: int) -> KnownProcess | None:
+        """The process `pid`; None where it has ended."""
+        known = _stat(pid)
+        return KnownProcess(pid, known[19]) if known and known[0] not in "ZX" else None
+
+    def lives(self) -> bool:
+        return KnownProcess.of(self.pid) == self
+
+
+def find_launcher() -> KnownProcess | None:
+    """The torchrun that has started this process, by way of a script or directly; None if none has.
+
+    That is the nearest ancestor without the launch in its own environment. A process whose shell or notebook ends is
+    thus no orphan: those are no torchrun."""
+    if LAUNCH not in os.environ:
+        return None
+    mark, pid = f"{LAUNCH}={os.environ[LAUNCH]}".encode(), os.getppid()
+    while pid > 1 and mark in _environment(pid):
+        pid = int((_stat(pid) or ["", "0"])[1])
+    return KnownProcess.of(pid)
+
+
+def _environment(pid: int) -> list[bytes]:
+    """What a process was started with; empty where that is not to be read."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the state on, the parent next; empty where the process has gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainer.util.processes import KnownProcess, find_launcher
+from trainer.util.machine import KnownProcess, find_launcher
 
 NOT_ENDING = {
     getattr(signal, f"SIG{name}") for name in ("CHLD", "CONT", "URG", "WINCH", "STOP", "TSTP", "TTIN", "TTOU")

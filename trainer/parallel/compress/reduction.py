@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.config import GradCommConfig, HopConfig
-from trainer.distributed.world import World, gather_objects
+from trainer.distributed.mesh import World, gather_objects
 from trainer.model.initial import name_seed
-from trainer.optim.groups import ParameterPolicy
+from trainer.optim.optimizer import ParameterPolicy
 from trainer.parallel.compress.codec import BlockCodec, BlockLayout, ErrorFeedback, pack_blocks, unpack_blocks
 from trainer.parallel.compress.links import CompressedLink
-from trainer.parallel.fsdp_internals import fsdp_units, sharded_sizes
-from trainer.planning.gradient_comm import BLOCK, ReductionRoute, enabled_codecs, reduction_routes
+from trainer.parallel.compress.plan import BLOCK, ReductionRoute, enabled_codecs, reduction_routes
+from trainer.parallel.zero.fsdp_internals import fsdp_units, sharded_sizes
 from trainer.planning.plan import Plan, node_size
 from trainer.precision.scaler import LossScale
 

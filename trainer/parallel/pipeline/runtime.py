@@ -19,7 +19,7 @@ from torch.profiler import record_function
 
 from trainer.config import ConfigError
 from trainer.diagnosis.traces import WAIT
-from trainer.distributed.channels import PeerError, PendingTensor, PipelineChannels, PipelineError, TransferError
+from trainer.distributed.p2p import PeerError, PendingTensor, PipelineChannels, PipelineError, TransferError
 from trainer.model.stage import BlockReport, Stage, split_report
 from trainer.parallel.pipeline.timing import LayerProbe, StepTimes
 from trainer.planning.schedules.ir import COMPUTE, Action, Schedule

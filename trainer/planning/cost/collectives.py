@@ -1,5 +1,5 @@
 """Which collectives a plan's data-parallel ranks run for the states of a unit (a layer; or embedding, final norm and
-head together), and how many bytes they move. Those of tensor-parallel ranks: `planning/estimate/fusion.py`."""
+head together), and how many bytes they move. Those of tensor-parallel ranks: `planning/estimate/overlap.py`."""
 
 from __future__ import annotations
 

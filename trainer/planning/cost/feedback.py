@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 from trainer.config import Config, GradCommConfig, TypePolicy
 from trainer.config.model import ModelSpec
+from trainer.parallel.compress.plan import BLOCK, ReductionRoute, enabled_codecs, reduction_routes
+from trainer.parallel.pipeline.plan import PipelinePlan
 from trainer.planning.cost.memory import MASTER_BYTES
 from trainer.planning.cost.parameters import Table, layer_tables, outer_tables
 from trainer.planning.cost.updates import UpdateSettings
-from trainer.planning.gradient_comm import BLOCK, ReductionRoute, enabled_codecs, reduction_routes
-from trainer.planning.pipeline import PipelinePlan
 from trainer.planning.plan import Plan
 
 

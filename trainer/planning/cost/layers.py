@@ -16,7 +16,7 @@ from trainer.config.model import LayerSpec, ModelSpec
 from trainer.planning.cost.flops import attention_flops, gemm_flops, seen_keys
 from trainer.planning.cost.parameters import by_value, head_matrix, head_rows, layer_specs, layer_table
 from trainer.planning.cost.saved import ALL, MATMULS, SaveEntry, by_layer, saved_in
-from trainer.planning.cost.stages import LayerCosts
+from trainer.planning.schedules.costs import LayerCosts
 
 if TYPE_CHECKING:
     from trainer.config.schema import ActivationConfig
@@ -313,7 +313,7 @@ def left_by_recompute(
 
 
 def recompute_effect(layer: LayerWork, index: int, config: ActivationConfig | None, compiled: bool) -> RecomputeEffect:
-    """What a recompute policy (see `checkpointing/activation.py`) leaves of layer `index`. Eager layers hold what they
+    """What a recompute policy (see `parallel/recompute.py`) leaves of layer `index`. Eager layers hold what they
     are told to keep, compiled ones what of it backward reads."""
     if config is None:
         return RecomputeEffect(layer.saved, {}, eager=EagerExtra(layer.spread))

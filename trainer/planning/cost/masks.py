@@ -1,4 +1,4 @@
-"""How large block masks of FlexAttention are: `model/block_mask.py` makes them."""
+"""How large block masks of FlexAttention are: `model/attention.py` makes them."""
 
 from __future__ import annotations
 

@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 
 from trainer.config import Config
 from trainer.config.model import ModelSpec
-from trainer.planning.batch import BatchPlan
+from trainer.parallel.pipeline.plan import PipelinePlan
 from trainer.planning.cost.parameters import Table, by_value, layer_tables, outer_tables
 from trainer.planning.cost.updates import UpdateSettings, moment_count
-from trainer.planning.pipeline import PipelinePlan
-from trainer.planning.plan import Plan
+from trainer.planning.plan import BatchPlan, Plan
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Size of an element by the name of its type in the settings."""
@@ -23,8 +22,8 @@ MAX_IN_FLIGHT = 2**26
 
 
 def symmetric_buffer_bytes(fusion: str, stream: float) -> float:
-    """Bytes that a rank shares with its tensor group (`distributed/boxes.py`): for what is gathered and for what is
-    summed, each in two halves. stream: bytes of the hidden states of a micro-batch, all ranks' tokens."""
+    """Bytes that a rank shares with its tensor group (`distributed/symmetric_memory.py`): for what is gathered and for
+    what is summed, each in two halves. stream: bytes of the hidden states of a micro-batch, all ranks' tokens."""
     return 2 * 2 * stream if fusion != "off" else 0.0
 
 

@@ -11,7 +11,7 @@ from math import exp, hypot, log, sqrt
 from trainer.config import Config
 from trainer.config.hardware import AchievedConfig, HardwareConfig, LinkConfig
 from trainer.config.schema import ActivationConfig, BatchConfig, ParallelConfig
-from trainer.planning.context import KERNELS
+from trainer.parallel.context.plan import KERNELS
 from trainer.planning.cost.devices import peak_flops, product_type
 from trainer.planning.cost.memory import ELEMENT_BYTES
 from trainer.planning.estimate.timing import time_units

@@ -17,6 +17,8 @@ from functools import cached_property, lru_cache
 from math import prod
 
 from trainer.config import Config
+from trainer.parallel.compress.plan import reduces_at_step_end
+from trainer.parallel.pipeline.plan import estimated_costs
 from trainer.planning.cost.feedback import feedback_bytes
 from trainer.planning.cost.layers import LayerWork, RecomputeEffect, is_feed_forward, left_by_recompute, model_work
 from trainer.planning.cost.memory import (
@@ -32,10 +34,8 @@ from trainer.planning.cost.memory import (
 )
 from trainer.planning.cost.parameters import head_matrix, head_rows
 from trainer.planning.cost.updates import UpdateSettings
-from trainer.planning.estimate.attending import gathered_keys, groups_of_heads, mask_bytes_by_layer
+from trainer.planning.estimate.attention_bytes import gathered_keys, groups_of_heads, mask_bytes_by_layer
 from trainer.planning.float8 import gathered_in_float8
-from trainer.planning.gradient_comm import reduces_at_step_end
-from trainer.planning.pipeline import estimated_costs
 from trainer.planning.plan import Plan
 from trainer.planning.resolve import Layout
 from trainer.planning.schedules.ir import COMPUTE, Action, Schedule, split_overlaps

@@ -17,24 +17,22 @@ from operator import attrgetter
 from trainer.config import Config, ConfigError, ContextConfig, ParallelConfig
 from trainer.config.fields import list_divisors
 from trainer.config.hardware import HardwareConfig
-from trainer.planning.batch import BatchPlan
-from trainer.planning.context import ContextPlan
-from trainer.planning.context_choice import resolve_context
+from trainer.parallel.compress.plan import enabled_codecs
+from trainer.parallel.context.plan import ContextPlan, resolve_context
+from trainer.parallel.pipeline.plan import PipelinePlan, check_pipeline, estimated_costs, resolve_split
+from trainer.parallel.zero.deepspeed_plan import check_settings
 from trainer.planning.cost.flops import parameter_counts
 from trainer.planning.cost.memory import ELEMENT_BYTES, state_bytes
 from trainer.planning.cost.updates import UpdateSettings
-from trainer.planning.deepspeed import check_settings
-from trainer.planning.estimate.pace import DeviceRates
 from trainer.planning.estimate.recompute import with_uniform_save
 from trainer.planning.estimate.seconds import update_bytes
 from trainer.planning.estimate.sequence import TILE, MemoryLimit, decide_memory, memory_choices
 from trainer.planning.estimate.step import GIB, StepEstimate, estimate_within
+from trainer.planning.estimate.throughput import DeviceRates
 from trainer.planning.estimate.timing import ModelTiming, time_units
 from trainer.planning.float8 import check_float8
 from trainer.planning.float8_settings import float8_settings
-from trainer.planning.gradient_comm import enabled_codecs
-from trainer.planning.pipeline import PipelinePlan, check_pipeline, estimated_costs, resolve_split
-from trainer.planning.plan import Plan, build_plan, check_plan
+from trainer.planning.plan import BatchPlan, Plan, build_plan, check_plan
 from trainer.planning.resolve import Layout
 from trainer.planning.schedules.ir import Schedule
 

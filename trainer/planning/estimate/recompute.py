@@ -23,14 +23,14 @@ from typing import Any, NamedTuple
 
 from trainer.config import Config
 from trainer.config.hardware import HardwareConfig
+from trainer.parallel.pipeline.plan import resolve_pipeline
 from trainer.planning.cost.layers import LayerWork, model_work
 from trainer.planning.cost.memory import ELEMENT_BYTES
 from trainer.planning.cost.saved import ALL, entries_of
 from trainer.planning.estimate.memory import FRAGMENTS, find_peaks
-from trainer.planning.estimate.pace import DeviceRates
 from trainer.planning.estimate.seconds import step_seconds
+from trainer.planning.estimate.throughput import DeviceRates
 from trainer.planning.estimate.timing import time_units
-from trainer.planning.pipeline import resolve_pipeline
 from trainer.planning.resolve import Layout
 from trainer.planning.schedules.ir import split_overlaps
 

@@ -16,8 +16,7 @@ from trainer.planning.estimate.sequence import describe_measures, describe_recom
 from trainer.planning.estimate.step import GIB, ErrorBand, StepEstimate
 from trainer.planning.estimate.timing import AXES
 from trainer.planning.float8 import numeric_types
-from trainer.planning.remarks import collect_warnings
-from trainer.planning.ways import communication_summary, communication_table
+from trainer.planning.resolve import collect_warnings, communication_summary, communication_table
 from trainer.util import tables
 
 DAY = 86400.0

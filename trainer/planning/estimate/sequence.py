@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from trainer.config import ActivationConfig, Config
 from trainer.config.hardware import HardwareConfig
+from trainer.parallel.pipeline.plan import resolve_pipeline
 from trainer.planning.estimate.memory import MemoryPeak, can_replay, find_peaks
 from trainer.planning.estimate.recompute import RecomputeChoice, decide_recompute, with_section
-from trainer.planning.pipeline import resolve_pipeline
 from trainer.planning.resolve import Layout
 
 GIB = 2**30

@@ -11,7 +11,9 @@ from math import hypot
 from trainer.config import Config
 from trainer.config.hardware import HardwareConfig
 from trainer.config.model import AttentionSpec
-from trainer.planning.context import PassElements, computed_share, context_traffic
+from trainer.parallel.compress.plan import reduces_at_step_end
+from trainer.parallel.context.plan import PassElements, computed_share, context_traffic
+from trainer.parallel.pipeline.plan import estimated_costs
 from trainer.planning.cost.collectives import of_states
 from trainer.planning.cost.flops import gemm_flops
 from trainer.planning.cost.layers import (
@@ -24,15 +26,13 @@ from trainer.planning.cost.layers import (
 )
 from trainer.planning.cost.memory import ELEMENT_BYTES, sent_parameters
 from trainer.planning.cost.parameters import head_matrix, layer_specs
-from trainer.planning.cost.stages import LayerCosts
 from trainer.planning.documents import documents_of
-from trainer.planning.estimate.coding import wire_formats
-from trainer.planning.estimate.fusion import OVERLAP_MODELS, CollectiveOverlap, TensorGroupLink, layer_passes
-from trainer.planning.estimate.pace import DeviceRates, RingTimes
+from trainer.planning.estimate.codec_bytes import wire_formats
+from trainer.planning.estimate.overlap import OVERLAP_MODELS, CollectiveOverlap, TensorGroupLink, layer_passes
+from trainer.planning.estimate.throughput import DeviceRates, RingTimes
 from trainer.planning.float8 import WIDE, float8_linears, gathered_in_float8
-from trainer.planning.gradient_comm import reduces_at_step_end
-from trainer.planning.pipeline import estimated_costs
 from trainer.planning.resolve import Layout
+from trainer.planning.schedules.costs import LayerCosts
 
 TERMS = (
     "matrix products",

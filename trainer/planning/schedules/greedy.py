@@ -11,7 +11,7 @@ from heapq import heappop, heappush
 from itertools import accumulate
 
 from trainer.config import ConfigError
-from trainer.planning.cost.stages import StageCosts
+from trainer.planning.schedules.costs import StageCosts
 from trainer.planning.schedules.ir import Action, Schedule
 
 Line = list[Action]

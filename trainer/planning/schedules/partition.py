@@ -11,7 +11,7 @@ from math import inf
 from typing import Any
 
 from trainer.config import ConfigError
-from trainer.planning.cost.stages import LayerCosts
+from trainer.planning.schedules.costs import LayerCosts
 
 Split = tuple[range, ...]
 

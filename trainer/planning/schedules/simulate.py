@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from trainer.planning.cost.stages import StageCosts
+from trainer.planning.schedules.costs import StageCosts
 from trainer.planning.schedules.ir import Action, Schedule, split_overlaps
 
 

@@ -12,7 +12,7 @@ from itertools import accumulate, zip_longest
 from typing import Literal
 
 from trainer.config import ConfigError
-from trainer.planning.cost.stages import StageCosts
+from trainer.planning.schedules.costs import StageCosts
 from trainer.planning.schedules.greedy import Line, fits_cap, least_cap, list_schedule
 from trainer.planning.schedules.ir import Action, Schedule, split_overlaps
 

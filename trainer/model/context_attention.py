@@ -1,0 +1,368 @@
+"""Attention of sequences that ranks share: how queries and keys are brought together.
+
+Everything but attention works on a rank's own tokens. Two ways, which go together (see `parallel/context/plan.py`):
+
+gather  every rank gathers the keys and values of all tokens and computes its own queries, or fetches only the keys
+        before its runs where a window is short enough (halo). Keys come in groups of heads, the next group while
+        attention runs on this one. Backward gathers them again instead of keeping them.
+heads   an all-to-all makes parts of sequences into parts of heads, and back.
+
+No partial outputs are merged, so both are as exact as one process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainer.distributed.collectives import TensorGroup
+from trainer.model.attention import build_mask, causal_attention, first_seen, is_plain, mask_of
+from trainer.parallel.context.plan import ContextPlan, divide_heads
+
+# Context parallelism, the masks: which tokens of each sequence a rank holds, which keys its queries look at, and what
+# they see of them. What travels is in `shared_attention.py`; who does what, in `parallel/context/plan.py`. Masks are
+# made of places in the whole sequence, so it does not matter where it is cut.
+
+
+class HaloPart(NamedTuple):
+    """Queries of a rank and the keys before it that they look at, from one to the next, and their mask."""
+
+    queries: tuple[int, int]
+    keys: tuple[int, int]
+    mask: Any
+
+
+class HaloExchange(NamedTuple):
+    """How a rank fetches the keys before its runs.
+
+    sent: places, among its own tokens, of those that others need, by destination. to, of: how many go to each outer
+    rank and come from each. fetched, own: where those tokens go, in the order in which runs look at them.
+    """
+
+    sent: Tensor
+    to: list[int]
+    of: list[int]
+    fetched: Tensor
+    own: Tensor
+
+
+@dataclass(frozen=True)
+class SharedMask:
+    """What attention of one kind of layer needs beside queries, keys and values: masks, and how keys travel.
+
+    order: the place in the sequence of each gathered key; inverse: the place among the gathered of each key. again:
+    whether backward gathers keys again by itself, which happens anyway where the layer is recomputed.
+    """
+
+    group: ContextGroup
+    parts: tuple[HaloPart, ...]
+    order: Tensor
+    inverse: Tensor
+    halo: HaloExchange | None = None
+    again: bool = True
+
+
+@dataclass(frozen=True)
+class ContextGroup:
+    """The ranks that share the sequences of a micro-batch, of which this is number `rank`. heads, keys: those that
+    exchange heads, and those that gather keys; None where it would be alone."""
+
+    plan: ContextPlan
+    rank: int
+    heads: TensorGroup | None
+    keys: TensorGroup | None
+
+    def order(self, length: int, device: torch.device) -> Tensor:
+        """Places in the sequence of the tokens of rank 0, 1, ... one after the other: [length]. They rise within an
+        outer rank."""
+        runs = torch.arange(length, device=device).view(-1, self.plan.outer, self.plan.run(length)).clone()
+        runs[1::2] = runs[1::2].flip(1)
+        return runs.transpose(0, 1).flatten()
+
+    def own(self, length: int, device: torch.device) -> Tensor:
+        """Places in the sequence of this rank's tokens: [length / cp]."""
+        return self.order(length, device).view(self.plan.inner * self.plan.outer, -1)[self.rank]
+
+    def runs(self, length: int) -> list[int]:
+        """The numbers of the sequence's runs that this outer rank holds."""
+        count = self.plan.outer * self.plan.rows(length)
+        return [run for run in range(count) if self.holder(run) == self.rank // self.plan.inner]
+
+    def holder(self, run: int) -> int:
+        """The outer rank that holds a run."""
+        row, place = divmod(run, self.plan.outer)
+        return self.plan.outer - 1 - place if row % 2 else place
+
+    def build_mask(
+        self, documents: Tensor | None, length: int, window: int, soft_cap: float, device: torch.device
+    ) -> SharedMask:
+        """`attention.build_mask` for what is shared. documents: of whole sequences."""
+        size, runs, halo = self.plan.run(length), self.runs(length), None
+        order = self.order(length, device)
+        first, whole = first_seen(documents, length, window, device), (0, length)
+        if self.keys is None:
+            parts = [HaloPart(whole, whole, build_mask(documents, length, window, soft_cap, device))]
+        elif before := self.plan.fetched(window, length):
+            parts, halo = self._halo_parts(first, before, size, runs), self._halo(before, size, length, device)
+        elif is_plain(documents, length, window, soft_cap) and self.plan.order != "blocks":
+            parts = [self._early_part(first, number, run, size) for number, run in enumerate(runs)]
+        else:
+            mine = order.view(self.plan.outer, -1)[self.keys.rank]
+            parts = [HaloPart((0, len(mine)), whole, mask_of(first[:, mine], mine, length))]
+        return SharedMask(self, tuple(parts), order, torch.argsort(order), halo)
+
+    @staticmethod
+    def _early_part(first: Tensor, number: int, run: int, size: int) -> HaloPart:
+        """A run of queries that see all keys before them: a GPU's kernel needs no mask for it."""
+        stop = (run + 1) * size
+        places = torch.arange(stop - size, stop, device=first.device)
+        mask = None if first.is_cuda else mask_of(first[:, places], places, stop)
+        return HaloPart((number * size, (number + 1) * size), (0, stop), mask)
+
+    @staticmethod
+    def _halo_parts(first: Tensor, before: int, size: int, runs: list[int]) -> list[HaloPart]:
+        parts, stop = [], 0
+        for number, run in enumerate(runs):
+            start, fetched = run * size, before * (run > 0)
+            places = torch.arange(fetched, fetched + size, device=first.device)
+            seen = (first[:, start : start + size] - (start - fetched)).clamp(min=0)
+            keys = stop, stop + fetched + size
+            parts.append(HaloPart((number * size, (number + 1) * size), keys, mask_of(seen, places, fetched + size)))
+            stop = keys[1]
+        return parts
+
+    def _halo(self, before: int, size: int, length: int, device: torch.device) -> HaloExchange:
+        """The last `before` keys of each run go to the holder of the next one."""
+        runs, last, ranks = self.runs(length), self.plan.outer * self.plan.rows(length) - 1, range(self.plan.outer)
+        sent = sorted((self.holder(run + 1), place) for place, run in enumerate(runs) if run < last)
+        came = sorted((self.holder(run - 1), place) for place, run in enumerate(runs) if run > 0)
+        behind, inside = torch.arange(before, device=device), torch.arange(size, device=device)
+        fetches = [run > 0 for run in runs]
+        starts = [place * size + before * sum(fetches[:place]) for place in range(len(runs))]
+        return HaloExchange(
+            torch.cat([behind[:0], *((place + 1) * size - before + behind for _, place in sent)]),
+            [before * sum(to == rank for to, _ in sent) for rank in ranks],
+            [before * sum(of == rank for of, _ in came) for rank in ranks],
+            torch.cat([behind[:0], *(starts[place] + behind for _, place in came)]),
+            torch.cat([start + before * fetch + inside for start, fetch in zip(starts, fetches)]),
+        )
+
+
+def without_regather(mask: Any) -> Any:
+    """The mask for a layer that is recomputed, where keys are gathered again with all the rest."""
+    return replace(mask, again=False) if isinstance(mask, SharedMask) else mask
+
+
+class AllToAll(torch.autograd.Function):
+    """All to all along the first dimension, in equal parts."""
+
+    @staticmethod
+    def forward(ctx: Any, group: TensorGroup, x: Tensor) -> Tensor:
+        ctx.group = group
+        return group.wait(group.exchange(x))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple:
+        return None, ctx.group.wait(ctx.group.exchange(gradient))
+
+
+class HaloFetch(torch.autograd.Function):
+    """This rank's tokens [tokens, ...] -> its runs, each with the keys before it. See `HaloExchange`.
+
+    Not by `cat`: where a rank fetches nothing, the compiler would leave out what is empty, and the exchange with it
+    where the layer is recomputed, for which the others wait."""
+
+    @staticmethod
+    def forward(ctx: Any, group: TensorGroup, halo: HaloExchange, x: Tensor) -> Tensor:
+        ctx.group, ctx.halo = group, halo
+        whole = x.new_empty(len(halo.fetched) + len(halo.own), *x.shape[1:])
+        whole[halo.fetched] = group.wait(group.exchange(x[halo.sent], halo.of, halo.to))
+        whole[halo.own] = x
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple:
+        halo = ctx.halo
+        returned = ctx.group.wait(ctx.group.exchange(gradient[halo.fetched], halo.to, halo.of))
+        return None, None, gradient[halo.own].index_add(0, halo.sent, returned)
+
+
+class KVGradReduce(torch.autograd.Function):
+    """This rank's part [tokens / c, ...] of a group of heads -> one copy for each rank, [c, tokens / c, ...], without
+    memory.
+
+    The gradients of the copies come from all ranks, by an exchange that `KVAllGather` has started. They are added up
+    here, in fp32 and rounded once: a reduce-scatter in bf16 would round after each rank, and its error grow with their
+    number."""
+
+    @staticmethod
+    def forward(ctx: Any, group: TensorGroup, x: Tensor) -> Tensor:
+        ctx.group = group
+        return x.expand(group.size, *x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradients: Tensor) -> tuple:
+        return None, ctx.group.wait(gradients).sum(0)  # torch adds up types of 16 bits in fp32
+
+
+class KVAllGather(torch.autograd.Function):
+    """Keys and values of a group of heads, in the sequence's order, on every rank: [tokens, ...]. copies: of this
+    rank's part, of `KVGradReduce`; started: its gather."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        group: TensorGroup,
+        again: KVRegather | None,
+        number: int,
+        order: Tensor,
+        inverse: Tensor,
+        copies: Tensor,
+        started: Tensor,
+    ) -> Tensor:
+        ctx.group, ctx.again, ctx.number = group, again, number
+        ctx.save_for_backward(order)
+        return group.wait(started)[inverse]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple:
+        (order,) = ctx.saved_tensors
+        if ctx.again is not None:
+            ctx.again.drop(ctx.number)
+        by_rank = gradient[order].unflatten(0, (ctx.group.size, -1))
+        return None, None, None, None, None, ctx.group.exchange(by_rank), None
+
+
+class KVRegather:
+    """Gathers the keys and values of groups of heads again in the backward pass, from the last to the first, one group
+    ahead. parts: of this rank, by group of heads, each [tokens / c, ...]."""
+
+    def __init__(self, shared: SharedMask, parts: Sequence[Tensor]):
+        self.group, self.inverse = shared.group.keys, shared.inverse
+        self.parts = [part.detach() for part in parts]
+        self.started: dict[int, Tensor] = {}
+        self.here: dict[int, Tensor] = {}
+
+    def start(self, number: int) -> None:
+        if number >= 0 and number not in self.started:
+            self.started[number] = self.group.gather(self.parts[number])
+
+    def whole(self, number: int) -> Tensor:
+        """[tokens, ...] of a group of heads, in the sequence's order."""
+        if number not in self.here:
+            self.start(number)
+            self.start(number - 1)
+            self.here[number] = self.group.wait(self.started.pop(number))[self.inverse]
+        return self.here[number]
+
+    def drop(self, number: int) -> None:
+        """Attention has used them."""
+        self.here.pop(number, None)
+
+    def instead_of(self, whole: Tensor, number: int) -> torch.autograd.graph.saved_tensors_hooks:
+        """Context in which views of `whole` are not kept for backward."""
+        memory = whole.untyped_storage().data_ptr()
+
+        def pack(x: Tensor) -> Any:
+            if x.untyped_storage().data_ptr() != memory:
+                return x.detach()
+            return x.shape, x.stride(), x.storage_offset()
+
+        def unpack(kept: Any) -> Tensor:
+            return kept if isinstance(kept, Tensor) else self.whole(number).as_strided(*kept)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def attend_together(
+    query: Tensor, key: Tensor, value: Tensor, shared: SharedMask, scale: float, soft_cap: float
+) -> Tensor:
+    """`causal_attention` for this rank's queries among the keys of whole sequences. All are [batch, heads, tokens of
+    this rank, head_dim]."""
+    heads = shared.group.heads
+    if heads is not None:
+        query, key, value = to_heads(heads, query, key, value)
+    attended = attend_gathered(query, key, value, shared, scale, soft_cap)
+    return attended if heads is None else to_tokens(heads, attended)
+
+
+def attend_gathered(
+    query: Tensor, key: Tensor, value: Tensor, shared: SharedMask, scale: float, soft_cap: float
+) -> Tensor:
+    """The same where a rank has all of its heads."""
+    group = shared.group.keys
+
+    def run(query: Tensor, both: Tensor) -> Tensor:
+        """both: keys, then values, [tokens, batch, 2 x kv_heads, head_dim]."""
+        return attend_parts(query, *both.permute(1, 2, 0, 3).chunk(2, 1), shared.parts, scale, soft_cap)
+
+    if group is None:
+        return attend_parts(query, key, value, shared.parts, scale, soft_cap)
+    if shared.halo is not None:
+        return run(query, HaloFetch.apply(group, shared.halo, pack_kv(key, value)))
+    count = divide_heads(key.shape[1], shared.group.plan.groups)
+    keys, values, queries = key.chunk(count, 1), value.chunk(count, 1), query.chunk(count, 1)
+    parts = [pack_kv(keys[number], values[number]) for number in range(count)]
+    again = None
+    if shared.again and parts[0].requires_grad and not torch.compiler.is_compiling():
+        again = KVRegather(shared, parts)
+
+    def send(number: int) -> tuple[Tensor, Tensor]:
+        """The copies of a group of heads, and their gather. Backward takes the last first: it comes to these gradients
+        after attention of the group before, and two groups' are there at a time."""
+        return KVGradReduce.apply(group, parts[number]), group.gather(parts[number].detach())
+
+    ahead, attended = send(0), []
+    for number in range(count):
+        copies, started = ahead
+        if number + 1 < count:
+            ahead = send(number + 1)
+        whole = KVAllGather.apply(group, again, number, shared.order, shared.inverse, copies, started)
+        with contextlib.nullcontext() if again is None else again.instead_of(whole, number):
+            attended.append(run(queries[number], whole))
+    return attended[0] if count == 1 else torch.cat(attended, 1)
+
+
+def pack_kv(key: Tensor, value: Tensor) -> Tensor:
+    """Keys and values as one tensor to send: [tokens, batch, 2 x kv_heads, head_dim]."""
+    return torch.cat([key, value], 1).permute(2, 0, 1, 3).contiguous()
+
+
+def attend_parts(
+    query: Tensor, key: Tensor, value: Tensor, parts: Sequence[HaloPart], scale: float, soft_cap: float
+) -> Tensor:
+    """Attention of runs of queries, each with the keys that it looks at."""
+    attended = [
+        causal_attention(
+            query[:, :, slice(*part.queries)],
+            key[:, :, slice(*part.keys)],
+            value[:, :, slice(*part.keys)],
+            part.mask,
+            scale,
+            soft_cap,
+        )
+        for part in parts
+    ]
+    return attended[0] if len(parts) == 1 else torch.cat(attended, 2)
+
+
+def to_heads(group: TensorGroup, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+    """[batch, heads, tokens / c, head_dim] -> [batch, heads / c, tokens, head_dim]. Where there are fewer key-value
+    heads than ranks, several ranks get a copy of one."""
+    copies = group.size // key.shape[1]
+    if copies > 1:
+        key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
+    by_rank = [x.unflatten(1, (group.size, -1)) for x in (query, key, value)]
+    sizes = [x.shape[2] for x in by_rank]
+    parts = AllToAll.apply(group, torch.cat(by_rank, 2).transpose(0, 1))  # [c, batch, heads, tokens / c, head_dim]
+    return list(parts.permute(1, 2, 0, 3, 4).flatten(2, 3).split(sizes, 1))
+
+
+def to_tokens(group: TensorGroup, x: Tensor) -> Tensor:
+    """[batch, heads / c, tokens, head_dim] -> [batch, heads, tokens / c, head_dim]."""
+    parts = AllToAll.apply(group, x.unflatten(2, (group.size, -1)).movedim(2, 0))
+    return parts.transpose(0, 1).flatten(1, 2)

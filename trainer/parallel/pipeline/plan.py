@@ -1,0 +1,172 @@
+"""From the configuration to a schedule and a split of the layers: what the pipeline of a run is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trainer.config import Config, ConfigError, PipelineConfig
+from trainer.config.model import ModelSpec
+from trainer.planning.cost.layers import layer_costs
+from trainer.planning.plan import BatchPlan, Plan
+from trainer.planning.schedules import ir
+from trainer.planning.schedules.costs import LayerCosts
+from trainer.planning.schedules.ir import Schedule
+from trainer.planning.schedules.partition import even_split, explicit_split, partition_layers
+from trainer.planning.schedules.templates import TEMPLATES, build_greedy, build_schedule, place_stages
+from trainer.planning.schedules.validate import validate_schedule
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """Who computes what, and when. split: by stage, the layers it holds."""
+
+    schedule: Schedule
+    split: tuple[range, ...]
+
+    def stages(self, rank: int) -> dict[int, range]:
+        """The stages on a pipeline rank, with their layers."""
+        return {stage: layers for stage, layers in enumerate(self.split) if self.schedule.placement[stage] == rank}
+
+    def describe(self) -> str:
+        sizes = "-".join(str(len(layers)) for layers in self.split)
+        return (
+            f"{self.schedule.name}, {self.schedule.microbatches} micro-batches, layers {sizes} over "
+            f"{self.schedule.ranks} ranks"
+        )
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether some weight gradients are computed apart from the rest of backward."""
+        return any(action.kind == "W" for order in self.schedule.orders for action in order)
+
+
+def resolve_pipeline(config: Config, spec: ModelSpec, plan: Plan, batch: BatchPlan) -> PipelinePlan:
+    """The pipeline that the configuration asks for. Raises `ConfigError`."""
+    settings = config.parallel.pipeline
+    placement, schedule = check_pipeline(config, spec.depth, plan, batch)
+    costs = estimated_costs(config, spec, plan, batch)
+    split = resolve_split(settings.split, costs, placement)
+    if schedule is None:
+        stages = costs.stage(split)
+        schedule = build_greedy(
+            stages, placement, batch.accumulation, (settings.memory_cap or plan.pp) * stages.share(placement)
+        )
+    return PipelinePlan(schedule, split)
+
+
+def check_pipeline(config: Config, depth: int, plan: Plan, batch: BatchPlan) -> tuple[tuple[int, ...], Schedule | None]:
+    """Placement and schedule as far as they do not depend on costs; needs no torch. Raises `ConfigError`."""
+    settings = config.parallel.pipeline
+    problems = unread_settings(settings) if plan.pp > 1 else []
+    if not (settings.schedule in (*TEMPLATES, "greedy", "auto") or settings.schedule.endswith(".csv")):
+        problems.append(
+            f"parallel.pipeline.schedule={settings.schedule} is unknown; legal: {', '.join(TEMPLATES)}, greedy, auto, "
+            "or the path of a .csv file"
+        )
+    if not isinstance(settings.split, list) and settings.split not in ("balanced", "even"):
+        problems.append(
+            f"parallel.pipeline.split={settings.split} is unknown; legal: balanced, even, or the number of layers of "
+            "each stage"
+        )
+    if problems:
+        raise ConfigError(problems)
+    if plan.pp == 1:  # the order of one rank's micro-batches is not worth a choice
+        return (0,), build_schedule("1f1b", 1, batch.accumulation)
+    if settings.schedule == "greedy":
+        schedule, placement = None, place_stages(plan.pp, settings.chunks or 1, "v")
+    else:
+        schedule = named_schedule(settings, depth, plan, batch)
+        placement = schedule.placement
+    if len(placement) > depth:
+        raise ConfigError(
+            f"parallel.pp={plan.pp} x {len(placement) // plan.pp} stages a rank needs {len(placement)} layers, and "
+            f"the model has {depth}; set parallel.pipeline.chunks or parallel.pp lower, or "
+            "parallel.pipeline.schedule=1f1b"
+        )
+    if isinstance(settings.split, list):
+        explicit_split(settings.split, depth, len(placement))
+    return placement, schedule
+
+
+def unread_settings(settings: PipelineConfig) -> list[str]:
+    """Settings that the schedule has no use for."""
+    name = settings.schedule
+    unread = {
+        "group_size": name != "interleaved",
+        "chunks": name.endswith(".csv"),
+        "memory_cap": name not in ("greedy", "auto"),
+    }
+    problems = [
+        f"parallel.pipeline.{setting}={getattr(settings, setting)} has no meaning for "
+        f"parallel.pipeline.schedule={name}; leave it out"
+        for setting, useless in unread.items()
+        if useless and getattr(settings, setting) is not None
+    ]
+    if name == "auto" and settings.split == "even":
+        problems.append(
+            "parallel.pipeline.split=even: parallel.pipeline.schedule=auto chooses the split itself; leave it at "
+            "balanced, or give the number of layers of each stage"
+        )
+    return problems
+
+
+def named_schedule(settings: PipelineConfig, depth: int, plan: Plan, batch: BatchPlan) -> Schedule:
+    """A template's schedule, that of a CSV file, or the one under which auto measures."""
+    name, chunks = settings.schedule, settings.chunks
+    if name == "auto":
+        # As many stages as the user wants; else two on a rank, where there are layers for them.
+        chunks = chunks or (
+            max(1, len(settings.split) // plan.pp)
+            if isinstance(settings.split, list)
+            else 2
+            if 2 * plan.pp <= depth
+            else 1
+        )
+        name = {1: "zb_h1", 2: "zb_v"}.get(chunks, "interleaved")
+    if name in TEMPLATES:
+        return build_schedule(name, plan.pp, batch.accumulation, chunks, settings.group_size)
+    path = Path(name)
+    try:
+        schedule = ir.load_schedule(path, name=path.stem)
+    except OSError as error:
+        raise ConfigError(f"parallel.pipeline.schedule={name}: cannot read it ({error.strerror})") from None
+    problems = []
+    if schedule.ranks != plan.pp:
+        problems.append(f"it has {schedule.ranks} lines, one a rank, for parallel.pp={plan.pp}")
+    if schedule.microbatches != batch.accumulation:
+        problems.append(f"it orders {schedule.microbatches} micro-batches, and batch.accumulation={batch.accumulation}")
+    problems = problems or validate_schedule(schedule)
+    if problems:
+        raise ConfigError([f"parallel.pipeline.schedule={name}: {problem}" for problem in problems[:5]])
+    return replace(schedule, name=name)
+
+
+def estimated_costs(
+    config: Config, spec: ModelSpec, plan: Plan, batch: BatchPlan, element_bytes: int = 2
+) -> LayerCosts:
+    """Costs of the layers from their operations, in operations; element_bytes: as of `layer_costs`."""
+    return layer_costs(
+        spec,
+        batch.sequence_length,
+        batch.micro_size,
+        plan.tp,
+        1.0,
+        recompute=config.activation,
+        loss_tile=config.loss.tile,
+        element_bytes=element_bytes,
+        cp=plan.cp,
+        fusion=config.parallel.fusion,
+        compiled=config.compile,
+    )
+
+
+def resolve_split(setting: object, costs: LayerCosts, placement: tuple[int, ...]) -> tuple[range, ...]:
+    """The layers of each stage, of a checked setting."""
+    if isinstance(setting, list):
+        return explicit_split(setting, costs.depth, len(placement))
+    return (
+        even_split(costs.depth, len(placement))
+        if setting == "even"
+        else partition_layers(costs, len(placement), placement)
+    )

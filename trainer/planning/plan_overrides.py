@@ -1,0 +1,151 @@
+"""Plans beside the recipe's own: the command line of commands that take several, and each plan's configuration."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from trainer.config import BatchConfig, Config, ConfigError
+from trainer.config.compose import gather_values, to_config
+from trainer.config.fields import list_divisors
+from trainer.config.typed import flatten_values
+from trainer.planning.plan import Plan, resolve_batch
+
+FREE = (
+    "parallel.",
+    "precision.compute",
+    "precision.reduce",
+    "precision.matmul",
+    "precision.loss_scale",
+    "precision.scale_",
+    "precision.growth_interval",
+    "precision.float8.",
+    "precision.types.matrix.float8",
+    "activation.",
+    "batch.micro_size",
+    "batch.accumulation",
+    "loss.chunk",
+    "loss.tile",
+    "compile",
+)
+"""Settings that do not change the mathematics of training, which plans may therefore choose."""
+
+
+def split_words(
+    arguments: Sequence[str], names: Sequence[str], program: str
+) -> tuple[dict[str, str], list[str], str | None]:
+    """Splits a command line into the command's own options `NAME=VALUE`, the other words, which are overrides, and the
+    folder of --config-dir. Raises `ConfigError` for another option, and for a word that looks like a mistyped one."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--config-dir", "-cd")
+    options, unknown = parser.parse_known_intermixed_args(arguments)
+    if unknown:
+        raise ConfigError(f"{unknown[0]} is no option; see python -m {program} --help")
+    settings = [field.name for field in dataclasses.fields(Config)]
+    for name, equals, _ in (word.partition("=") for word in options.words):
+        if equals and name not in (*names, *settings) and (close := difflib.get_close_matches(name, names, 1, 0.8)):
+            raise ConfigError(f"unknown option {name!r}; did you mean {close[0]!r}? See python -m {program} --help")
+    own = {
+        name: value
+        for name, equals, value in (word.partition("=") for word in options.words)
+        if equals and name in names
+    }
+    return own, [word for word in options.words if word.partition("=")[0] not in own], options.config_dir
+
+
+def plan_list(text: str) -> list[str]:
+    """The plans of `plans=[...]`, each a text. Raises `ConfigError`."""
+    try:
+        plans = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(
+            f"plans={text} cannot be read as a list ({' '.join(str(error).split())}); quote plans that hold a comma "
+            "or a bracket"
+        ) from None
+    return [str(plan) for plan in (plans if isinstance(plans, list) else [plans])]
+
+
+def compose_variant(overrides: Sequence[str], config_dir: str | None, processes: int, corpus: bool = True) -> Config:
+    """The typed configuration, before contradictions between settings are checked. Raises `ConfigError`.
+
+    corpus: whether it is read; if not, what a recipe leaves open of it (`???`) need not be given."""
+    values, problems = gather_values(overrides, config_dir)
+    if not corpus:
+        values["data"] = _any_given(values["data"])
+    config = to_config(values, problems, processes)
+    if problems:
+        raise ConfigError(list(problems.values()))
+    return config
+
+
+def _any_given(value: Any) -> Any:
+    """A part of the settings with some text in place of every value that is still to be given."""
+    if isinstance(value, dict):
+        return {name: _any_given(part) for name, part in value.items()}
+    return "any" if value == "???" else value
+
+
+def override_key(override: str) -> str:
+    return override.lstrip("+").partition("=")[0]
+
+
+def build_variant(
+    text: str, base: Config, overrides: Sequence[str], config_dir: str | None, processes: int, corpus: bool = True
+) -> tuple[Config, set[str]]:
+    """The configuration of a plan given as text, and the names of the settings in it. base: that of `overrides` alone;
+    corpus: as for `compose_variant`.
+
+    Raises `ConfigError` for what is no setting, or none of `FREE`.
+    """
+    try:
+        words = shlex.split(text)
+    except ValueError as error:  # quotes that do not close
+        raise ConfigError(f"'{text}' cannot be read as settings: {error}") from None
+    chosen = [word if "=" in word else f"parallel={word}" for word in words]
+    named = {override_key(word) for word in chosen}
+    config = compose_variant(
+        [*(word for word in overrides if override_key(word) not in named), *chosen], config_dir, processes, corpus
+    )
+    common = flatten_values(dataclasses.asdict(base))
+    fixed = [
+        name
+        for name, value in flatten_values(dataclasses.asdict(config)).items()
+        if value != common.get(name) and not name.startswith(FREE)
+    ]
+    if fixed:
+        raise ConfigError(
+            f"a plan cannot set {', '.join(fixed)}: the reference has it too; set it outside of plans=[...]"
+        )
+    return config, named
+
+
+def global_size(batch: BatchConfig, processes: int) -> int:
+    """Sequences in an optimizer step, the same under every plan."""
+    if batch.global_size or batch.global_tokens:
+        return resolve_batch(dataclasses.replace(batch, micro_size=None, accumulation=None), 1).global_size
+    return resolve_batch(batch, processes).global_size
+
+
+def fit_batch(config: Config, plan: Plan, global_size: int, named: set[str]) -> None:
+    """Sets the global batch, and the micro-batches where the plan names neither their size nor their number.
+
+    Their size is the recipe's, where it divides the batch. Otherwise a pipeline gets at least two micro-batches a
+    rank."""
+    batch, share = config.batch, global_size // plan.dp
+    batch.global_size, batch.global_tokens = global_size, None
+    if "batch.micro_size" in named or "batch.accumulation" in named:
+        batch.micro_size = batch.micro_size if "batch.micro_size" in named else None
+        batch.accumulation = batch.accumulation if "batch.accumulation" in named else None
+        return
+    batch.accumulation = None
+    if batch.micro_size and share % batch.micro_size:
+        batch.micro_size = None
+    if batch.micro_size is None and plan.pp > 1:
+        batch.accumulation = next((n for n in list_divisors(share) if n >= 2 * plan.pp), share or None)
