@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import interpreter
 
-from trainer.kernels.experimental.tensor_parallel import SymmetricRegion
+from trainer.kernels.exchange import SymmetricRegion
 
 
 class Memory:

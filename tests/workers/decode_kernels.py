@@ -17,7 +17,7 @@ import torch
 from support.triton_ranks import Memory, be_late, compare, compile_for_hopper, count_by_tensors, drawn, run, without
 
 from trainer.kernels import decode as kernels
-from trainer.kernels.experimental.tensor_parallel import check_error
+from trainer.kernels.exchange import check_error
 from trainer.model.cache import attend_kv
 
 ROWS, HEADS, KV_HEADS, DIM, SLOTS = 3, 6, 2, 20, 90

@@ -20,7 +20,7 @@ from trainer.distributed import fused_kernels, symmetric_memory
 from trainer.distributed.collectives import TensorGroup
 from trainer.distributed.mesh import World, join_world
 from trainer.distributed.sharded_kv import OUT_OF_REACH, NodeShardedKVGroup, ShardedKVGroup
-from trainer.distributed.symmetric_memory import SymmetricMemory
+from trainer.distributed.symmetric_memory import SymmetricMemory, allocate_symmetric
 from trainer.distributed.tensors import local_values
 from trainer.kernels.experimental import tensor_parallel as kernels
 from trainer.model.linear import DeferredGrads
@@ -35,7 +35,7 @@ TAKEN: Counter[str] = Counter()
 def share(size: int, device: torch.device, group: dist.ProcessGroup) -> SymmetricMemory:
     """Counts how often memory is shared."""
     TAKEN["shared"] += 1
-    return symmetric_memory.allocate_symmetric(size, device, group)
+    return allocate_symmetric(size, device, group)
 
 
 def shape_of(

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from support.triton_ranks import Memory, be_late, compare, compile_for_hopper, drawn, run, without
 
+from trainer.kernels.exchange import check_error
 from trainer.kernels.experimental import tensor_parallel as kernels
-from trainer.kernels.experimental.tensor_parallel import RATES, check_error
+from trainer.kernels.tiles import RATES
 
 Late = tuple[float, float]
 """By how many seconds: to the gathered products, then to the reduced ones."""

@@ -31,7 +31,7 @@ def shape_of(
 ) -> Any:
     """How products `widths` wide are cut, of `tokens` of each of `size` ranks. waits: whether what multiplies waits for
     others. Tiles of 16-bit and of 32-bit numbers take the same memory."""
-    from trainer.kernels.experimental.tensor_parallel import TileShape, choose_tiles
+    from trainer.kernels.tiles import TileShape, choose_tiles
 
     programs, step = torch.cuda.get_device_properties(device).multi_processor_count - RESERVED, 128 // dtype.itemsize
     base = TileShape(step=step, programs=programs, copiers=RESERVED, limit=symmetric_memory.MAX_POLLS)
@@ -44,7 +44,7 @@ class KernelBuffers(SymmetricBuffers):
     region: Any = None
 
     def grow(self, half: int, count: int, device: torch.device) -> None:
-        from trainer.kernels.experimental.tensor_parallel import SymmetricRegion
+        from trainer.kernels.exchange import SymmetricRegion
 
         super().grow(half, count, device)
         self.tables = [
@@ -75,7 +75,8 @@ def fused_gather_matmul(
     x: Tensor, weights: list[Tensor], biases: Sequence[Tensor | None], role: str, group: str, keep: bool
 ) -> list[Tensor]:
     """The products of all ranks' x with each weight; and with `keep` all ranks' x."""
-    from trainer.kernels.experimental.tensor_parallel import check_error, gather_matmul
+    from trainer.kernels.exchange import check_error
+    from trainer.kernels.experimental.tensor_parallel import gather_matmul
 
     x, weights, (tokens, inputs) = x.contiguous(), [weight.contiguous() for weight in weights], x.shape
     size = GROUPS[group].size
@@ -133,7 +134,8 @@ def _(operands: list[Tensor], weights: list[Tensor], role: str, group: str) -> T
 @torch.library.custom_op("trainer::fused_sum", mutates_args=())
 def fused_sum(sent: Tensor, group: str) -> Tensor:
     """This rank's tokens of the sum over ranks of what the last `fused_matmul_scatter` sent: [tokens / t, outputs]."""
-    from trainer.kernels.experimental.tensor_parallel import check_error, sum_received
+    from trainer.kernels.exchange import check_error
+    from trainer.kernels.experimental.tensor_parallel import sum_received
 
     made = kernel_buffers("scatter", group, sent.dtype)
     out = sent.new_empty(sent.shape)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainer.kernels.experimental.tensor_parallel import SymmetricRegion, peer_address, signal_peer, wait_for_flag
+from trainer.kernels.exchange import SymmetricRegion, peer_address, signal_peer, wait_for_flag
 
 KV_BLOCK = 64
 """Slots that a program looks at at a time, at most."""
