@@ -46,7 +46,7 @@ FILES = sorted((ROOT / "trainer").rglob("*.py"))
 
 BUDGETS = {
     "tokens of trainer/": (lambda: sum(map(count_tokens, FILES)), 347_500),
-    "files of trainer/": (lambda: len(FILES), 281),
+    "files of trainer/": (lambda: len(FILES), 284),
     "settings": (lambda: sum(1 for _ in typed.list_settings()), 243),
     "pages of docs/": (lambda: len(list((ROOT / "docs").glob("*.md"))), 30),
     "words of docs/": (lambda: count_words(*(ROOT / "docs").glob("*.md")), 84_000),

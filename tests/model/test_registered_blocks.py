@@ -24,15 +24,15 @@ AVERAGE = """
 from dataclasses import dataclass
 import torch
 from trainer.model.layers import Block, Linear
-from trainer.planning.cost.parameters import joined, linear
+from trainer.planning.cost.parameters import join_tables, linear_table
 
 @dataclass
 class Settings:
     inner: int = option(24, "width of what is averaged", range="[1, inf)")
 
 def parameters(settings, spec, width):
-    modules = [("v", linear(width, settings.inner, ("mlp", "embed"), False))]
-    return joined([*modules, ("o", linear(settings.inner, width, ("embed", "mlp"), False, residual=True))])
+    modules = [("v", linear_table(width, settings.inner, ("mlp", "embed"), False))]
+    return join_tables([*modules, ("o", linear_table(settings.inner, width, ("embed", "mlp"), False, residual=True))])
 
 @register.attention("average", Settings, parameters=parameters, flops=lambda settings, spec, keys: 2 * settings.inner)
 class Average(Block):
@@ -45,7 +45,10 @@ class Average(Block):
         v = self.v(x).view(*shape, -1)
         return self.o((v.cumsum(1) / torch.arange(1, shape[1] + 1)[:, None]).flatten(0, 1))
 
-@register.feed_forward("lying", parameters=lambda settings, spec, width: linear(width, width, ("mlp", "embed"), False))
+def one_matrix(settings, spec, width):
+    return linear_table(width, width, ("mlp", "embed"), False)
+
+@register.feed_forward("lying", parameters=one_matrix)
 class Lying(Block):
     def __init__(self, settings, spec, width):
         super().__init__()

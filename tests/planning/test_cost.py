@@ -21,7 +21,7 @@ from trainer.config.model import AttentionSpec, FeedForwardSpec, ModelSpec
 from trainer.planning.cost.layers import layer_costs
 from trainer.planning.cost.memory import constant_bytes
 from trainer.planning.plan import Plan
-from trainer.planning.schedules.search import search
+from trainer.planning.schedules.search import search_schedules
 
 spec = ModelSpec(width=8192, depth=80, vocab_size=128256)
 spec.attention, spec.feed_forward = AttentionSpec(heads=64, kv_heads=8), FeedForwardSpec(width=28672)
@@ -34,7 +34,7 @@ def constant(split, placement):
 
 started = time.process_time()
 layers = layer_costs(spec, 4096, 1, plan.tp, 4e14, bandwidth=4e10, latency=5e-6, host=2e-5)
-choice = search(layers.scaled, plan.pp, 16, 2e12, constant)
+choice = search_schedules(layers.scaled, plan.pp, 16, 2e12, constant)
 print(len(splits), time.process_time() - started, "torch" in sys.modules)
 """
 """The search of `parallel.pipeline.schedule=auto`, as `training/auto.py` calls it."""

@@ -284,7 +284,7 @@ def drawn(monkeypatch):
     """The figures that the command saves, by file name; they are not rendered, which takes a second each."""
     figures = {}
     for module in (runs, templates):
-        monkeypatch.setattr(module, "save", lambda figure, path: figures.update({path.name: figure}))
+        monkeypatch.setattr(module, "save_figure", lambda figure, path: figures.update({path.name: figure}))
     return figures
 
 

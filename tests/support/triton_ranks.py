@@ -81,7 +81,7 @@ def run(work: Callable[[int], None], size: int) -> list[str]:
 
 
 def without(kernels: ModuleType, name: str, number: int, count: int) -> ModuleType:
-    """The kernels without call `number`, of `count`, of `wait` or `signal`."""
+    """The kernels without call `number`, of `count`, of `wait_for_flag` or `signal_peer`."""
     tree = ast.parse(Path(kernels.__file__).read_text())
     calls = [
         statement

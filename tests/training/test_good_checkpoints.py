@@ -266,7 +266,7 @@ def test_all_ranks_decide_alike(tmp_path):
     for name, ranks in answers.items():
         assert ranks[0] == ranks[1], name
     ended = {name: ranks[0] for name, ranks in answers.items()}
-    assert ended["spoiled"].startswith("NonFinite: step 6 is not saved: 1 tensors") and ended["spoiled"].endswith(
+    assert ended["spoiled"].startswith("NonFiniteError: step 6 is not saved: 1 tensors") and ended["spoiled"].endswith(
         " 4 2"
     )
     assert ended["spoiled, restarted"] == "code 0 8 6"

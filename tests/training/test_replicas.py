@@ -43,7 +43,7 @@ def test_replicas_are_equal_to_the_bit_under_every_plan(results, plan):
 def test_a_flipped_bit_is_found_before_a_save(results, name):
     plan, pattern, rank, _ = FLIPS[name]
     result = results[name]
-    assert result["kind"] == "ReplicasDiffer" and len(set(result["errors"])) == 1, result
+    assert result["kind"] == "ReplicaMismatch" and len(set(result["errors"])) == 1, result
     assert result["flipped"] and not result["saved"] and len(result["losses"]) == FLIPPED
     heading, tensor, *_ = result["error"].splitlines()
     assert heading.startswith(f"replicas differ after step {FLIPPED}: ") and f"rank {rank} on " in heading
@@ -71,14 +71,14 @@ def test_what_differs_is_looked_for_every_so_many_steps_and_before_saves(results
     assert results["never"]["code"] == 0 and len(results["never"]["saved"]) == 2
     counter = results["counter"]
     assert (
-        counter["kind"] == "ReplicasDiffer"
+        counter["kind"] == "ReplicaMismatch"
         and "tokens: 512 on rank 0, 512 on rank 1, 513 on rank 2" in (counter["error"])
     )
 
 
 def test_a_save_in_progress_is_completed_first(results):
     result = results["while saving"]
-    assert result["kind"] == "ReplicasDiffer" and result["saved"] == [f"step-{STEPS // 2:08d}"]
+    assert result["kind"] == "ReplicaMismatch" and result["saved"] == [f"step-{STEPS // 2:08d}"]
     assert f"{result['saved'][0]} is the last checkpoint" in result["error"]
 
 
@@ -131,10 +131,10 @@ def test_gradients_that_are_not_finite_elsewhere_the_second_time(results):
 
 def test_weights_that_are_not_finite_are_told(results):
     alone = results["weight zero3"]
-    assert alone["kind"] == "NonFinite" and alone["repeated"][-1] == 3 and alone["skipped"][-1] == 3
+    assert alone["kind"] == "NonFiniteError" and alone["repeated"][-1] == 3 and alone["skipped"][-1] == 3
     assert "weights are not finite: layers.1.attention.q.weight on rank 1" in alone["log"]
     replica = results["weight zero0"]
-    assert replica["kind"] == "ReplicasDiffer" and "rank 1 on " in replica["error"].splitlines()[0]
+    assert replica["kind"] == "ReplicaMismatch" and "rank 1 on " in replica["error"].splitlines()[0]
     assert f"step-{STEPS // 2:08d} is the last checkpoint" in replica["error"]
 
 

@@ -93,7 +93,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(history, "code_version", lambda: None)
     monkeypatch.setattr(history, "list_versions", dict)
     monkeypatch.setattr(history, "list_changes", lambda before, now: {})
-    told = SimpleNamespace(plain=lambda config: {"run": {"steps": 8}}, to_yaml=lambda config: "run: {steps: 8}\n")
+    told = SimpleNamespace(to_plain=lambda config: {"run": {"steps": 8}}, to_yaml=lambda config: "run: {steps: 8}\n")
     monkeypatch.setattr(history, "typed", told)
 
 
@@ -331,7 +331,7 @@ def trained(overrides, settings, tmp_path_factory) -> Path:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert ended.returncode == 0, ended.stderr
         back = {"checkpoint.resume": folder / "checkpoints" / "step-00000006"}
-        assert trainer.run(settings(folder, **more, **back, **{"logging.wandb.enabled": False})).code == 0
+        assert trainer.run(settings(folder, **(more | back | {"logging.wandb.enabled": False}))).code == 0
     slurm(folder)
     assert not check(folder)
     for name in (

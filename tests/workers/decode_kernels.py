@@ -44,17 +44,17 @@ def work(made: ModuleType, rank: int, size: int, where: Memory, epochs: int, lat
         mine = (x[:, :, rank::size].contiguous() for x in (keys, values))
         if epoch % size == rank:
             be_late(late)
-        parts = made.attend_slots(query, *mine, places, 0.3, case["soft_cap"], case["window"], rank, size)
+        parts = made.attend_kv_parts(query, *mine, places, 0.3, case["soft_cap"], case["window"], rank, size)
         if size == 1:
-            found = made.combine(*parts, torch.float32)
+            found = made.combine_parts(*parts, torch.float32)
         else:
-            found = made.combine(*parts, torch.float32, region, epoch, limit)
+            found = made.combine_parts(*parts, torch.float32, region, epoch, limit)
             check_error(region)
         compare(found, expected, f"attention in epoch {epoch}")
 
 
 def said_by(made: ModuleType, size: int, epochs: int, late: float, limit: int) -> list[str]:
-    where = Memory(size, made.elements(ROWS, HEADS, DIM, size), made.flags(ROWS, HEADS, size))
+    where = Memory(size, made.buffer_elements(ROWS, HEADS, DIM, size), made.flag_count(ROWS, HEADS, size))
     return run(lambda rank: work(made, rank, size, where, epochs, late, limit), size)
 
 
@@ -63,7 +63,7 @@ LLAMA = {"DIM": 128, "RANK": 1, "SIZE": 2}
 CUTS = [
     *(
         (
-            "_attend_slots",
+            "_attend_kv_parts",
             LLAMA
             | {"GROUP": 4, "PARTS": 33, "CAPPED": False, "QUERIES": 16}
             | {"DIM": dim, "WIDTH": dim, "SLOTS": slots, "dtype": dtype},
@@ -93,7 +93,7 @@ def inspect(name: str, numbers: dict, warps: int) -> None:
         types = TYPES | dict.fromkeys(("query", "key", "value"), dtype)
     ptx, resources = compile_for_hopper(getattr(kernels, name), numbers, types, warps)
     assert re.search(r"STACK:0 .*LOCAL:0", resources), f"{name} {numbers} spills registers: {resources}"
-    if name == "_attend_slots":
+    if name == "_attend_kv_parts":
         assert dtype == "*fp32" or "mma.sync" in ptx or "wgmma" in ptx
         assert "cp.async" in ptx, "keys are not loaded ahead"
     sends = name == "_combine" and numbers["SIZE"] > 1
@@ -143,8 +143,8 @@ def main(what: str) -> None:
         said = said_by(kernels, size, epochs, late=0.1, limit=10**7)
         assert not said, f"{size} ranks:\n" + "\n".join(said)
     for name, late, limit, words in (
-        ("wait", 60.0, 10000, "attention in epoch 1: nan"),
-        ("signal", 0.0, 1000, "waited in vain for tile 0 of rank"),
+        ("wait_for_flag", 60.0, 10000, "attention in epoch 1: nan"),
+        ("signal_peer", 0.0, 1000, "waited in vain for tile 0 of rank"),
     ):
         said = said_by(without(kernels, name, 0, 1), 2, 1, late, limit)
         assert any(words in one for one in said), f"nobody misses {name}: {said}"

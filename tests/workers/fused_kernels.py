@@ -23,7 +23,7 @@ from trainer.kernels.tiles import RATES
 Late = tuple[float, float]
 """By how many seconds: to the gathered products, then to the reduced ones."""
 
-CALLS = {"wait": 2, "signal": 2}
+CALLS = {"wait_for_flag": 2, "signal_peer": 2}
 """What synchronises: how often the kernels call it."""
 TOKENS, DEPTHS, WIDTHS = 24, (32, 16, 48), (48, 16, 32)
 """Of a rank: a tile and a half of rows; depths of operands, and widths of products, that are no whole tiles."""
@@ -45,7 +45,7 @@ def work(
     """Some epochs of a rank without a barrier between them; the ranks are late in turn."""
     gathers, reductions = (one.region(rank) for one in where)
     for epoch in range(1, epochs + 1):
-        shape = made.Shape(**TILE, limit=limit)
+        shape = made.TileShape(**TILE, limit=limit)
         if epoch % size == rank:
             be_late(late[0])
         whole = drawn(epoch, size * TOKENS, DEPTHS[0])
@@ -130,8 +130,8 @@ def main(what: str) -> None:
         said = said_by(kernels, size, pull, epochs, late=(0.1, 0.1), limit=10**7)
         assert not said, f"{size} ranks, pull={pull}:\n" + "\n".join(said)
     for name, latest, limit, words in (
-        ("wait", 60.0, 10000, "product in epoch 1: nan"),
-        ("signal", 0.0, 1000, "waited in vain for tile 0 of rank"),
+        ("wait_for_flag", 60.0, 10000, "product in epoch 1: nan"),
+        ("signal_peer", 0.0, 1000, "waited in vain for tile 0 of rank"),
     ):
         for number in range(CALLS[name]):
             late = (0.0, latest) if number else (latest, 0.0)

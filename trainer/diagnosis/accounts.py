@@ -139,7 +139,9 @@ def break_down_step(traces: Sequence[StepTrace]) -> list[TimeBreakdown]:
     """The accounts of a step on the ranks that were profiled, in order of rank. Raises `ValueError` for a trace without
     a step."""
     traces = sorted(traces, key=lambda trace: trace.rank)
-    recordings = [(on_host if trace.device == "cpu" else on_device).record(trace) for trace in traces]
+    recordings = [
+        (on_host.record_host if trace.device == "cpu" else on_device.record_device)(trace) for trace in traces
+    ]
     bubbles = pipeline_idle(traces)
     return [
         break_down_rank(trace, recording, joined, bubbles.get(trace.rank))
