@@ -20,6 +20,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job ignores, and all it starts
+for number in (signal.SIGHUP, signal.SIGQUIT):  # nohup and background jobs ignore these
+    signal.signal(number, signal.SIG_DFL)
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 hypothesis.settings.register_profile("suite", deadline=None)  # a first call imports and compiles, and cores are shared

@@ -57,11 +57,10 @@ LAYERS, MATMULS = 3, 7  # a layer has q, k, v, o, gate, up, down
     "settings, attention, matmuls",
     [
         (dict(mode="full"), LAYERS, LAYERS * (MATMULS - 1)),
-        (dict(mode="full", every=2), 2, 2 * (MATMULS - 1)),
         (dict(mode="selective", save=["attention", "matmul"]), 0, 0),
         (dict(mode="selective", save=["attention"]), 0, LAYERS * (MATMULS - 1)),
         (dict(mode="selective", save=["attention", "matmul/2"]), 0, LAYERS * 3),
-        (dict(mode="selective", save=["aten.mm"], every=3), 1, 0),
+        (dict(mode="selective", save=["aten.mm", "all@1-9"]), 1, 0),
         (dict(mode="selective", save=["attention.*", "feed_forward.up"]), LAYERS, LAYERS),
         (dict(mode="selective", save=["attention@0-2/2", "matmul@1", "all@2"]), 1, MATMULS - 1),
         (dict(mode="selective", save=[]), LAYERS, LAYERS * (MATMULS - 1)),

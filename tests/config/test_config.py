@@ -43,10 +43,10 @@ def test_defaults_and_overrides():
     config = compose()
     assert isinstance(config, Config) and config.model.name == "tiny" and config.run.dir == "runs/run"
     config = compose(
-        ["lr=wsd", "lr.peak=1e-2", "++run.steps=50", "compile=true", "logging.trace=[3,4]", "logging.wandb.entity=us"]
+        ["lr=wsd", "lr.peak=1e-2", "++run.steps=50", "compile=true", "logging.trace=[3,4]", "logging.wandb.project=us"]
     )
     assert (config.lr.schedule, config.lr.peak, config.run.steps, config.compile) == ("wsd", 0.01, 50, True)
-    assert config.logging.trace == [3, 4] and config.logging.wandb.entity == "us"
+    assert config.logging.trace == [3, 4] and config.logging.wandb.project == "us"
 
 
 def test_precedence(tmp_path):

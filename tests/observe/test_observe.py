@@ -546,7 +546,7 @@ def no_key(monkeypatch, tmp_path):
 
 
 def test_wandb_without_a_key_is_kept_in_the_run_folder(tmp_path, no_key, capsys):
-    log = logger(tmp_path, console="plain", wandb=WandbConfig(enabled=True, tags=["test"]))
+    log = logger(tmp_path, console="plain", wandb=WandbConfig(enabled=True))
     log.step(record(1))
     log.close("stopped")
     (first,) = (tmp_path / "wandb").glob("offline-run-*")
@@ -589,9 +589,7 @@ class FakeWandb(types.ModuleType):
 
 def with_wandb(monkeypatch, tmp_path, fake, resume_step=0, status="done", steps=(1, 2)):
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    log = logger(
-        tmp_path, resume_step=resume_step, console="plain", wandb=WandbConfig(enabled=True, project="p", tags=["t"])
-    )
+    log = logger(tmp_path, resume_step=resume_step, console="plain", wandb=WandbConfig(enabled=True, project="p"))
     for step in steps:
         log.step(record(step))
     log.close(status)
@@ -603,13 +601,7 @@ def test_wandb_gets_lines_settings_and_the_way_the_run_ended(tmp_path, no_key):
     no_key.setenv("WANDB_API_KEY", "x" * 40)
     with_wandb(no_key, tmp_path, fake, status="stopped")
     (init,) = fake.inits
-    assert [init[name] for name in ("mode", "resume", "project", "tags", "name")] == [
-        "online",
-        "allow",
-        "p",
-        ["t"],
-        "demo",
-    ]
+    assert [init[name] for name in ("mode", "resume", "project", "name")] == ["online", "allow", "p", "demo"]
     assert init["config"] == {"seed": 1} and init["id"] == (tmp_path / "wandb-id").read_text()
     assert fake.logged.get_nowait() == (1, {"loss": 10.0, "tokens": 4096})
     assert fake.logged.get_nowait() == (2, {"loss": 5.0, "tokens": 8192})

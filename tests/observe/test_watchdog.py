@@ -261,7 +261,7 @@ def test_the_slowest_rank_is_compared_with_its_peers():
 
 
 def test_a_slow_rank_is_told_of_once_and_only_when_it_stays_slow():
-    stragglers = StragglerAlert(GuardConfig(straggler_factor=1.5, straggler_lines=3))
+    stragglers = StragglerAlert(GuardConfig(slow_factor=1.5, slow_lines=3))
     seen = [
         stragglers.add(*one)
         for one in [(2.0, 1), (2.0, 1), (1.2, 1), (2.0, 1), (2.0, 0), (2.0, 0), (2.0, 0), (2.0, 0), (None, None)]

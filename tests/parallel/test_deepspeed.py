@@ -315,7 +315,6 @@ def test_refused_with_the_way_out(world, nodes, plan, words, neighbour):
     "change, words",
     [
         ({"compile": True, "parallel.zero.stage": 3}, ["compile=true", "compile=false"]),
-        ({"precision.compute": "fp16", "precision.scale_backoff": 0.25}, ["precision.scale_backoff=0.25", "0.5"]),
         ({"parallel.pp": 2, "parallel.pipeline.schedule": "auto"}, ["schedule=auto", "interleaved"]),
     ],
 )

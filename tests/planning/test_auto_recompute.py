@@ -33,7 +33,7 @@ BEST = {"batch__sequence_length": 8192, "batch__micro_size": 2, "parallel__zero_
 UNIFORM: dict[str, dict[str, Any]] = {
     "none": {"activation__mode": "none"},
     "full": {"activation__mode": "full"},
-    "every second layer": {"activation__mode": "full", "activation__every": 2},
+    "every second layer": {"activation__mode": "selective", "activation__save": ["all@1-31/2"]},
     "attention": {"activation__mode": "selective", "activation__save": ["attention"]},
     "every second product": {"activation__mode": "selective"},
     "every product": {"activation__mode": "selective", "activation__save": ["attention", "matmul"]},
@@ -253,7 +253,6 @@ def test_entries_name_what_each_layer_keeps(kept):
     [
         ({"activation__mode": "auto", "activation__save": ["matmul"]}, "activation.save=[matmul]"),
         ({"activation__mode": "auto", "activation__modules": ["*.attention"]}, "activation.modules="),
-        ({"activation__mode": "auto", "activation__every": 2}, "activation.every=2"),
         ({"activation__mode": "auto", "parallel__zero__engine": "deepspeed"}, "activation.mode=auto: the memory of"),
         ({"activation__mode": "full", "activation__hardware": "h200"}, "activation.hardware=h200"),
         ({"activation__memory": 30.0, **HERE}, "activation.memory=30"),

@@ -240,12 +240,7 @@ def four(root: Path) -> Iterator[tuple[str, dict]]:
 def two(root: Path) -> Iterator[tuple[str, dict]]:
     for name in CHAINS:
         yield from follow_chain(root, name, 2)
-    auto = {
-        "parallel.pp": 2,
-        "parallel.pipeline.schedule": "auto",
-        "parallel.pipeline.probe_steps": 2,
-        "batch.micro_size": None,
-    }
+    auto = {"parallel.pp": 2, "parallel.pipeline.schedule": "auto", "batch.micro_size": None}
     given = {"batch.accumulation": 4, "parallel.pipeline.split": [3, 1], "parallel.pipeline.chunks": 1}
     choose = trainer.training.auto.AutoSchedule.choose
     for name, changes, decide in (

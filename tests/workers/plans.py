@@ -48,6 +48,7 @@ from trainer.planning.cost import parameters as cost_parameters
 from trainer.planning.plan import BatchPlan, resolve_plan
 from trainer.planning.schedules import ir
 from trainer.planning.schedules.templates import build_schedule
+from trainer.precision import scaler
 from trainer.precision.dtypes import DTYPES
 from trainer.training.state import TrainState
 from trainer.training.step import train_step
@@ -165,7 +166,7 @@ def config_of(case: Case, folder: Path) -> Config:
     if case.get("optimizer") == "muon_in_one_layer":
         config.precision.types.rules = {"layers.0.attention.[qkvo].weight": {"optimizer": "muon"}}
     if case.get("overflow"):
-        config.precision.loss_scale, config.precision.scale_backoff = 2.0**40, 2.0**-10
+        config.precision.loss_scale, scaler.BACKOFF = 2.0**40, 2.0**-10
     return config
 
 

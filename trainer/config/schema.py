@@ -212,7 +212,6 @@ class PipelineConfig:
         unit="micro-batches",
         range="[1, inf)",
     )
-    probe_steps: int = option(3, "auto: steps that are measured before the choice", unit="steps", range="[1, inf)")
 
 
 @dataclass
@@ -374,8 +373,6 @@ class PrecisionConfig:
     reduce: str = option("fp32", "type in which gradients are reduced over ranks", ("fp32", "bf16"))
     matmul: str = option("highest", "fp32 matrix products: highest is exact, high allows TF32", ("highest", "high"))
     loss_scale: float = option(65536.0, "fp16: first loss scale", range="(0, inf)")
-    scale_growth: float = option(2.0, "fp16: factor after growth_interval good steps", range="(1, inf)")
-    scale_backoff: float = option(0.5, "fp16: factor after an overflow", range="(0, 1)")
     growth_interval: int = option(2000, "fp16: good steps before the scale grows", unit="steps", range="[1, inf)")
     float8: Float8Config = option(Float8Config(), "products in fp8")
     types: ParameterTypes = option(ParameterTypes(), "parameter-type map")
@@ -391,7 +388,6 @@ class ActivationConfig:
         "budget lets the compiler choose; auto chooses `save` by predicted seconds and memory",
         ("none", "full", "selective", "budget", "auto"),
     )
-    every: int = option(1, "full, selective: recompute every k-th block only", unit="blocks", range="[1, inf)")
     save: list[str] = option(
         ["attention", "matmul/2"],
         "selective: operations whose outputs are kept; 'attention', 'matmul', products such as 'attention.q' and "
@@ -457,8 +453,6 @@ class MuonConfig:
     """Muon, for parameters whose optimizer it is."""
 
     momentum: float = option(0.95, "decay of the momentum", range="[0, 1)")
-    nesterov: bool = option(True, "look ahead along the momentum")
-    steps: int = option(5, "steps of the Newton-Schulz iteration", unit="steps", range="[1, 100)")
     adjust_lr: str = option(
         "match_rms_adamw",
         "learning rate of a matrix by its shape: match_rms_adamw makes steps as large as AdamW's, so that both share "
@@ -545,12 +539,6 @@ class GenerateConfig:
     prompts: list[str] = option([""], "texts to continue; an empty one starts a new document")
     tokens: int = option(64, "most tokens of each continuation", unit="tokens", range="[1, inf)")
     temperature: float = option(0.8, "divides the logits; 0 takes the most likely token", range="[0, inf)")
-    top_k: int = option(50, "choose among this many most likely tokens; 0 means all", unit="tokens", range="[0, inf)")
-    top_p: float = option(
-        1.0, "choose among the fewest most likely tokens whose probabilities add up to this", range="(0, 1]"
-    )
-    stop: list[str] = option([], "end before any of these texts")
-    seed: int = option(0, "seeds the choice, each time alike", range="[0, inf)")
 
 
 @dataclass
@@ -588,21 +576,17 @@ class GuardConfig:
         unit="seconds",
         range="(0, inf)",
     )
-    straggler_factor: float = option(
-        1.3,
-        "a rank is called slow when its forward passes take this many times the median of its peers'",
-        range="(1, inf)",
-    )
-    straggler_lines: int = option(
-        20, "and do so in this many logged steps in a row", unit="logged steps", range="[1, inf)"
-    )
     slow_factor: float = option(
         1.25,
-        "a run is called slow when its median step takes this many times that of its fastest recent time",
+        "a run is called slow when its median step takes this many times that of its fastest recent time, and a rank "
+        "when its forward passes take this many times the median of its peers'",
         range="(1, inf)",
     )
     slow_lines: int = option(
-        20, "so many logged steps are compared with as many before them", unit="logged steps", range="[3, inf)"
+        20,
+        "so many logged steps are compared with as many before them, and a slow rank is slow in so many in a row",
+        unit="logged steps",
+        range="[3, inf)",
     )
     compare_every: int = option(
         100,
@@ -617,8 +601,6 @@ class GuardConfig:
 class WandbConfig:
     enabled: bool = option(False, "log to Weights & Biases; offline where no key is set")
     project: str = option("trainer", "project")
-    entity: str | None = option(None, "entity")
-    tags: list[str] = option([], "tags")
 
 
 @dataclass
@@ -635,8 +617,9 @@ class LoggingConfig:
         0, "profile every n-th step on a few ranks, for the account of where its time went; 0: never", range="[0, inf)"
     )
     trace: list[int] = option([], "steps that are profiled too, and whose traces stay in traces/", range="[1, inf)")
-    types: bool = option(False, "print the parameter-type map at start")
-    model: bool = option(False, "print the model at start: its parameters, of equal layers once")
+    show: list[str] = option(
+        [], "tables that are printed at the start beside the plan: model (its parameters), types (their types)"
+    )
     report: bool = option(True, "write report.html, a page about the run, when it ends")
     hardware: float = option(
         1.0,

@@ -91,7 +91,25 @@ ABSENT = {
 
 _COPIES = "set parallel.fusion=copy_engine, the fastest for ranks on one node, or parallel.fusion=off"
 _CODEC = "set codec=int8 for a slow network, or codec=none"
+_SHOW = "it was removed; leave it out and set logging.show"
 REMOVED = {
+    "precision.scale_growth": "it was removed: the loss scale doubles; leave it out",
+    "precision.scale_backoff": "it was removed: the loss scale halves; leave it out",
+    "parallel.pipeline.probe_steps": "it was removed: three steps are measured; leave it out",
+    "logging.wandb.entity": "it was removed; leave it out and set the environment variable WANDB_ENTITY",
+    "logging.wandb.tags": "it was removed; leave it out and set the environment variable WANDB_TAGS",
+    "logging.types": f"{_SHOW}=[types]",
+    "logging.model": f"{_SHOW}=[model]",
+    "guard.straggler_factor": "it was removed, guard.slow_factor is for ranks too; leave it out",
+    "guard.straggler_lines": "it was removed, guard.slow_lines is for ranks too; leave it out",
+    "optimizer.muon.nesterov": "it was removed: the momentum is Nesterov's; leave it out",
+    "optimizer.muon.steps": "it was removed: the iteration has five steps; leave it out",
+    **dict.fromkeys(
+        (f"eval.generate.{name}" for name in ("top_k", "top_p", "stop", "seed")),
+        "it was removed: `trainer sample` has it; leave it out",
+    ),
+    "activation.every": "it was removed; leave it out and name the layers that recompute nothing, as "
+    "activation.mode=selective activation.save=[all@1-31/2] does",
     "parallel.fusion=auto": f"was removed; {_COPIES}",
     "parallel.fusion=chunks": f"was removed; {_COPIES}",
     "parallel.fusion_chunks": "it was removed with parallel.fusion=chunks; leave it out",

@@ -394,5 +394,5 @@ def _lighter(config: Config) -> Iterator[Changes]:
 
 def _chosen() -> Iterator[Changes]:
     """Recompute as the memory needs it."""
-    unset = {f"activation.{name}": getattr(ActivationConfig(), name) for name in ("save", "modules", "every")}
+    unset = {f"activation.{name}": getattr(ActivationConfig(), name) for name in ("save", "modules")}
     yield {"activation.mode": "auto"} | unset

@@ -168,8 +168,8 @@ def start_report(
             **({"peak": peak_rows(moment, plan.pp, found)} if moment else {}),
             **({"time": summarise_step(found)} if found else {}),
         },
-        ({"the model": model_table(spec)} if config.logging.model else {})
-        | ({"parameter types": types_table(config, spec)} if config.logging.types else {}),
+        ({"the model": model_table(spec)} if "model" in config.logging.show else {})
+        | ({"parameter types": types_table(config, spec)} if "types" in config.logging.show else {}),
     )
 
 

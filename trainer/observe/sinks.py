@@ -473,8 +473,6 @@ class Wandb:
     def _start(self) -> Any:
         arguments = dict(
             project=self.settings.project,
-            entity=self.settings.entity,
-            tags=list(self.settings.tags),
             name=self.name,
             id=self.id,
             config=self.config,

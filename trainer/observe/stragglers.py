@@ -31,8 +31,8 @@ class StragglerAlert:
 
     def add(self, share: float | None, rank: int | None) -> bool:
         """Takes what `find_straggler` found in a logged step; True when one rank has been slow for
-        guard.straggler_lines logged steps in a row."""
-        slow = share is not None and share >= self.guard.straggler_factor
+        guard.slow_lines logged steps in a row."""
+        slow = share is not None and share >= self.guard.slow_factor
         self.count = (self.count + 1 if rank == self.rank else 1) if slow else 0
         self.rank = rank if slow else -1
-        return self.count == self.guard.straggler_lines
+        return self.count == self.guard.slow_lines

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from trainer.config.schema import MuonConfig
 from trainer.distributed.mesh import World
 from trainer.distributed.tensors import local_extent, local_values
-from trainer.planning.cost.flops import orthogonalisation_flops
+from trainer.planning.cost.flops import NEWTON_SCHULZ_STEPS, orthogonalisation_flops
 from trainer.precision.dtypes import DTYPES
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -33,7 +33,7 @@ ROUND = 2**25
 """Elements of whole matrices that a rank puts together at a time, unless one matrix has more."""
 
 
-def orthogonalise_matrix(matrix: Tensor, steps: int) -> Tensor:
+def orthogonalise_matrix(matrix: Tensor, steps: int = NEWTON_SCHULZ_STEPS) -> Tensor:
     """The matrix with all singular values near one, by Newton-Schulz iteration in its own type: [rows, columns]."""
     a, b, c = COEFFICIENTS
     tall = matrix.shape[0] > matrix.shape[1]
@@ -118,7 +118,7 @@ class Orthogonaliser:
     for a process by itself."""
 
     def __init__(self, matrices: dict[str, Tensor], config: MuonConfig, world: World | None):
-        self.steps, self.dtype = config.steps, DTYPES[config.compute]
+        self.dtype = DTYPES[config.compute]
         self.device = world.device if world else local_values(next(iter(matrices.values()))).device
         self.group = world.peers if world else None
         places = world.peer_places if world else [{}]
@@ -141,7 +141,7 @@ class Orthogonaliser:
             wholes = arriving()
             if number + 1 < len(self.rounds):
                 arriving = self._gather(self.rounds[number + 1], direction)
-            done = [orthogonalise_matrix(whole, self.steps) for whole in wholes]
+            done = [orthogonalise_matrix(whole) for whole in wholes]
             for finish in leaving:
                 finish()
             leaving = [self._scatter(some, done, apply)]

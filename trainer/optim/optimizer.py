@@ -248,7 +248,7 @@ class Optimizer:
             _, moment, gradient = self._inputs(name, "momentum_buffer", grad_scale, found_inf)
             updated = moment.float().lerp(gradient, 1 - config.momentum)
             moment.copy_(torch.where(found_inf > 0, moment.float(), updated))
-            return gradient.lerp(updated, config.momentum) if config.nesterov else updated
+            return gradient.lerp(updated, config.momentum)  # Nesterov momentum
 
         def apply(name: str, part: Tensor) -> None:
             parameter, policy = self.parameters[name], self.policies[name]

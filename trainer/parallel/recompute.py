@@ -159,7 +159,7 @@ def apply_recompute(model: Stage, config: ActivationConfig, backend: type[Tensor
         layer.tile = config.tile or 0
     if config.mode in ("none", "budget"):
         return
-    layers = {int(index): layer for index, layer in model.layers.items() if int(index) % config.every == 0}
+    layers = {int(index): layer for index, layer in model.layers.items()}
     if config.mode == "selective" and config.modules:
         for name, module in named_submodules(model, list(layers.values())).items():
             if any(fnmatchcase(name, pattern) for pattern in config.modules):

@@ -24,6 +24,7 @@ from trainer.model.transformer import Transformer
 from trainer.optim.muon import COEFFICIENTS
 from trainer.optim.optimizer import learning_rate, parameter_policies
 from trainer.parallel.parallelize import multiply_in_float8
+from trainer.planning.cost.flops import NEWTON_SCHULZ_STEPS
 
 IGNORE = -100
 """The target of a token that has no target."""
@@ -147,10 +148,10 @@ class ReferenceMuon(torch.optim.Optimizer):
             for weight in group["params"]:
                 moment = self.state[weight].setdefault("moment", torch.zeros_like(weight))
                 moment.lerp_(weight.grad, 1 - config.momentum)
-                direction = weight.grad.lerp(moment, config.momentum) if config.nesterov else moment
+                direction = weight.grad.lerp(moment, config.momentum)
                 left, values, right = torch.linalg.svd(direction.double(), full_matrices=False)
                 values /= max(values.norm().item(), 1e-7)
-                for _ in range(config.steps):
+                for _ in range(NEWTON_SCHULZ_STEPS):
                     values = a * values + b * values**3 + c * values**5
                 rows, columns = weight.shape
                 original = max(1.0, rows / columns) ** 0.5

@@ -23,7 +23,6 @@ FREE = (
     "precision.reduce",
     "precision.matmul",
     "precision.loss_scale",
-    "precision.scale_",
     "precision.growth_interval",
     "precision.float8.",
     "precision.types.matrix.float8",

@@ -232,7 +232,6 @@ def _samples(generate: GenerateConfig) -> Iterator[str]:
         )
     if not generate.prompts:
         yield "eval.generate.prompts=[] has nothing to continue; name a text, or [''] for new documents"
-    yield from empty_stop("eval.generate.stop", generate.stop)
 
 
 def empty_stop(setting: str, stop: list[str]) -> Iterator[str]:
@@ -256,7 +255,7 @@ def _recompute(config: Config) -> Iterator[str]:
     if activation.mode == "selective" and not activation.modules:
         yield from saved.entry_problems(activation.save, None if config.model.from_hf else config.model.depth)
     if activation.mode == "auto":
-        for name in ("save", "modules", "every"):
+        for name in ("save", "modules"):
             if (value := getattr(activation, name)) != getattr(unset, name):
                 yield (
                     f"activation.{name}={format_setting(value)}: activation.mode=auto chooses by itself what is "

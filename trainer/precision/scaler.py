@@ -33,6 +33,10 @@ class LossScale(Protocol):
         """Goes on with the scale of `state`; one that is empty changes nothing."""
 
 
+GROWTH, BACKOFF = 2.0, 0.5
+"""Factors of the loss scale after `growth_interval` good steps and after an overflow, as in torch.amp.GradScaler."""
+
+
 class GradScaler:
     """Keeps the loss scale on the device: it halves on an overflow and doubles after `growth_interval` good steps.
 
@@ -44,7 +48,6 @@ class GradScaler:
 
     def __init__(self, precision: PrecisionConfig, device: torch.device):
         self.enabled = precision.compute == "fp16"
-        self.growth_factor, self.backoff_factor = precision.scale_growth, precision.scale_backoff
         self.growth_interval = precision.growth_interval
         self.value = torch.full((), precision.loss_scale if self.enabled else 1.0, device=device)
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
@@ -56,14 +59,7 @@ class GradScaler:
         """found_inf: fp32 scalar, 1 where the step overflowed on any rank."""
         if self.enabled:
             kept = self.value.clone(), self.growth_tracker.clone()
-            torch._amp_update_scale_(
-                self.value,
-                self.growth_tracker,
-                found_inf,
-                self.growth_factor,
-                self.backoff_factor,
-                self.growth_interval,
-            )
+            torch._amp_update_scale_(self.value, self.growth_tracker, found_inf, GROWTH, BACKOFF, self.growth_interval)
             if held is not None:
                 for value, before in zip((self.value, self.growth_tracker), kept):
                     value.copy_(torch.where(held > 0, before, value))
@@ -73,8 +69,8 @@ class GradScaler:
             return {}
         return {
             "scale": self.value.item(),
-            "growth_factor": self.growth_factor,
-            "backoff_factor": self.backoff_factor,
+            "growth_factor": GROWTH,
+            "backoff_factor": BACKOFF,
             "growth_interval": self.growth_interval,
             "_growth_tracker": self.growth_tracker.item(),
         }

@@ -58,6 +58,10 @@ USABLE = 0.92
 """Share of a GPU's memory that a schedule may plan with."""
 
 
+PROBE_STEPS = 3
+"""Steps that are measured before the choice."""
+
+
 class AutoSchedule:
     """Probes the steps of a run, and chooses when enough have been measured. All ranks call it together."""
 
@@ -71,7 +75,7 @@ class AutoSchedule:
         self.steps += 1
         if self.steps == 1:
             self.probe.measured()
-        return self.steps > self.state.config.parallel.pipeline.probe_steps
+        return self.steps > PROBE_STEPS
 
     def choose(self) -> ScheduleChoice:
         """Ends the measurement; the best choice, the same on every rank. Settings that the user gave are kept.

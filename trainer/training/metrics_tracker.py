@@ -243,7 +243,7 @@ class MetricsTracker:
     def name_straggler(self, share: float, rank: int) -> None:
         """Tells of a rank that stays slow, with its node and what its clocks say."""
         self.log.event(
-            f"rank {rank} on {self.hosts[rank]} has been slow for {self.config.guard.straggler_lines} logged steps, in "
+            f"rank {rank} on {self.hosts[rank]} has been slow for {self.config.guard.slow_lines} logged steps, in "
             f"this one {share:.2f} times its peers' median; {clocks_of(self.readings, rank)}look at its clocks and "
             "temperature (nvidia-smi -q -d CLOCK,PERFORMANCE,TEMPERATURE), and at what else runs there"
         )

@@ -74,16 +74,18 @@ def draw_samples(state: TrainState, settings: GenerateConfig, tokenizer: Tokeniz
     changes: weights, gradients, and the state of random numbers.
 
     No backward pass follows that would drop the gathered parameters, so they are dropped here."""
-    sampling = SamplingOptions(settings.temperature, settings.top_k, settings.top_p, settings.seed)
-    texts = continue_prompts(
-        sharded_model(state), tokenizer, settings.prompts, settings.tokens, sampling, settings.stop
-    )
+    sampling = SamplingOptions(settings.temperature, TOP_K)
+    texts = continue_prompts(sharded_model(state), tokenizer, settings.prompts, settings.tokens, sampling, [])
     for stage in state.stages:
         state.runtime.sharding.reshard(stage)
     return list(zip(settings.prompts, texts))
 
 
 T = TypeVar("T")
+
+
+TOP_K = 50
+"""Samples during a run are chosen among so many most likely tokens, as `trainer sample` does by default."""
 
 
 class Trainer:

@@ -25,6 +25,7 @@ from trainer.parallel.tensor import SharedParameters
 from trainer.parallel.zero.deepspeed_config import generate_config
 from trainer.planning.cost.parameters import ParameterInfo
 from trainer.planning.cost.updates import moment_count
+from trainer.precision.scaler import BACKOFF, GROWTH
 
 deepspeed.utils.logger.setLevel(logging.ERROR)
 warnings.filterwarnings(
@@ -84,7 +85,7 @@ class DeepSpeedScaler:
         self.can_hold = not self.enabled  # DeepSpeed's step moves the scale by itself
         if self.enabled:  # theirs would stop the run at the lowest scale, and knows powers of two only
             theirs.raise_error_at_min_scale, theirs.min_scale = False, 0.0
-            theirs.cur_scale, theirs.scale_factor = config.precision.loss_scale, config.precision.scale_growth
+            theirs.cur_scale, theirs.scale_factor = config.precision.loss_scale, GROWTH
             self._set_tracker(0)
 
     @property
@@ -109,8 +110,8 @@ class DeepSpeedScaler:
         good_steps = (self.theirs.cur_iter - 2 - self.theirs.last_overflow_iter) % interval
         return {
             "scale": float(self.theirs.cur_scale),
-            "growth_factor": self.precision.scale_growth,
-            "backoff_factor": self.precision.scale_backoff,
+            "growth_factor": GROWTH,
+            "backoff_factor": BACKOFF,
             "growth_interval": interval,
             "_growth_tracker": good_steps,
         }

@@ -5,7 +5,6 @@ Imports neither torch nor DeepSpeed but in `load`, so that refusals come before 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -246,11 +245,6 @@ def check_settings(config: Config) -> Iterator[str]:
     zero, precision = config.parallel.zero, config.precision
     if zero.engine == "torch":
         return
-    if precision.compute == "fp16" and not math.isclose(precision.scale_growth * precision.scale_backoff, 1):
-        yield (
-            f"precision.scale_backoff={precision.scale_backoff}: DeepSpeed's loss scale shrinks by the factor that it "
-            f"grows by; set precision.scale_backoff={1 / precision.scale_growth:g}, or {TORCH}"
-        )
     narrow, plain = float8_setting(precision)
     if narrow:
         yield f"{narrow}: DeepSpeed's engine multiplies in precision.compute alone; set {TORCH}, or {plain}"

@@ -72,6 +72,10 @@ def seen_keys(length: int, window: int = 0) -> float:
     return window * (length - (window - 1) / 2) / length
 
 
+NEWTON_SCHULZ_STEPS = 5
+"""Of Muon's iteration, as published (Jordan et al. 2024)."""
+
+
 def orthogonalisation_flops(shape: Sequence[int], steps: int) -> int:
     """FLOPs of Muon's Newton-Schulz iteration for a matrix: in each step, three products with its smaller Gram
     matrix."""
@@ -85,10 +89,10 @@ def muon_flops(spec: ModelSpec, updates: UpdateSettings) -> tuple[int, ...]:
     found = []
     for index, table in enumerate(layer_tables(spec)):
         infos = {f"layers.{index}.{name}": info for name, info in table.items()}
-        policies, steps = updates.policies(infos), updates.optimizer.muon.steps
+        policies = updates.policies(infos)
         found.append(
             sum(
-                orthogonalisation_flops(info.shape, steps)
+                orthogonalisation_flops(info.shape, NEWTON_SCHULZ_STEPS)
                 for name, info in infos.items()
                 if policies[name].optimizer == "muon"
             )

@@ -304,7 +304,7 @@ def left_by_recompute(
         rule: object = None
         if config is not None:
             entries = saved_in(config.save, index) if varied else ()
-            rule = index if config.modules else (index % config.every, entries)
+            rule = index if config.modules else entries
         key = id(layer), rule
         if key not in known:
             known[key] = recompute_effect(layer, index, config, compiled)
@@ -320,7 +320,7 @@ def recompute_effect(layer: LayerWork, index: int, config: ActivationConfig | No
     tiled = list(filter(is_feed_forward, layer.flops)) if config.tile else []  # what tiles repeat, the last product too
     whole, host, attends = layer.saved - layer.feed * bool(tiled), 0.0, True
     entries = saved_in(config.save, index) if config.mode == "selective" and not config.modules else ()
-    spared = config.mode != "budget" and index % config.every or any(entry.name == ALL for entry in entries)
+    spared = any(entry.name == ALL for entry in entries)
     if config.mode in ("none", "auto") or spared:  # auto: before it is decided
         return RecomputeEffect(whole, dict.fromkeys(tiled, 1.0), eager=EagerExtra(layer.spread))
     if config.mode == "selective" and config.modules:

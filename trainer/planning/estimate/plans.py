@@ -256,7 +256,7 @@ class _Search:
     def config(self, parallel: ParallelConfig, micro: int, accumulation: int, mode: str) -> Config:
         config = copy.copy(self.base)
         config.parallel = parallel
-        config.activation = replace(self.base.activation, mode=mode, modules=[], every=1)
+        config.activation = replace(self.base.activation, mode=mode, modules=[])
         config.batch = replace(
             self.base.batch,
             global_size=self.global_size,

@@ -118,8 +118,8 @@ def describe_recompute(activation: ActivationConfig) -> str:
     """What is recomputed, in words."""
     if activation.mode == "selective" and not activation.modules:
         kept = ", ".join(activation.save)
-        return f"selective, which keeps {kept}" + f", every {activation.every} blocks" * (activation.every > 1)
-    return activation.mode + f", every {activation.every} blocks" * (activation.every > 1)
+        return f"selective, which keeps {kept}"
+    return activation.mode
 
 
 def describe_measures(config: Config, fullest: MemoryPeak | None = None) -> str:
