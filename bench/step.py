@@ -38,8 +38,8 @@ from trainer.planning.plan import BatchPlan, node_size, resolve_plan
 from trainer.planning.resolve import Layout
 from trainer.training.auto import AutoSchedule
 from trainer.training.cuda_graph import CUDAGraphStep
-from trainer.training.room import AutoSettings, free_memory
-from trainer.training.session import memory_of
+from trainer.training.run import decide_together
+from trainer.training.session import find_hardware
 from trainer.training.state import TrainState
 from trainer.training.step import train_step
 
@@ -86,12 +86,10 @@ def main() -> None:
     pipeline = resolve_pipeline(config, spec, plan, batch)
     torch.set_float32_matmul_precision(config.precision.matmul)
     world, started = join_world(plan.mesh, device, cp=plan.cp), time.perf_counter()
-    undecided = AutoSettings.of(
-        config, Layout(spec, plan, batch, pipeline), memory_of(device), node_size(world_size), device
+    config, layout, chosen = decide_together(
+        config, Layout(spec, plan, batch, pipeline), world, node_size(world_size), find_hardware(config, device)
     )
-    free = world.gather(free_memory(device))
-    config, layout = undecided.settle(free)
-    chosen, pipeline = undecided.explain(config, layout, free), layout.pipeline
+    pipeline = layout.pipeline
     state = TrainState.build(config, spec, plan, pipeline, world)
     recorded = CUDAGraphStep(state) if config.run.cuda_graphs else None
     built = time.perf_counter() - started

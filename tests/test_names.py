@@ -13,7 +13,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "trainer"
 
-STANDARD = {"attention", "compose", "dequantize", "evaluate", "main", "option", "parallelize", "quantize", "run"}
+STANDARD = {"attention", "compose", "decide", "dequantize", "evaluate", "main", "option", "parallelize", "quantize", "run"}
 STANDARD |= {"softmax", "train"}
 """Functions of one word that need no second one."""
 

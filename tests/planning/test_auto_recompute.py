@@ -20,10 +20,10 @@ from trainer.config import Config
 from trainer.config.model import ModelSpec
 from trainer.planning.cost.layers import left_by_recompute, model_work
 from trainer.planning.cost.saved import ALL, entries_of, entry_problems, saved_in
+from trainer.planning.decide import MemoryLimit, decide
 from trainer.planning.estimate.memory import find_peaks
 from trainer.planning.estimate.plans import rank_plans
 from trainer.planning.estimate.recompute import EQUAL, CostPoint, LayerShare, decide_recompute, pareto_front
-from trainer.planning.estimate.sequence import MemoryLimit, decide_memory
 from trainer.planning.estimate.step import GIB, StepEstimate
 from trainer.planning.resolve import check_config, resolve_layout
 
@@ -102,11 +102,11 @@ def test_with_less_and_less_memory():
     config.activation.mode = "auto"
     layout = resolve_layout(config, 8, config.model, 8)
     for size in (1000, 300, 140, 100, 60, 1):
-        found, _ = decide_memory(config, layout, MemoryLimit(size * GIB, inf), 8, h200())
+        found, *_ = decide(config, layout, MemoryLimit(size * GIB, inf), 8, h200())
         asked.append((found.activation.mode, bool(found.activation.tile), found.activation.offload))
     assert asked[0] == ("none", False, False) and asked[1][0] == "selective" and asked[-1] == ("full", True, True)
     assert all(before[2] <= after[2] for before, after in pairwise(asked))
-    tight, _ = decide_memory(config, layout, MemoryLimit(140 * GIB, 0.0), 8, h200())
+    tight, *_ = decide(config, layout, MemoryLimit(140 * GIB, 0.0), 8, h200())
     assert tight.activation.offload is False  # there is no host memory
 
 
@@ -114,8 +114,7 @@ def test_a_cpu_takes_of_the_machines_memory():
     config = settings(shipped("llama3_8b"), **BEST, activation__mode="auto")
     layout = resolve_layout(config, 2, config.model, 2)
     modes = [
-        decide_memory(config, layout, MemoryLimit(None, size * GIB), 2, h200())[0].activation.mode
-        for size in (200, 100, 50)
+        decide(config, layout, MemoryLimit(None, size * GIB), 2, h200())[0].activation.mode for size in (200, 100, 50)
     ]
     assert modes == ["none", "selective", "full"]
 

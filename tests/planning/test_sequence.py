@@ -14,11 +14,11 @@ from support.reference import changed
 import trainer
 from trainer.config import Config, ConfigError
 from trainer.parallel.context.plan import ContextPlan, load_imbalance
+from trainer.planning.decide import TILE, MemoryLimit, decide, describe_measures
 from trainer.planning.documents import USUAL
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.memory import find_peaks
 from trainer.planning.estimate.plans import rank_plans
-from trainer.planning.estimate.sequence import TILE, MemoryLimit, decide_memory, describe_measures
 from trainer.planning.estimate.step import GIB, estimate_step
 from trainer.planning.resolve import config_problems, resolve_layout
 
@@ -33,7 +33,7 @@ def config_of(length: int, **changes: object):
 
 def chosen(length: int, world: int, room: MemoryLimit, **changes: object):
     config = config_of(length, **changes)
-    found, layout = decide_memory(config, resolve_layout(config, world, config.model, world), room, world)
+    found, layout, *_ = decide(config, resolve_layout(config, world, config.model, world), room, world)
     return (found.loss.tile, found.activation.tile, found.activation.offload), found, layout
 
 

@@ -27,12 +27,13 @@ from trainer.diagnosis import oom_report
 from trainer.observe import metrics
 from trainer.observe.diagnose_run import diagnose_run
 from trainer.parallel.zero.fsdp_internals import parameter_group
+from trainer.planning.decide import MemoryLimit, decide
 from trainer.planning.estimate.recompute import measure_choice, with_section
 from trainer.planning.fit import MachineMemory
 from trainer.planning.resolve import resolve_layout
 from trainer.training import out_of_memory
 from trainer.training.out_of_memory import explain_oom, format_oom
-from trainer.training.room import AutoSettings
+from trainer.training.session import least_memory
 from trainer.util.tables import format_bytes
 
 GIB = 2**30
@@ -104,12 +105,16 @@ def test_the_rank_with_least_free_memory_decides_for_all():
     spec = shipped("llama3_8b")
     plan = {"batch__sequence_length": 8192, "batch__micro_size": 2, "parallel__zero__stage": 3, "compile": True}
     config = configured(spec, **plan, activation__mode="auto")
-    undecided = AutoSettings(
-        config, resolve_layout(config, 2, spec, 2), MachineMemory(140 * GIB, 1000 * GIB), 2, h200()
-    )
-    kept = [undecided.settle(free)[0].activation.save for free in ((), (139 * GIB,) * 2, (139 * GIB, 110 * GIB))]
-    assert kept[0] == kept[1] == ["attention", "attention.*", "feed_forward.gate", "feed_forward.up"]
-    assert kept[2] != kept[1] and kept[2] == undecided.settle([110 * GIB] * 2)[0].activation.save
+    layout = resolve_layout(config, 2, spec, 2)
+
+    def saved(*free: tuple[int, int]) -> list[str]:
+        world = SimpleNamespace(device=torch.device("cpu"), gather=lambda own: list(free))
+        room = MemoryLimit.of(least_memory(world), 2)
+        return decide(config, layout, room, 2, h200()).config.activation.save
+
+    kept = [saved(*((free * GIB, 1000 * GIB) for free in ranks)) for ranks in ((139, 139), (139, 110), (110, 110))]
+    assert kept[0] == ["attention", "attention.*", "feed_forward.gate", "feed_forward.up"]
+    assert kept[1] != kept[0] and kept[1] == kept[2]
 
 
 def started(folder: Path, cache: Path, world: int, *more: str) -> list[tuple[int, str]]:

@@ -35,7 +35,7 @@ SINK = """
 def test_training_does_not_notice_and_every_sink_gets_the_text(tmp_path, capsys) -> None:
     """In bf16, with recompute, an average of the weights and random numbers in the step: the same bits."""
     common = ["precision=bf16", "activation=full", "optimizer.ema.decay=0.5", "eval.ema=true", "data.tokenizer=bytes"]
-    generate = "{every: 2, tokens: 7, prompts: ['def ', ''], temperature: 1.0,}"
+    generate = "{every: 2, tokens: 7, prompts: ['def ', ''], temperature: 1.0}"
     more = [f"+eval.generate={generate}", "logging.tensorboard=true", "imports=[texts]", "+logging.sinks.texts={}"]
     package(tmp_path, "texts", SINK)
     found, folders = [], [tmp_path / "without", tmp_path / "with"]

@@ -15,9 +15,9 @@ from typing import Any
 from trainer.config import ActivationConfig, Config, ConfigError, typed
 from trainer.diagnosis.evidence import RunEvidence
 from trainer.diagnosis.oom_report import MemoryOverride
+from trainer.planning.decide import GIB, SHARE, TILE, MemoryLimit, decide
 from trainer.planning.estimate.memory import can_replay
 from trainer.planning.estimate.report import left_out
-from trainer.planning.estimate.sequence import GIB, SHARE, TILE, MemoryLimit, decide_memory
 from trainer.planning.estimate.step import StepEstimate, estimate_within
 from trainer.planning.fit import MachineMemory, find_missing_memory, persistent_bytes
 from trainer.planning.plan import resolve_plan
@@ -169,7 +169,7 @@ class Suggestions:
         try:
             if config.activation.mode == "auto":
                 room = MemoryLimit(self.hardware.memory * GIB, inf)
-                config, layout = decide_memory(config, layout, room, self.machine.node, self.hardware)
+                config, layout, *_ = decide(config, layout, room, self.machine.node, self.hardware)
             return estimate_within(inf, config, layout, self.hardware, lowered=False)
         except (ConfigError, ValueError, ArithmeticError):
             return None

@@ -25,11 +25,11 @@ from trainer.planning.cost.devices import peak_flops, product_type
 from trainer.planning.cost.layers import left_by_recompute, model_work
 from trainer.planning.cost.memory import ELEMENT_BYTES, StateBytes
 from trainer.planning.cost.parameters import Table, declare_parameters, layer_specs, layer_tables, outer_tables
+from trainer.planning.decide import describe_measures, describe_recompute
 from trainer.planning.documents import with_documents
 from trainer.planning.estimate.hardware import load_hardware, shipped_for
 from trainer.planning.estimate.memory import MemoryPeak, can_replay, find_peaks
 from trainer.planning.estimate.report import memory_band, summarise_step
-from trainer.planning.estimate.sequence import describe_measures, describe_recompute
 from trainer.planning.estimate.step import StepEstimate, estimate_within, fullest_rank
 from trainer.planning.fit import MachineMemory
 from trainer.planning.float8 import float8_linears, numeric_types

@@ -23,6 +23,7 @@ from trainer.parallel.pipeline.plan import PipelinePlan, estimated_costs
 from trainer.parallel.pipeline.timing import LayerProbe, MeasuredCosts
 from trainer.planning.cost.memory import constant_bytes
 from trainer.planning.cost.updates import UpdateSettings
+from trainer.planning.decide import SHARE
 from trainer.planning.plan import BatchPlan, Plan
 from trainer.planning.resolve import Layout
 from trainer.planning.schedules import ir
@@ -54,7 +55,7 @@ WORTH_REBUILDING = 0.03
 CHOICE: Shape = {"parallel": {"pipeline": {"split": [int]}}, "batch": {"micro_size": int, "accumulation": int}}
 """What has to stand in `schedule/choice.yaml`."""
 
-USABLE = 0.92
+USABLE = SHARE
 """Share of a GPU's memory that a schedule may plan with."""
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trainer.config import Config
+from trainer.config import Config, ConfigError
 from trainer.config.hardware import HardwareConfig
 from trainer.diagnosis.evidence import RunEvidence, RunMachine
 from trainer.diagnosis.oom_report import NOTHING, OUTSIDE, POOLS, REST, MemoryOverride, OOMReport
@@ -21,12 +21,14 @@ from trainer.distributed.mesh import World
 from trainer.distributed.tensors import Fragment, local_values
 from trainer.observe.report import device_name, peak_memory_gib
 from trainer.observe.sinks import reason_of, write_status
+from trainer.planning.decide import Decision, describe_recompute
 from trainer.planning.estimate.hardware import load_hardware, shipped_for
 from trainer.planning.fit import MachineMemory
 from trainer.planning.plan import node_size
 from trainer.planning.resolve import Layout
 from trainer.training.state import TrainState
 from trainer.util.machine import missing_memory, resident_memory, used_memory
+from trainer.util.tables import format_bytes
 
 # What a rank has in memory at this moment, by category. It is read where memory has run out: nothing is allocated.
 
@@ -145,6 +147,29 @@ def suggest_overrides(config: Config, layout: Layout, machine: RunMachine, memor
     """What to set so that a run fits, in words."""
     found: list[MemoryOverride] = make_suggestions(config, layout, machine, memory).against(*FREED)
     return "set " + ", or ".join(f"{one.text} ({one.told})" for one in found) if found else NOTHING
+
+
+def check_decision(asked: Config, decision: Decision, memory: MachineMemory, node: int, device: torch.device) -> None:
+    """Raises `ConfigError`, with what to set, where nothing that `activation.mode=auto` may choose fits. asked: the
+    configuration before the decision. memory: what the rank with least has free."""
+    config, layout = decision.config, decision.layout
+    if decision.peak is None or config.run.force:
+        return
+    given = asked.activation.memory
+    whole = given * 2**30 if given is not None else memory.device or memory.host
+    if decision.peak <= whole:
+        return
+    place = RunMachine(layout.plan.world, node, device_name(device))
+    memory = replace(memory, device=int(whole) if memory.device else None)
+    ways = suggest_overrides(config, layout, place, memory)
+    if given is not None:
+        ways = f"set activation.memory={1.01 * decision.peak / 2**30:.3g}, which would do, or {ways}"
+    there = f"activation.memory={given:g}" if given is not None else f"there are {format_bytes(whole)}"
+    raise ConfigError(
+        f"activation.mode=auto: nothing fits: the least that a step is predicted to take is "
+        f"{format_bytes(decision.peak)} a rank ({describe_recompute(config.activation)}), and {there}; {ways}, or go "
+        "on all the same with run.force=true"
+    )
 
 
 def measured_memory(

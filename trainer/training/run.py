@@ -15,6 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from trainer.checkpointing.manifest import list_checkpoints
 from trainer.config import Config, ConfigError
 from trainer.config.extend import extend_spec
+from trainer.config.hardware import HardwareConfig
 from trainer.config.model import ModelSpec
 from trainer.data.corpus import open_corpus
 from trainer.data.tokens import DataError
@@ -24,22 +25,24 @@ from trainer.model.initial import Weights
 from trainer.observe import flight, metrics
 from trainer.parallel.parallelize import check_compiler, check_model
 from trainer.parallel.zero.fsdp import check_engine
+from trainer.planning.decide import MemoryLimit, decide
 from trainer.planning.fit import check_fit
 from trainer.planning.plan import BatchPlan, node_size, training_steps
-from trainer.planning.resolve import check_config, resolve_layout
+from trainer.planning.resolve import Layout, check_config, resolve_layout
 from trainer.training.auto import saved_choice
 from trainer.training.cuda_graph import check_recording
 from trainer.training.history import settle_status, way_on
 from trainer.training.metrics_tracker import NonFiniteError
-from trainer.training.out_of_memory import explain_oom, format_oom
+from trainer.training.out_of_memory import check_decision, explain_oom, format_oom
 from trainer.training.replicas import ReplicaMismatch
-from trainer.training.room import AutoSettings, free_memory
 from trainer.training.saving import RunStart
 from trainer.training.session import (
     RunClock,
     claim_folder,
     compare_ranks,
+    find_hardware,
     host_threads,
+    least_memory,
     memory_of,
     numeric_mode,
     start_watchdog,
@@ -73,12 +76,7 @@ def run(config: Config) -> RunResult:
         raise ConfigError(problems)
     spec, weights = starting_point(config)
     layout, device = resolve_layout(config, world_size, spec), local_device(config.run)
-    memory, node = memory_of(device), node_size(world_size)
-    undecided = AutoSettings.of(config, layout, memory, node, device)
-    config, layout = undecided.settle()
-    undecided.explain(config, layout)
-    layout = saved_choice(folder, config, layout) or layout
-    config = with_total_steps(config, layout.batch)
+    memory, node, hardware = memory_of(device), node_size(world_size), find_hardware(config, device)
     check_compiler(config, device)
     check_engine(config, device)
     check_recording(config, device)
@@ -90,19 +88,22 @@ def run(config: Config) -> RunResult:
     if config.guard.stall_factor:
         flight.enable_recorder(folder / "flight")
     world = join_world(layout.plan.mesh, device, max(1200.0, 2 * config.guard.stall_allowance), layout.plan.cp)
+    try:
+        config, layout, notes = decide_together(config, layout, world, node, hardware)
+    except ConfigError:  # on all ranks
+        if not joined_before:
+            dist.destroy_process_group()
+        raise
     with (
         numeric_mode(config),
         host_threads(layout.plan, device),
         claim_folder(folder, world),
         start_watchdog(config, world) as watchdog,
     ):
-        free = world.gather(free_memory(device))
-        config, layout = undecided.settle(free)
-        chosen = undecided.explain(config, layout, free)
         layout = saved_choice(folder, config, layout) or layout
         compare_ranks(config, layout, corpus, world)
         start = RunStart.find(config, layout, corpus.fingerprint, world)
-        config, start = with_total_steps(config, layout.batch, start), replace(start, notes=[*start.notes, *chosen])
+        config, start = with_total_steps(config, layout.batch, start), replace(start, notes=[*start.notes, *notes])
         watchdog.total = config.run.steps
         if start.step >= config.run.steps:
             report_done(config, start, world)
@@ -118,6 +119,17 @@ def run(config: Config) -> RunResult:
     if not joined_before:  # not after a failure: other ranks may still wait in a collective
         dist.destroy_process_group()
     return RunResult(folder, code)
+
+
+def decide_together(
+    config: Config, layout: Layout, world: World, node: int, hardware: HardwareConfig | None
+) -> tuple[Config, Layout, tuple[str, ...]]:
+    """What the settings leave open, decided alike on all ranks by the memory of the rank with least. Raises
+    `ConfigError` on all of them where nothing fits."""
+    memory = least_memory(world)
+    decision = decide(config, layout, MemoryLimit.of(memory, node), node, hardware)
+    check_decision(config, decision, memory, node, world.device)
+    return decision.config, decision.layout, decision.notes
 
 
 def report_done(config: Config, start: RunStart, world: World) -> None:

@@ -17,14 +17,17 @@ from pathlib import Path
 import torch
 
 from trainer.config import Config, ConfigError
+from trainer.config.hardware import HardwareConfig
 from trainer.config.typed import flatten_values
 from trainer.data.corpus import Corpus
 from trainer.distributed.mesh import World
 from trainer.model.attention import kernel_priority
 from trainer.model.initial import name_seed
+from trainer.observe.report import device_name
 from trainer.observe.sinks import write_status
 from trainer.observe.watchdog import Watchdog
 from trainer.parallel.compress.plan import enabled_codecs
+from trainer.planning.estimate.hardware import load_hardware, shipped_for
 from trainer.planning.fit import MachineMemory
 from trainer.planning.plan import Plan, node_size
 from trainer.planning.resolve import Layout
@@ -71,6 +74,28 @@ def memory_of(device: torch.device) -> MachineMemory:
     """The memory of a process's GPU, and of its machine: what the machine has, or its container may use."""
     gpu = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     return MachineMemory(gpu, host_memory())
+
+
+def least_memory(world: World) -> MachineMemory:
+    """The memory by which all ranks decide alike: of a GPU what the rank with least has free or already reserved, of a
+    machine what the smallest one has. All ranks call it together."""
+    free = None
+    if world.device.type == "cuda":
+        free = torch.cuda.mem_get_info(world.device)[0] + torch.cuda.memory_reserved(world.device)
+    everyone = world.gather((free, host_memory()))
+    return MachineMemory(
+        min((free for free, _ in everyone if free is not None), default=None), min(host for _, host in everyone)
+    )
+
+
+def find_hardware(config: Config, device: torch.device) -> HardwareConfig | None:
+    """How fast the run's devices are, where `activation.mode=auto` asks. Raises `ConfigError`."""
+    if config.activation.mode != "auto":
+        return None
+    try:
+        return load_hardware(config.activation.hardware or shipped_for(device_name(device)))
+    except ConfigError as error:
+        raise ConfigError([f"activation.{problem}" for problem in error.problems]) from None
 
 
 @contextlib.contextmanager

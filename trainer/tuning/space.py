@@ -11,9 +11,9 @@ from typing import Any
 from trainer.config import Config, ConfigError
 from trainer.config.hardware import HardwareConfig
 from trainer.config.typed import flatten_values
+from trainer.planning.decide import describe_measures
 from trainer.planning.estimate.plans import DEGREES, PIPELINE, rank_plans
 from trainer.planning.estimate.report import changed_settings
-from trainer.planning.estimate.sequence import describe_measures
 from trainer.planning.estimate.step import GIB, StepEstimate
 from trainer.planning.plan_overrides import FREE, global_size
 from trainer.tuning.engines import PlanOption

@@ -24,9 +24,9 @@ from trainer.parallel.zero.deepspeed_plan import check_settings
 from trainer.planning.cost.flops import parameter_counts
 from trainer.planning.cost.memory import ELEMENT_BYTES, state_bytes
 from trainer.planning.cost.updates import UpdateSettings
+from trainer.planning.decide import TILE, MemoryLimit, decide, memory_choices
 from trainer.planning.estimate.recompute import with_uniform_save
 from trainer.planning.estimate.seconds import update_bytes
-from trainer.planning.estimate.sequence import TILE, MemoryLimit, decide_memory, memory_choices
 from trainer.planning.estimate.step import GIB, StepEstimate, estimate_within
 from trainer.planning.estimate.throughput import DeviceRates
 from trainer.planning.estimate.timing import ModelTiming, time_units
@@ -296,9 +296,8 @@ class _Search:
         if found is None or config.activation.mode != "auto":
             return found
         room = MemoryLimit(self.hardware.memory * GIB, inf)
-        return estimate_within(
-            seconds, *decide_memory(config, layout, room, self.node, self.hardware), self.hardware, False
-        )
+        config, layout, *_ = decide(config, layout, room, self.node, self.hardware)
+        return estimate_within(seconds, config, layout, self.hardware, False)
 
     def layout(self, candidate: PlanCandidate) -> Layout:
         """The layout that `resolve` gives; splits and schedules that other candidates have too are made once."""

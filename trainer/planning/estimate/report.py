@@ -11,8 +11,8 @@ import yaml
 from trainer.config import Config
 from trainer.config.typed import flatten_values
 from trainer.planning.cost.flops import parameter_counts
+from trainer.planning.decide import describe_measures, describe_recompute
 from trainer.planning.estimate.plans import PlanRanking
-from trainer.planning.estimate.sequence import describe_measures, describe_recompute
 from trainer.planning.estimate.step import GIB, ErrorBand, StepEstimate
 from trainer.planning.estimate.timing import AXES
 from trainer.planning.float8 import numeric_types

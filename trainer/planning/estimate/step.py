@@ -11,10 +11,10 @@ from typing import NamedTuple
 from trainer.config import Config
 from trainer.config.hardware import HardwareConfig
 from trainer.planning.cost.flops import flops_per_token
+from trainer.planning.decide import GIB, MemoryLimit, decide
 from trainer.planning.documents import USUAL, DocumentLengths, are_unknown, with_documents
 from trainer.planning.estimate.memory import MemoryPeak, find_peaks
 from trainer.planning.estimate.seconds import step_seconds, step_terms
-from trainer.planning.estimate.sequence import GIB, MemoryLimit, decide_memory
 from trainer.planning.estimate.throughput import DeviceRates
 from trainer.planning.estimate.timing import AXES, time_units
 from trainer.planning.resolve import Layout
@@ -141,7 +141,7 @@ def estimate_step(config: Config, layout: Layout, hardware: HardwareConfig) -> S
     """The step of a layout on a kind of machine, with what `auto` takes there for long sequences. Raises `ConfigError`
     for a device whose peak is not known."""
     node = min(layout.plan.world, hardware.devices)
-    config, layout = decide_memory(config, layout, MemoryLimit(hardware.memory * GIB, inf), node, hardware)
+    config, layout, *_ = decide(config, layout, MemoryLimit(hardware.memory * GIB, inf), node, hardware)
     found = estimate_within(inf, config, layout, hardware)
     assert found is not None  # every time is less than infinite
     return found

@@ -1,21 +1,28 @@
-"""Long sequences: which of tiles and host memory a plan needs, where the settings leave that open (`auto`).
+"""Decides what the settings leave open (`auto`) and memory answers: activation checkpointing, tiles, and offload.
 
-They are taken in the order of what they cost, as many as the predicted peak needs: tiles of the loss (a gradient in
-fp32), tiles of the feed-forward blocks (their last product again in backward, and an input a layer), inputs of
-recomputed layers in host memory (copies, and that memory), both."""
+`decide` is called once, when the memory of all ranks is known: by a run after its process group exists, and by
+estimates, suggestions and the search for plans with the memory of the machine that they are about. Only
+`schedule=auto` is decided later, since it is measured.
+
+Tiles and offload are taken in the order of what they cost, as many as the predicted peak needs: tiles of the loss (a
+gradient in fp32), tiles of the feed-forward blocks (their last linear layer again in backward, and an input a layer),
+inputs of recomputed layers in host memory (copies, and that memory), both."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from trainer.config import ActivationConfig, Config
 from trainer.config.hardware import HardwareConfig
 from trainer.parallel.pipeline.plan import resolve_pipeline
 from trainer.planning.estimate.memory import MemoryPeak, can_replay, find_peaks
-from trainer.planning.estimate.recompute import RecomputeChoice, decide_recompute, with_section
+from trainer.planning.estimate.recompute import RecomputeChoice, decide_recompute, measure_choice, with_section
+from trainer.planning.fit import MachineMemory
 from trainer.planning.resolve import Layout
+from trainer.util.tables import format_bytes, format_duration
 
 GIB = 2**30
 
@@ -33,9 +40,43 @@ class MemoryLimit:
     device: float | None
     host: float
 
+    @classmethod
+    def of(cls, memory: MachineMemory, node: int) -> MemoryLimit:
+        """node: processes of a machine, which share its memory."""
+        return cls(memory.device, SHARE * memory.host / node)
+
+
+class Decision(NamedTuple):
+    """config, layout: with everything decided. peak, limit: bytes that a rank's step is predicted to take and may take,
+    where `activation.mode=auto` was decided; notes: what it chose, in a line."""
+
+    config: Config
+    layout: Layout
+    peak: float | None = None
+    limit: float | None = None
+    notes: tuple[str, ...] = ()
+
+
+def decide(
+    config: Config, layout: Layout, room: MemoryLimit, node: int, hardware: HardwareConfig | None = None
+) -> Decision:
+    """Everything that is left open, decided. The result is equal on ranks that agree on the arguments.
+
+    room: the least of all ranks. node: processes of a machine. hardware: how fast it is, which `activation.mode=auto`
+    needs to know."""
+    chosen, layout = decide_memory(config, layout, room, node, hardware)
+    if config.activation.mode != "auto" or hardware is None:
+        return Decision(chosen, layout)
+    one, limit = measure_choice(chosen, layout, hardware, node), limit_of(config, room) or room.host
+    note = (
+        f"activation=auto chose {describe_recompute(chosen.activation)}: predicted step "
+        f"{format_duration(one.seconds)}, peak {format_bytes(one.peak)} of the {format_bytes(limit)} that it may take"
+    )
+    return Decision(chosen, layout, one.peak, limit, (note,))
+
 
 def decide_memory(
-    config: Config, layout: Layout, room: MemoryLimit, node: int, hardware: HardwareConfig | None = None
+    config: Config, layout: Layout, room: MemoryLimit, node: int, hardware: HardwareConfig | None
 ) -> tuple[Config, Layout]:
     """The configuration with `auto` of `activation.mode`, `loss.tile`, `activation.tile` and `activation.offload`
     decided, and its layout: the first choice whose predicted peak fits, or else the one with the smallest.
