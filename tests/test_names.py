@@ -13,8 +13,8 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "trainer"
 
-STANDARD = {"attention", "compose", "decide", "dequantize", "evaluate", "main", "option", "parallelize", "quantize", "run"}
-STANDARD |= {"softmax", "train"}
+STANDARD = {"attention", "compose", "decide", "dequantize", "evaluate", "main", "option", "parallelize", "quantize"}
+STANDARD |= {"run", "softmax", "train"}
 """Functions of one word that need no second one."""
 
 DECORATORS = PACKAGE / "config" / "register.py"

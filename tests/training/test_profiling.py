@@ -14,6 +14,7 @@ import trainer
 from trainer.diagnosis import time_breakdown, traces
 from trainer.diagnosis.sample import trace_of
 from trainer.observe.metrics import read_metrics
+from trainer.util import trace_labels
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ def test_accounts_are_all_of_the_step_on_both_ranks(root):
 
 def test_the_profile_saw_the_step_that_was_measured(root):
     for one in time_breakdown.newest_breakdowns(time_breakdown.read_breakdowns(root / "sharded")):
-        step = traces.read_trace(trace_of(root / "sharded", 4, one.rank)).labelled(traces.STEP)[-1]
+        step = traces.read_trace(trace_of(root / "sharded", 4, one.rank)).labelled(trace_labels.STEP)[-1]
         rest = one.seconds - one.terms["checkpoint"] - one.terms["evaluation"]
         assert rest == pytest.approx((step.end - step.start) / 1e9, rel=1e-9)
 
@@ -69,8 +70,8 @@ def test_memory_that_ranks_share_is_communication(root, name, axis):
     waits = []
     for one in accounts:
         trace = traces.read_trace(trace_of(root / name, 3, one.rank))
-        waits.append([group for group, _ in trace.marked(traces.AWAITS)])
-        shared = [mark for label in (traces.AWAITS, traces.SENDS) for mark in trace.marked(label)]
+        waits.append([group for group, _ in trace.marked(trace_labels.AWAITS)])
+        shared = [mark for label in (trace_labels.AWAITS, trace_labels.SENDS) for mark in trace.marked(label)]
         assert {trace.axis(group) for group, _ in shared} == {axis}
         spent = sum(event.end - event.start for _, event in shared) / 1e9
         assert one.spent(f"communication/{axis}") > 0.95 * spent > 0

@@ -30,13 +30,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer.config import ConfigError
-from trainer.diagnosis.traces import WAIT
 from trainer.distributed.p2p import PendingTensor, PipelineChannels, PipelineError, stage_edges
 from trainer.parallel.pipeline.runtime import PipelineRuntime
 from trainer.planning.schedules.costs import StageCosts
 from trainer.planning.schedules.ir import Schedule
 from trainer.planning.schedules.simulate import simulate_schedule
 from trainer.planning.schedules.templates import TEMPLATES, build_greedy, build_schedule, place_stages
+from trainer.util.trace_labels import WAIT
 
 WIDTH, VOCABULARY, LAYERS = 6, 11, 16
 EVALUATED = 40

@@ -23,7 +23,6 @@ from trainer.config.model import ModelSpec
 from trainer.config.typed import InvalidValue, Problems, build_typed
 from trainer.distributed.mesh import gather_objects
 from trainer.distributed.tensors import Fragment
-from trainer.hf import HFWeights, spec_from_hf
 from trainer.optim.optimizer import PREFIX as EMA
 from trainer.planning.cost.parameters import declare_parameters
 
@@ -346,6 +345,8 @@ def open_transformers(folder: str, weights: str) -> SavedModel:
             f"weights=ema: {folder} is a transformers folder, which holds one set of weights; leave it out"
         )
     path = Path(folder).expanduser()
+    from trainer.hf import HFWeights, spec_from_hf  # checkpoints of runs need none of it
+
     spec = spec_from_hf(path)
     values = HFWeights(path, spec)
     tokenizer = path if (path / "tokenizer_config.json").is_file() else None

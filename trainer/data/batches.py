@@ -8,15 +8,18 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.data.corpus import CorpusSide
 from trainer.data.tokens import TokenSample
 from trainer.model.loss import IGNORE
 from trainer.planning.plan import BatchPlan
+
+if TYPE_CHECKING:
+    from trainer.data.corpus import CorpusSide
 
 # The order of samples: a pure function of the seed and the sample's number in the run. Sample g of the run is sample
 # n of one source. Sources alternate in a fixed pattern that keeps to their weights, and each epoch of a source has a

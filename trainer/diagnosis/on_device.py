@@ -19,18 +19,8 @@ from trainer.diagnosis.recording import (
     kind_of,
     term_of,
 )
-from trainer.diagnosis.traces import (
-    AWAITS,
-    COLLECTOR,
-    DATA,
-    HOST_KINDS,
-    STEP,
-    StepTrace,
-    TimeInterval,
-    TraceEvent,
-    nest_events,
-    uncovered_gaps,
-)
+from trainer.diagnosis.traces import HOST_KINDS, StepTrace, TimeInterval, TraceEvent, nest_events, uncovered_gaps
+from trainer.util.trace_labels import AWAITS, COLLECTOR, DATA, STEP
 
 DEVICE_KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
 

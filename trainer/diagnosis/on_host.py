@@ -16,19 +16,8 @@ from trainer.diagnosis.recording import (
     term_of,
 )
 from trainer.diagnosis.time_breakdown import AXES
-from trainer.diagnosis.traces import (
-    AWAITS,
-    COLLECTOR,
-    DATA,
-    GROUP,
-    SENDS,
-    STEP,
-    WAIT,
-    StepTrace,
-    TimeInterval,
-    TraceEvent,
-    nest_events,
-)
+from trainer.diagnosis.traces import StepTrace, TimeInterval, TraceEvent, nest_events
+from trainer.util.trace_labels import AWAITS, COLLECTOR, DATA, GROUP, SENDS, STEP, WAIT
 
 COMPILED = "## Call CompiledFxGraph"
 """Label around the code that the compiler made, whose own kernels are not in traces of CPUs."""

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from trainer.diagnosis.shapes import Factors, gemm_factors, work_of
 from trainer.diagnosis.time_breakdown import KernelTotal
-from trainer.diagnosis.traces import AWAITS, DATA, OPTIMIZER, SENDS, NestedEvent, StepTrace, TimeInterval, TraceEvent
+from trainer.diagnosis.traces import NestedEvent, StepTrace, TimeInterval, TraceEvent
+from trainer.util.trace_labels import AWAITS, DATA, OPTIMIZER, SENDS
 
 COMPUTE = ("optimizer", "recompute", "attention", "products", "memory_bound")
 """Terms of computation; where several run at once, the first has the time."""

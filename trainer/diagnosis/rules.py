@@ -12,7 +12,7 @@ from trainer.config.hardware import HardwareConfig
 from trainer.diagnosis.evidence import RunEvidence
 from trainer.diagnosis.slow_ranks import find_slowest, peers_median, throttle_reason
 from trainer.diagnosis.step_profile import StepProfile, busy_seconds, compute_seconds, transfer_seconds
-from trainer.diagnosis.time_breakdown import AXES, TimeBreakdown
+from trainer.diagnosis.time_breakdown import AXES, COMPILER, HARDWARE, MODEL, PLAN, RUNTIME, TimeBreakdown
 from trainer.util.tables import format_duration, format_number, format_percent
 
 # The numbers of the rules by which a diagnosis is made, in one place.
@@ -41,16 +41,6 @@ class Thresholds:
 
 
 THRESHOLDS = Thresholds()
-
-
-MODEL, PLAN, RUNTIME, COMPILER, HARDWARE = LAYERS = (
-    "model definition",
-    "parallelisation",
-    "runtime orchestration",
-    "compilation",
-    "hardware",
-)
-"""The five layers of a training system, in which what bounds it is to be mended."""
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,15 @@ LONGEST_STEP = 1e9
 LARGEST = 1e30
 """Numbers of an account are below: no step has as many operations or bytes."""
 
+MODEL, PLAN, RUNTIME, COMPILER, HARDWARE = LAYERS = (
+    "model definition",
+    "parallelisation",
+    "runtime orchestration",
+    "compilation",
+    "hardware",
+)
+"""The five layers of a training system, in which what bounds it is to be mended."""
+
 
 @dataclass(frozen=True)
 class KernelTotal:

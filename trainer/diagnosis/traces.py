@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.util.reading import Malformed, read_json, shorten_foreign
+from trainer.util.trace_labels import NOTE
 
 # Sweeps over intervals: which of them cover each moment of a window.
 
@@ -63,19 +64,6 @@ def uncovered_gaps(intervals: Iterable[TimeInterval], window: TimeInterval) -> I
 
 LONGEST = 1 << 31
 """Bytes of a trace: some millions of events."""
-
-NOTE = "trainer"
-"""Key in the trace under which the run says what the profiler does not know; `_NOTE` is its shape."""
-STEP, DATA, OPTIMIZER, COLLECTOR, GROUP = (
-    f"trainer:{name}" for name in ("step", "data", "optimizer", "collector", "group ")
-)
-"""Labels in the trace: the step; waiting for the batch; norm and update; garbage collection; and, with a group's name
-behind it, a collective of this group that shows on which thread gloo runs them."""
-SENDS, AWAITS = "trainer:sends ", "trainer:awaits "
-"""Labels in the trace, with a group's name behind them: copies between the memory of this rank and others; waiting, or
-having a stream wait, for what another rank copies."""
-WAIT = "PP:wait"
-"""Label in the trace: the host waits for a transfer of the pipeline."""
 
 _NOTE = {
     "rank": int,

@@ -22,7 +22,7 @@ from torch.autograd import _profiler_enabled
 from torch.profiler import record_function
 
 from trainer.config import ConfigError
-from trainer.diagnosis.traces import AWAITS, SENDS
+from trainer.util.trace_labels import AWAITS, SENDS
 
 WITHOUT = "parallel.fusion=off and parallel.zero.transport=collectives, which need no shared memory"
 

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from trainer.config import GuardConfig
-from trainer.diagnosis.rules import RUNTIME
+from trainer.diagnosis.time_breakdown import RUNTIME
 from trainer.util.tables import format_duration
 
 PAUSES = {

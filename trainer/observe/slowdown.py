@@ -10,9 +10,7 @@ from statistics import median, mode
 from typing import Any
 
 from trainer.config import GuardConfig
-from trainer.diagnosis.rules import COMPILER, HARDWARE, PLAN, RUNTIME
-from trainer.diagnosis.time_breakdown import AXES
-from trainer.diagnosis.verdict import say_more
+from trainer.diagnosis.time_breakdown import AXES, COMPILER, HARDWARE, PLAN, RUNTIME
 from trainer.observe.nvml import throttle_reasons
 
 MAX_WINDOWS = 50
@@ -106,6 +104,8 @@ def describe_slowdown(recent: Mapping[str, Any], past: Mapping[str, Any], hosts:
     """The slow-down in words, with the causes and the layers that the numbers point to."""
     now, before = recent["step_seconds"], past["step_seconds"]
     changed = [*slowdown_causes(recent, past, hosts), *of_the_hardware(recent, past, hosts)]
+    from trainer.diagnosis.verdict import say_more  # not before a run is slow
+
     blind = "" if recent["fresh"] else f"; {say_more(before)} would tell more"
     why = "; ".join(changed) or f"unknown: nothing that is logged has changed with it{blind}"
     return (

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,6 @@ from trainer.planning.resolve import Layout
 from trainer.planning.schedules import ir
 from trainer.planning.schedules.costs import LayerCosts
 from trainer.planning.schedules.partition import Split, explicit_split, from_sizes
-from trainer.planning.schedules.search import ScheduleChoice, SearchSpace, reorder_actions, search_schedules
 from trainer.planning.schedules.simulate import ActionSpan, simulate_schedule
 from trainer.planning.schedules.timeline import write_timeline
 from trainer.planning.schedules.validate import validate_schedule
@@ -45,6 +44,9 @@ from trainer.util.reading import Shape, find_mismatch, read_yaml
 # `schedule/planned.json` and `schedule/measured.json` (for `python -m trainer.plot`); `schedule/choice.yaml` and
 # `schedule/chosen.csv` (what auto chose).
 
+
+if TYPE_CHECKING:
+    from trainer.planning.schedules.search import ScheduleChoice
 
 CHOSEN = "auto"
 """Name of a schedule that an earlier start of the run chose."""
@@ -83,6 +85,8 @@ class AutoSchedule:
 
         Raises `ConfigError` on every rank where nothing fits the memory.
         """
+        from trainer.planning.schedules.search import SearchSpace, reorder_actions, search_schedules
+
         state, batch, settings = self.state, self.batch, self.state.config.parallel.pipeline
         pipeline, plan, world = state.pipeline, state.plan, state.world
         mine = self.probe.measured(), state.runtime.finish(), transfer_seconds(state, batch), peak_bytes(world.device)

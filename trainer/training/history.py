@@ -28,7 +28,6 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.mesh import World
 from trainer.observe.report import StartReport, device_name
 from trainer.observe.sinks import reason_of, write_status
-from trainer.pages.page import write_page
 from trainer.util.extras import DISTRIBUTION
 from trainer.util.files import FolderError, explain_errors, temporary_name, write_atomic
 from trainer.util.lines import LineFile, read_lines
@@ -297,6 +296,8 @@ def list_versions() -> dict[str, str]:
 def write_report(folder: Path) -> None:
     """Writes report.html. The run is over, and whatever is wrong with the page leaves it as it is."""
     try:
+        from trainer.pages.page import write_page  # what the page needs is not loaded before the run is over
+
         write_page([folder], folder / REPORT)
     except Exception as error:
         retry = f"python -m trainer.report {shlex.quote(str(folder))} tries again"

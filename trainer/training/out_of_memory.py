@@ -8,15 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from trainer.config import Config, ConfigError
 from trainer.config.hardware import HardwareConfig
-from trainer.diagnosis.evidence import RunEvidence, RunMachine
 from trainer.diagnosis.oom_report import NOTHING, OUTSIDE, POOLS, REST, MemoryOverride, OOMReport
-from trainer.diagnosis.suggestions import FREED, Suggestions
 from trainer.distributed.mesh import World
 from trainer.distributed.tensors import Fragment, local_values
 from trainer.observe.report import device_name, peak_memory_gib
@@ -29,6 +28,10 @@ from trainer.planning.resolve import Layout
 from trainer.training.state import TrainState
 from trainer.util.machine import missing_memory, resident_memory, used_memory
 from trainer.util.tables import format_bytes
+
+if TYPE_CHECKING:  # loaded where memory has run out
+    from trainer.diagnosis.evidence import RunMachine
+    from trainer.diagnosis.suggestions import Suggestions
 
 # What a rank has in memory at this moment, by category. It is read where memory has run out: nothing is allocated.
 
@@ -111,6 +114,9 @@ def report_oom(
     capacity = memory.device or memory.host / node
     found = OOMReport(world.rank, step, missing, device, capacity, *measured_memory(world.device, states))
     try:
+        from trainer.diagnosis.evidence import RunMachine
+        from trainer.diagnosis.suggestions import FREED
+
         workshop = make_suggestions(config, layout, RunMachine(world.size, node, device), memory)
         overrides = tuple(workshop.against(*FREED))
         if (predicted := workshop.predicted) is None:
@@ -131,6 +137,9 @@ def report_oom(
 
 def make_suggestions(config: Config, layout: Layout, machine: RunMachine, memory: MachineMemory) -> Suggestions:
     """What tries overrides on a run that lacks memory."""
+    from trainer.diagnosis.evidence import RunEvidence
+    from trainer.diagnosis.suggestions import Suggestions
+
     lacking = {"status": "failed", "reason": "MemoryError"}
     hardware = with_memory(load_hardware(shipped_for(machine.device)), memory, machine)
     folder = Path(config.run.dir)
@@ -145,6 +154,8 @@ def with_memory(hardware: HardwareConfig, memory: MachineMemory, machine: RunMac
 
 def suggest_overrides(config: Config, layout: Layout, machine: RunMachine, memory: MachineMemory) -> str:
     """What to set so that a run fits, in words."""
+    from trainer.diagnosis.suggestions import FREED
+
     found: list[MemoryOverride] = make_suggestions(config, layout, machine, memory).against(*FREED)
     return "set " + ", or ".join(f"{one.text} ({one.told})" for one in found) if found else NOTHING
 
@@ -159,6 +170,8 @@ def check_decision(asked: Config, decision: Decision, memory: MachineMemory, nod
     whole = given * 2**30 if given is not None else memory.device or memory.host
     if decision.peak <= whole:
         return
+    from trainer.diagnosis.evidence import RunMachine
+
     place = RunMachine(layout.plan.world, node, device_name(device))
     memory = replace(memory, device=int(whole) if memory.device else None)
     ways = suggest_overrides(config, layout, place, memory)

@@ -23,7 +23,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from trainer.config import Config
 from trainer.diagnosis.sample import TRACES, axis_of, choose_ranks, trace_of
-from trainer.diagnosis.traces import COLLECTOR, GROUP, NOTE, STEP
 from trainer.distributed.c10d_internals import list_groups
 from trainer.distributed.mesh import World
 from trainer.observe.pauses import PauseTimes
@@ -32,6 +31,7 @@ from trainer.parallel.pipeline.runtime import PipelineRuntime
 from trainer.planning.schedules import ir
 from trainer.util.files import replace_file
 from trainer.util.reading import parse_json
+from trainer.util.trace_labels import COLLECTOR, GROUP, NOTE, STEP
 
 PACKAGE = Path(__file__).parents[1]
 

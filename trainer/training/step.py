@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from trainer.data.batches import MicroBatch, source_of
-from trainer.diagnosis.traces import OPTIMIZER
 from trainer.model.loss import IGNORE
 from trainer.optim.optimizer import learning_rate
 from trainer.training.state import COPY, TrainState
+from trainer.util.trace_labels import OPTIMIZER
 
 
 class ControlFlag(IntFlag):

@@ -16,16 +16,11 @@ from torch.profiler import record_function
 from trainer.checkpointing.checkpointer import Checkpointer
 from trainer.checkpointing.manifest import step_folder
 from trainer.checkpointing.memory import MemoryCheckpointer
-from trainer.config import Config, GenerateConfig
+from trainer.config import Config
 from trainer.data.batches import BatchLoader, eval_batches
 from trainer.data.corpus import Corpus, CorpusSide
-from trainer.data.tokenizer import Tokenizer
-from trainer.diagnosis import traces
 from trainer.distributed.mesh import World
 from trainer.distributed.tensors import Fragment
-from trainer.generate.sampling import SamplingOptions
-from trainer.generate.sharded_model import ShardedModel, kv_group
-from trainer.generate.text import continue_prompts
 from trainer.model.initial import Weights, name_seed
 from trainer.observe.deferred import Ready
 from trainer.observe.pauses import PauseTimes
@@ -35,7 +30,6 @@ from trainer.observe.watchdog import DATA, ENDING, EVALUATING, SAVING, SCHEDULE,
 from trainer.planning.fit import persistent_bytes
 from trainer.planning.plan import node_size
 from trainer.planning.resolve import Layout
-from trainer.precision.dtypes import DTYPES
 from trainer.training import history
 from trainer.training.auto import Adaptation, write_schedule
 from trainer.training.cuda_graph import CUDAGraphStep
@@ -48,44 +42,11 @@ from trainer.training.saving import RunProgress, RunStart, describe_checkpoint, 
 from trainer.training.session import RunClock, StopRequest, memory_of
 from trainer.training.state import TrainState
 from trainer.training.step import ControlFlag, evaluate, train_step
+from trainer.util import trace_labels
 from trainer.util.exit_codes import DONE, FAILED, STOPPED
 from trainer.util.files import explain_errors
 
-# Text that the model writes while it is trained (`eval.generate`).
-
-
-def sharded_model(state: TrainState) -> ShardedModel:
-    """The model in training, under its plan. Ranks that share sequences share the slots of a cache."""
-    return ShardedModel(
-        state.spec,
-        state.runtime.stages,
-        state.world.device,
-        DTYPES[state.config.precision.compute],
-        state.plan.tp,
-        state.pipeline.schedule.placement,
-        state.channels,
-        state.world,
-        kv_group(state.world),
-    )
-
-
-def draw_samples(state: TrainState, settings: GenerateConfig, tokenizer: Tokenizer) -> list[tuple[str, str]]:
-    """Each prompt and its continuation. All ranks call it together, between steps, and none of what they train on
-    changes: weights, gradients, and the state of random numbers.
-
-    No backward pass follows that would drop the gathered parameters, so they are dropped here."""
-    sampling = SamplingOptions(settings.temperature, TOP_K)
-    texts = continue_prompts(sharded_model(state), tokenizer, settings.prompts, settings.tokens, sampling, [])
-    for stage in state.stages:
-        state.runtime.sharding.reshard(stage)
-    return list(zip(settings.prompts, texts))
-
-
 T = TypeVar("T")
-
-
-TOP_K = 50
-"""Samples during a run are chosen among so many most likely tokens, as `trainer sample` does by default."""
 
 
 class Trainer:
@@ -195,7 +156,7 @@ class Trainer:
         self.clock.next_pass()
         self.ledger.begin_step()
         self.watchdog.enter(DATA, number)
-        with record_function(traces.DATA):
+        with record_function(trace_labels.DATA):
             batches = next(self.loader)
         asked = self.hooks.run.take_asked() | (
             ControlFlag.STOP if self.stop.asked_by or self.time_is_up() else ControlFlag(0)
@@ -297,6 +258,8 @@ class Trainer:
         self.read_back(everything=True)
         self.watchdog.enter(EVALUATING, step)
         with self.pauses.spent("evaluation"), self.weights_to_evaluate():
+            from trainer.training.samples import draw_samples
+
             samples = draw_samples(self.state, settings, self.corpus.tokenizer)
         self.ledger.log.samples(step, samples)
 

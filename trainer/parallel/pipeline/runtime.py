@@ -18,7 +18,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.profiler import record_function
 
 from trainer.config import ConfigError
-from trainer.diagnosis.traces import WAIT
 from trainer.distributed.p2p import PeerError, PendingTensor, PipelineChannels, PipelineError, TransferError
 from trainer.model.stage import BlockReport, Stage, split_report
 from trainer.parallel.pipeline.timing import LayerProbe, StepTimes
@@ -26,6 +25,7 @@ from trainer.planning.schedules.ir import COMPUTE, Action, Schedule
 from trainer.planning.schedules.lower import lower_schedule
 from trainer.planning.schedules.simulate import ActionSpan
 from trainer.planning.schedules.templates import forward_only
+from trainer.util.trace_labels import WAIT
 
 if TYPE_CHECKING:
     from trainer.data.batches import MicroBatch
