@@ -49,13 +49,13 @@ from trainer.planning.estimate.throughput import link_bandwidth
 from trainer.planning.plan import Plan, resolve_plan
 
 WAYS = {  # method, order, groups of heads
-    "gather": ("gather", "zigzag", 4),
-    "gather at once": ("gather", "zigzag", 1),
-    "gather contiguous": ("gather", "contiguous", 4),
-    "gather blocks": ("gather", "blocks", 4),
+    "gather": ("allgather", "zigzag", 4),
+    "gather at once": ("allgather", "zigzag", 1),
+    "allgather contiguous": ("allgather", "contiguous", 4),
+    "allgather blocks": ("allgather", "blocks", 4),
     "halo": ("halo", "zigzag", 4),
-    "heads": ("heads", "auto", 4),
-    "both": ("both", "auto", 4),  # heads among two
+    "heads": ("ulysses", "auto", 4),
+    "both": ("hybrid", "auto", 4),  # heads among two
 }
 MASKS: dict[str, dict[str, Any]] = {
     "causal": {},
@@ -69,8 +69,8 @@ DOCUMENT = 3000
 WINDOW = 4096
 """Tokens that a query sees, where there is a window in `layers`."""
 LAYER_WAYS = {
-    "causal": ("gather", "gather at once", "gather blocks", "heads", "both"),
-    "documents": ("gather", "gather blocks", "heads", "both"),
+    "causal": ("gather", "gather at once", "allgather blocks", "heads", "both"),
+    "documents": ("gather", "allgather blocks", "heads", "both"),
     "window": ("gather", "heads", "halo"),
 }
 """What is measured of whole layers, by mask."""
@@ -100,7 +100,7 @@ def shared(model: Transformer, way: str, length: int, documents: bool, plan: Pla
     config.parallel.cp = plan.cp
     config.parallel.context.method, config.parallel.context.order = method, order
     config.parallel.context.groups = groups
-    config.parallel.context.inner = 2 if method == "both" else None
+    config.parallel.context.inner = 2 if method == "hybrid" else None
     share_sequences(model, config, model.spec, plan, world)
     return model.context
 

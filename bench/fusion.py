@@ -1,4 +1,4 @@
-"""Products of tensor-parallel ranks and their collectives on GPUs: `parallel.fusion` beside torch's own operators.
+"""Products of tensor-parallel ranks and their collectives on GPUs: `parallel.tp_overlap` beside torch's own operators.
 
     torchrun --nproc-per-node 2 bench/fusion.py OUT.jsonl [only=layers,sweep] [tokens=8192] [methods=off,copy_engine]
 

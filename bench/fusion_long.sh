@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What the case `fusion` of bench/gpu_check.sh does in 40 rounds, for ROUNDS (1700) on 2 GPUs, in bf16 of few tokens:
+# What the case `tp_overlap` of bench/gpu_check.sh does in 40 rounds, for ROUNDS (1700) on 2 GPUs, in bf16 of few tokens:
 # products beside their collectives, with late ranks and memory full of NaN, in 10,000 epochs of each kind of product or
 # more, which the log's last line counts. Then SANITIZED (1) rounds of kernels alone, without cuBLAS, at which
 # compute-sanitizer's racecheck looks, where it is installed; it sees hazards within a GPU's thread blocks, not between

@@ -135,31 +135,38 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
             if pair == 2
         ),
         *(
-            run(f"fusion_{name}", "parallel.tp=2", f"parallel.fusion={name}", "precision=bf16", "compile=true", *more)
+            run(
+                f"fusion_{name}",
+                "parallel.tp=2",
+                f"parallel.tp_overlap={name}",
+                "precision=bf16",
+                "compile=true",
+                *more,
+            )
             for name, more in {"copy_engine": ("activation=selective",), "triton": ()}.items()
             if pair == 2
         ),
         *(
-            run(f"fusion_fp8_{name}", "parallel.tp=2", f"parallel.fusion={name}", "precision=fp8", *more)
+            run(f"fusion_fp8_{name}", "parallel.tp=2", f"parallel.tp_overlap={name}", "precision=fp8", *more)
             for name, more in {"copy_engine": ("compile=true", "precision.float8.ends=0")}.items()
             if pair == 2
         ),
         *(
             run(f"context_{name}", "parallel.cp=2", "precision=bf16", *settings, count=processes)
             for name, settings in {
-                "gather": ("parallel.context.method=gather", "compile=true"),
-                "blocks": ("parallel.context.method=gather", "parallel.context.order=blocks", "compile=true"),
+                "gather": ("parallel.context.method=allgather", "compile=true"),
+                "blocks": ("parallel.context.method=allgather", "parallel.context.order=blocks", "compile=true"),
                 "documents": (
-                    *("parallel.context.method=gather", "data.mask_documents=true", "compile=true"),
+                    *("parallel.context.method=allgather", "data.mask_documents=true", "compile=true"),
                     "activation=selective",
                 ),
-                "heads": ("parallel.context.method=heads", "parallel=zero3"),
+                "heads": ("parallel.context.method=ulysses", "parallel=zero3"),
             }.items()
             if pair == 2
         ),
         run(
             "copied_shards",
-            *("parallel=zero3", "parallel.zero.transport=copy_engine"),
+            *("parallel=zero3", "parallel.zero.collectives=copy_engine"),
             *("compile=true", "precision=bf16", "activation=selective"),
             count=processes,
         ),
@@ -173,10 +180,10 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
 
 def between_ranks(torchrun: list[str], logs: Path, gpus: int) -> list[Case]:
     """Kernels and copies between two ranks, of which those of ZeRO may share a GPU."""
-    fusion, gather = (["2", f"tests/workers/{name}.py"] for name in ("fusion_gpu", "float8_gather"))
+    tp_overlap, gather = (["2", f"tests/workers/{name}.py"] for name in ("fusion_gpu", "float8_gather"))
     name = "float8_gather" + "_shared" * (gpus < 2)
     return [
-        Case("fusion", [*torchrun, *fusion, str(logs / "fusion.json")], 300, 2),
+        Case("tp_overlap", [*torchrun, *tp_overlap, str(logs / "tp_overlap.json")], 300, 2),
         Case(name, [*torchrun, *gather, str(logs / f"{name}.json"), "cuda"], 150, min(gpus, 2)),
     ]
 

@@ -2,7 +2,7 @@
 # What the CPU tests cannot see, on all GPUs of this machine, or the first GPU_CHECK_GPUS of them, in at most 8 minutes:
 # tests marked for GPUs, the matrix of plans over NCCL against one process, pipelines whose ranks wait for every transfer,
 # DeepSpeed's plans, the kernels of quantised gradients and of the optimizer bit by bit, products beside their collectives
-# (fusion), gathers in fp8 (on a machine of one GPU between two ranks that share it), whole runs by the command line,
+# (tp_overlap), gathers in fp8 (on a machine of one GPU between two ranks that share it), whole runs by the command line,
 # faults.
 # Usage: [GPU_CHECK_GPUS=2] bench/gpu_check.sh OUT_FOLDER [CASE...]
 # Every case has a time limit and a log in OUT_FOLDER/logs (also packed, as logs.tar.gz); one that hangs says where. The

@@ -23,7 +23,7 @@ case_ eager_1 activation.mode=selective compile=false
 case_ zero2_1 activation.mode=selective parallel.zero.stage=2
 save='activation.mode=selective activation.save=[attention,matmul] micro=2'
 case_ matmul_2 $save
-case_ copied_2 $save parallel.zero.transport=copy_engine
+case_ copied_2 $save parallel.zero.collectives=copy_engine
 case_ fp8_2 $save precision.float8.recipe=tensorwise
 case_ fp8_gathered_2 $save precision.float8.recipe=tensorwise precision.float8.gather=true
-case_ fp8_copied_2 $save precision.float8.recipe=tensorwise parallel.zero.transport=copy_engine
+case_ fp8_copied_2 $save precision.float8.recipe=tensorwise parallel.zero.collectives=copy_engine

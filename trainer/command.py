@@ -63,7 +63,7 @@ def start_sampling(arguments: Sequence[str]) -> int:
     module = importlib.import_module(OTHERS["sample"])
     if processes == 1:
         return module.main(rest)
-    return module.refused(rest, processes) or start_processes(processes, OTHERS["sample"], rest)
+    return module.refuse_options(rest, processes) or start_processes(processes, OTHERS["sample"], rest)
 
 
 def start_training(arguments: Sequence[str], own: bool = False) -> int:

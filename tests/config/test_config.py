@@ -353,18 +353,23 @@ def test_intervals(value, low, high, ends):
 
 def test_kernels_of_fused_products_are_not_in_fp8():
     plan = ["parallel.tp=2", "precision=bf16"]
-    (found,) = problems(*plan, "parallel.fusion=triton", "precision.float8.recipe=tensorwise", world_size=2)
-    assert "parallel.fusion=triton multiplies in the compute type" in found and "set parallel.fusion=copy_eng" in found
+    (found,) = problems(*plan, "parallel.tp_overlap=triton", "precision.float8.recipe=tensorwise", world_size=2)
+    assert (
+        "parallel.tp_overlap=triton multiplies in the compute type" in found
+        and "set parallel.tp_overlap=copy_eng" in found
+    )
     narrow = ["precision.float8.recipe=tensorwise", "precision.float8.ends=0"]
-    assert compose([*plan, "parallel.fusion=copy_engine", *narrow], world_size=2).parallel.fusion == "copy_engine"
+    assert (
+        compose([*plan, "parallel.tp_overlap=copy_engine", *narrow], world_size=2).parallel.tp_overlap == "copy_engine"
+    )
 
 
 def test_off_is_a_word_also_in_yaml():
-    for text in ("parallel: {fusion: off}", "parallel: {fusion: 'off'}"):
+    for text in ("parallel: {tp_overlap: off}", "parallel: {tp_overlap: 'off'}"):
         found: dict = {}
-        assert typed.build_typed(yaml.safe_load(text), found).parallel.fusion == "off" and not found
-    assert "parallel.fusion=on is not one of off, copy_engine" in problems("parallel.fusion=on")[0]
-    assert compose(["parallel.fusion=off"]).parallel.fusion == "off"
+        assert typed.build_typed(yaml.safe_load(text), found).parallel.tp_overlap == "off" and not found
+    assert "parallel.tp_overlap=on is not one of off, copy_engine" in problems("parallel.tp_overlap=on")[0]
+    assert compose(["parallel.tp_overlap=off"]).parallel.tp_overlap == "off"
 
 
 def test_auto_is_null_where_a_setting_may_be_null():

@@ -89,10 +89,10 @@ def test_what_helps_is_found():
 @pytest.mark.parametrize(
     "overrides, axis, offered",
     [
-        (["parallel.tp=2"], "tensor", "parallel.fusion=copy_engine"),
-        (["parallel=tp2_zero3", "parallel.fusion=copy_engine", "activation=none"], "tensor", "parallel.tp=1"),
+        (["parallel.tp=2"], "tensor", "parallel.tp_overlap=copy_engine"),
+        (["parallel=tp2_zero3", "parallel.tp_overlap=copy_engine", "activation=none"], "tensor", "parallel.tp=1"),
         (["parallel=tp2_zero3", "precision.float8.recipe=tensorwise"], "tensor", "parallel.tp=1"),
-        (["parallel=zero3", "batch.accumulation=1"], "data", "parallel.zero.transport=copy_engine"),
+        (["parallel=zero3", "batch.accumulation=1"], "data", "parallel.zero.collectives=copy_engine"),
         (["parallel=zero3", "parallel.zero.offload=true"], "data", ""),
     ],
 )
@@ -111,7 +111,7 @@ def test_copies_are_offered_where_they_are_legal(overrides, axis, offered):
             world_size=4,
         )
     cpu = RunEvidence(Path("x"), (), None, config, layout, RunMachine(4, 4, "CPU"), None)
-    assert not any("zero.transport" in one.text for one in Suggestions(cpu, 1.0).against("communication", axis))
+    assert not any("zero.collectives" in one.text for one in Suggestions(cpu, 1.0).against("communication", axis))
 
 
 def test_recompute_that_no_lack_of_memory_asks_for_is_left_out():

@@ -46,14 +46,14 @@ def test_the_recipe_that_copies_runs_in_fp8_too_and_on_one_process():
     for world, node, words in ((2, 2, ["precision=fp8"]), (1, 1, []), (16, 8, [])):
         config = plan_overrides.compose_variant(["+config=llama3_8b_h200x2", *words], None, world, corpus=False)
         problems = check_config(config, world, node)
-        assert bool(problems) == (world > node) and all("transport=collectives" in one for one in problems), problems
+        assert bool(problems) == (world > node) and all("collectives=nccl" in one for one in problems), problems
 
 
 def test_the_recipe_whose_products_copy_runs_in_fp8_too_and_over_nodes():
     """Tensor-parallel ranks are neighbours within a node."""
     for world, node, words in ((2, 2, ["precision=fp8"]), (16, 8, [])):
         config = plan_overrides.compose_variant(["+config=llama3_8b_tp2_h200x2", *words], None, world, corpus=False)
-        assert config.parallel.fusion == "copy_engine" and not check_config(config, world, node)
+        assert config.parallel.tp_overlap == "copy_engine" and not check_config(config, world, node)
 
 
 def test_what_is_called_measured_was(generate):

@@ -37,7 +37,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "none": {},
     "full": {"mode": "full", "offload": True},
     "selective": {"mode": "selective", "offload": True},
-    "every second": {"mode": "full", "every": 2, "offload": True},
+    "every second": {"mode": "selective", "save": ["all@1-99/2"], "offload": True},
     "attention": {"mode": "selective", "modules": ["*.attention"]},
 }
 

@@ -23,14 +23,14 @@ def test_every_way_gives_the_numbers_of_one_process(results):
     ways = results["ways"]
     for name, values in {"batch": (1, 3), "size": (2, 4), "groups": (1, 2, 4)}.items():
         assert {(one["mask"], one[name]) for one in ways} == set(itertools.product(MASKS, values))
-    assert len({(one["way"], one["batch"], one["size"]) for one in ways if "both" not in one["way"]}) == 6 * 2 * 2
+    assert len({(one["way"], one["batch"], one["size"]) for one in ways if "hybrid" not in one["way"]}) == 6 * 2 * 2
     lengths = {(one["way"].split()[0], one["length"]) for one in ways}
-    assert lengths >= set(itertools.product(("gather", "halo", "heads", "both"), (8, 16, 32, 64))) | {
-        ("gather", 4),
-        ("heads", 4),
+    assert lengths >= set(itertools.product(("allgather", "halo", "ulysses", "hybrid"), (8, 16, 32, 64))) | {
+        ("allgather", 4),
+        ("ulysses", 4),
     }
     assert len({(one["way"], one["mask"], one["kv_heads"]) for one in ways}) == len(ways) > 120
-    assert {one["fetches"] for one in ways if one["mask"] == "all" and "both" in one["way"]} == {True, False}
+    assert {one["fetches"] for one in ways if one["mask"] == "all" and "hybrid" in one["way"]} == {True, False}
     assert not [one for one in ways if not one["error"] < 1e-14]
 
 
@@ -40,12 +40,12 @@ def test_every_rank_takes_part_in_every_collective(results):
     for one in results["ways"]:
         counts = one["counts"]
         assert all(count == counts[0] for count in counts), one
-        both, heads = "both" in one["way"], max(one["kv_heads"] // (1 + ("both" in one["way"])), 1)
+        both, heads = "hybrid" in one["way"], max(one["kv_heads"] // (1 + ("hybrid" in one["way"])), 1)
         groups = max(count for count in (1, 2, 4) if count <= one["groups"] and heads % count == 0)
-        groups *= one["way"] != "heads" and not one["fetches"]
+        groups *= one["way"] != "ulysses" and not one["fetches"]
         again = one["mask"] not in ("cap", "all")  # a CPU's soft caps are computed with copies of keys, which are kept
         # Gradients of groups of heads are exchanged too.
-        exchanges = 4 * (both or one["way"] == "heads") + 2 * one["fetches"] + groups
+        exchanges = 4 * (both or one["way"] == "ulysses") + 2 * one["fetches"] + groups
         expected = {"gather": groups * (1 + again), "exchange": exchanges}
         assert counts[0] == {name: count for name, count in expected.items() if count}, one
 
@@ -54,7 +54,7 @@ def test_compiled_layers_share_sequences_in_one_graph(results):
     """With everything saved and recomputed: as exact, without a break. Of a halo in contiguous order the first rank
     fetches nothing: a compiler that leaves out its exchange lets the other wait."""
     found = results["compiled"]
-    ways = "gather zigzag", "gather blocks", "halo contiguous", "heads"
+    ways = "allgather zigzag", "allgather blocks", "halo contiguous", "ulysses"
     assert [(one["mode"], one["way"]) for one in found] == list(itertools.product(("none", "full"), ways))
     for one in found:
         assert one["error"] < 1e-14 and one["graphs"] == 1 and one["breaks"] == 0, one
@@ -74,7 +74,7 @@ def test_what_arrives_is_what_the_plan_says(results):
     that is sent in the forward pass, and keys are gathered again in any case."""
     for one in [*results["ways"], *results["recompute"].values()]:
         most, said = max(one["received"]), one["formula"]
-        if one.get("fetches") and one["way"] == "both contiguous":
+        if one.get("fetches") and one["way"] == "hybrid contiguous":
             assert said / 2 < most < said, one  # as in the next, of what is fetched; heads are exchanged besides
         else:
             # Of two ranks in contiguous order one fetches keys, and the other their gradients.
@@ -82,13 +82,13 @@ def test_what_arrives_is_what_the_plan_says(results):
             assert most * (1 + apart) == said, one
     found = {name: max(one["received"]) for name, one in results["recompute"].items()}
     for mode in ("full", "selective", "modules"):
-        assert found[f"gather zigzag {mode} 2"] == found["gather zigzag none 2"]
-        for way in ("heads", "halo zigzag"):
+        assert found[f"allgather zigzag {mode} 2"] == found["allgather zigzag none 2"]
+        for way in ("ulysses", "halo zigzag"):
             assert found[f"{way} {mode} 2"] == 1.5 * found[f"{way} none 2"]
 
 
 def gathering(results):
-    return {name: one for name, one in results["recompute"].items() if "gather" in name}
+    return {name: one for name, one in results["recompute"].items() if "allgather" in name}
 
 
 def test_keys_are_gathered_twice_whatever_is_recomputed(results):
@@ -102,7 +102,7 @@ def test_keys_are_gathered_twice_whatever_is_recomputed(results):
 
 def test_keys_do_not_stay_until_backward(results):
     kept = {name: one["kept"] for name, one in gathering(results).items()}
-    assert kept.pop("gather zigzag kept 2") == 2 * 2 and set(kept.values()) == {0}
+    assert kept.pop("allgather zigzag kept 2") == 2 * 2 and set(kept.values()) == {0}
 
 
 def test_gradients_of_two_groups_of_heads_arrive_at_a_time(results):

@@ -137,7 +137,13 @@ REFUSED = [  # processes, nodes, the plan, words of the refusal, a legal neighbo
     (4, 1, {"stage": 3, "pp": 2}, ["parallel.zero.stage=3", "parallel.pp=2"], {"stage": 1, "pp": 2}),
     (4, 1, {"stage": 2, "tp": 2}, ["parallel.zero.stage=2", "parallel.tp=2"], {"stage": 1, "tp": 2}),
     (4, 1, {"stage": 3, "tp": 2}, ["parallel.zero.stage=3", "parallel.tp=2"], {"stage": 3, "tp": 2, "engine": "torch"}),
-    (4, 1, {"stage": 1, "tp": 2, "fusion": "triton"}, ["parallel.fusion=triton", "fusion=off"], {"stage": 1, "tp": 2}),
+    (
+        4,
+        1,
+        {"stage": 1, "tp": 2, "tp_overlap": "triton"},
+        ["parallel.tp_overlap=triton", "tp_overlap=off"],
+        {"stage": 1, "tp": 2},
+    ),
     (4, 1, {"shard": 2, "stage": 3}, ["parallel.shard=2", "parallel.shard=-1"], {"stage": 3}),
     (
         4,

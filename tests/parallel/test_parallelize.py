@@ -14,8 +14,8 @@ from trainer.training.run import starting_point
 
 
 def test_kernels_over_shared_memory_are_refused_on_cpus() -> None:
-    config = trainer.compose(["+config=debug", "parallel.tp=2", "parallel.fusion=triton"], world_size=2)
-    with pytest.raises(ConfigError, match="parallel.fusion=triton needs GPUs.*parallel.fusion=copy_engine"):
+    config = trainer.compose(["+config=debug", "parallel.tp=2", "parallel.tp_overlap=triton"], world_size=2)
+    with pytest.raises(ConfigError, match="parallel.tp_overlap=triton needs GPUs.*parallel.tp_overlap=copy_engine"):
         check_model(config, starting_point(config)[0], torch.device("cpu"))
 
 

@@ -155,39 +155,44 @@ REFUSED = [  # processes, settings, words of the refusal, a legal neighbour that
     (2, {"pp": 0}, ["parallel.pp=0 must be at least 1"], {"pp": 1}),
     (
         2,
-        {"fusion": "copy_engine"},
-        ["parallel.fusion=copy_engine", "parallel.tp=1", "fusion=off"],
-        {"fusion": "copy_engine", "tp": 2},
+        {"tp_overlap": "copy_engine"},
+        ["parallel.tp_overlap=copy_engine", "parallel.tp=1", "tp_overlap=off"],
+        {"tp_overlap": "copy_engine", "tp": 2},
     ),
     (
         2,
-        {"tp": 2, "fusion": "triton", "tp_across_nodes": True},
-        ["parallel.fusion=triton", "parallel.tp_across_nodes=true", "fusion=off"],
+        {"tp": 2, "tp_overlap": "triton", "tp_across_nodes": True},
+        ["parallel.tp_overlap=triton", "parallel.tp_across_nodes=true", "tp_overlap=off"],
         {"tp": 2, "tp_across_nodes": True},
     ),
     (
         2,
-        {"tp": 2, "fusion": "copy_engine", "tp_across_nodes": True},
-        ["parallel.fusion=copy_engine", "parallel.tp_across_nodes=true", "fusion=off"],
-        {"tp": 2, "fusion": "copy_engine"},
-    ),
-    (2, {"transport": "copy_engine"}, ["transport=copy_engine", "stage=0"], {"transport": "copy_engine", "stage": 1}),
-    (
-        4,
-        {"transport": "copy_engine", "stage": 3, "offload": True},
-        ["transport=copy_engine", "parallel.zero.offload=true", "transport=collectives"],
-        {"transport": "collectives", "stage": 3, "offload": True},
-    ),
-    (
-        8,
-        {"transport": "copy_engine", "stage": 3, "tp": 2, "node": 4},
-        ["the 4 ranks that share states", "parallel.tp=2", "nodes of 4 processes", "parallel.shard=2"],
-        {"transport": "copy_engine", "stage": 3, "tp": 2, "node": 4, "shard": 2},
+        {"tp": 2, "tp_overlap": "copy_engine", "tp_across_nodes": True},
+        ["parallel.tp_overlap=copy_engine", "parallel.tp_across_nodes=true", "tp_overlap=off"],
+        {"tp": 2, "tp_overlap": "copy_engine"},
     ),
     (
         2,
-        {"transport": "copy_engine", "stage": 1, "engine": "deepspeed"},
-        ["transport=copy_engine is for FSDP", "parallel.zero.engine=torch"],
+        {"collectives": "copy_engine"},
+        ["collectives=copy_engine", "stage=0"],
+        {"collectives": "copy_engine", "stage": 1},
+    ),
+    (
+        4,
+        {"collectives": "copy_engine", "stage": 3, "offload": True},
+        ["collectives=copy_engine", "parallel.zero.offload=true", "collectives=nccl"],
+        {"collectives": "nccl", "stage": 3, "offload": True},
+    ),
+    (
+        8,
+        {"collectives": "copy_engine", "stage": 3, "tp": 2, "node": 4},
+        ["the 4 ranks that share states", "parallel.tp=2", "nodes of 4 processes", "parallel.shard=2"],
+        {"collectives": "copy_engine", "stage": 3, "tp": 2, "node": 4, "shard": 2},
+    ),
+    (
+        2,
+        {"collectives": "copy_engine", "stage": 1, "engine": "deepspeed"},
+        ["collectives=copy_engine is for FSDP", "parallel.zero.engine=torch"],
         {"stage": 1, "engine": "deepspeed"},
     ),
     (2, {"tp": 2, "length": 15}, ["batch.sequence_length=15", "parallel.tp=2", "14 or 16"], {"tp": 2, "length": 16}),
@@ -240,7 +245,7 @@ def problems(world: int, node: int = 0, length: int = 16, **changes) -> list[str
         "stage": "zero__stage",
         "offload": "zero__offload",
         "sum_on_host": "zero__sum_on_host",
-        "transport": "zero__transport",
+        "collectives": "zero__collectives",
         "engine": "zero__engine",
         **{name: f"pipeline__{name}" for name in ("schedule", "chunks", "group_size", "split")},
     }
@@ -278,7 +283,7 @@ def test_refusals_come_with_the_configuration():
     config.parallel.pipeline.chunks = 3
     assert any("parallel.pipeline.chunks=3" in problem for problem in check_config(config, 2))
     config = Config()
-    config.parallel.zero.stage, config.parallel.zero.transport = 3, "copy_engine"
+    config.parallel.zero.stage, config.parallel.zero.collectives = 3, "copy_engine"
     config.parallel.grad_comm.inner.codec = "int8"
     wrong = "copy_engine sends gradients as they are, and parallel.grad_comm.inner.codec=int8 quantises them"
     assert any(wrong in problem for problem in check_config(config, 2))

@@ -176,7 +176,7 @@ def test_a_step_of_llama3_8b_is_estimated(length, cp, gathered, exchanged):
     base = ["+config=llama3_8b", f"batch.sequence_length={length}", "activation=full", "batch.global_size=1"]
     base += ["parallel.zero.stage=3", "batch.micro_size=1", "model.max_length=131072"]
     found = {}
-    for method, megabytes in (("gather", gathered), ("heads", exchanged)):
+    for method, megabytes in (("allgather", gathered), ("ulysses", exchanged)):
         config = trainer.compose([*base, f"parallel.cp={cp}", f"parallel.context.method={method}"], world_size=cp)
         layout = resolve_layout(config, cp, config.model, cp)
         one = context_traffic(config.model.layer(0).attention, layout.context, length, 1, again=1)
@@ -188,33 +188,33 @@ def test_a_step_of_llama3_8b_is_estimated(length, cp, gathered, exchanged):
         assert found[method].communication["context"] == pytest.approx(expected, rel=1e-3)
         assert 0 < found[method].terms["context collectives"] < 1.001 * expected
     assert (
-        found["gather"].terms["context collectives"] < 0.5 * found["gather"].communication["context"]
+        found["allgather"].terms["context collectives"] < 0.5 * found["allgather"].communication["context"]
     )  # behind attention
     alone = trainer.compose([*base, "parallel.dp=1"], world_size=1)
     whole = find_peaks(alone, resolve_layout(alone, 1, alone.model, 1))[0].categories
-    part = found["gather"].fullest.categories
+    part = found["allgather"].fullest.categories
     assert part["activations"] < 1.3 * whole["activations"] / cp
 
 
 @pytest.mark.parametrize(
     "method, more, expected",
     [  # 32 layers of 112 and of 70 MiB, in two or three passes
-        ("gather", "", "keys gathered over 8 ranks, blocks order of 128; 10.5 GiB a rank and step"),
-        ("gather", "compile=true", "keys gathered over 8 ranks, blocks order of 128; 7.00 GiB a rank and step"),
+        ("allgather", "", "keys gathered over 8 ranks, blocks order of 128; 10.5 GiB a rank and step"),
+        ("allgather", "compile=true", "keys gathered over 8 ranks, blocks order of 128; 7.00 GiB a rank and step"),
         (
-            "gather",
+            "allgather",
             "activation=full compile=true",
             "keys gathered over 8 ranks, blocks order of 128; 10.5 GiB a rank and step",
         ),
-        ("heads", "", "heads exchanged over 8 ranks; 4.38 GiB a rank and step"),
-        ("heads", "activation=full", "heads exchanged over 8 ranks; 6.56 GiB a rank and step"),
+        ("ulysses", "", "heads exchanged over 8 ranks; 4.38 GiB a rank and step"),
+        ("ulysses", "activation=full", "heads exchanged over 8 ranks; 6.56 GiB a rank and step"),
         (
-            "heads",
+            "ulysses",
             "activation.mode=selective activation.save=[all@1-31/2]",
             "heads exchanged over 8 ranks; 5.47 GiB a rank and step",
         ),
-        ("heads", "activation.modules=['*.attention']", "heads exchanged over 8 ranks; 6.56 GiB a rank and step"),
-        ("heads", "activation.modules=['*.feed_forward']", "heads exchanged over 8 ranks; 4.38 GiB a rank and step"),
+        ("ulysses", "activation.modules=['*.attention']", "heads exchanged over 8 ranks; 6.56 GiB a rank and step"),
+        ("ulysses", "activation.modules=['*.feed_forward']", "heads exchanged over 8 ranks; 4.38 GiB a rank and step"),
     ],
 )
 def test_the_start_says_what_is_sent(method, more, expected):
@@ -228,51 +228,51 @@ def test_the_start_says_what_is_sent(method, more, expected):
 
 
 WAYS = {
-    "zigzag": ("gather", "zigzag"),
-    "blocks": ("gather", "blocks"),
-    "heads": ("heads", "auto"),
-    "both": ("both", "auto"),
+    "zigzag": ("allgather", "zigzag"),
+    "blocks": ("allgather", "blocks"),
+    "ulysses": ("ulysses", "auto"),
+    "hybrid": ("hybrid", "auto"),
 }
 MEASURED = [
     # docs/performance.md, H200s and layers of Llama-3 8B with full recompute: ranks, tokens, way, how many times as
     # long one GPU takes for the whole sequence, and the limit of the error. The first four are of the first run.
     (2, 2**15, "zigzag", 1.43, 0.06),
-    (2, 2**15, "heads", 1.94, 0.03),
+    (2, 2**15, "ulysses", 1.94, 0.03),
     (2, 2**17, "zigzag", 1.30, 0.03),
-    (2, 2**17, "heads", 1.95, 0.03),
+    (2, 2**17, "ulysses", 1.95, 0.03),
     (2, 2**15, "zigzag", 1.36, 0.11),
     (2, 2**15, "blocks", 1.54, 0.08),
-    (2, 2**15, "heads", 1.88, 0.04),
+    (2, 2**15, "ulysses", 1.88, 0.04),
     (2, 2**17, "zigzag", 1.30, 0.02),
     (2, 2**17, "blocks", 1.52, 0.03),
-    (2, 2**17, "heads", 1.94, 0.03),
+    (2, 2**17, "ulysses", 1.94, 0.03),
     (2, 2**18, "zigzag", 1.29, 0.06),
     (2, 2**18, "blocks", 1.47, 0.03),
-    (2, 2**18, "heads", 1.97, 0.02),
+    (2, 2**18, "ulysses", 1.97, 0.02),
     # Keys of 8,192 tokens a rank: the one layer pays for a mask that all layers of a model share.
     (4, 2**15, "zigzag", 2.70, 0.11),
     (4, 2**15, "blocks", 2.72, 0.21),
-    (4, 2**15, "heads", 3.71, 0.04),
-    (4, 2**15, "both", 2.75, 0.18),
+    (4, 2**15, "ulysses", 3.71, 0.04),
+    (4, 2**15, "hybrid", 2.75, 0.18),
     (4, 2**17, "zigzag", 2.56, 0.01),
     (4, 2**17, "blocks", 2.99, 0.02),
-    (4, 2**17, "heads", 3.81, 0.04),
-    (4, 2**17, "both", 2.90, 0.02),
+    (4, 2**17, "ulysses", 3.81, 0.04),
+    (4, 2**17, "hybrid", 2.90, 0.02),
     (4, 2**18, "zigzag", 2.56, 0.05),
     (4, 2**18, "blocks", 2.90, 0.02),
-    (4, 2**18, "heads", 3.90, 0.02),
-    (4, 2**18, "both", 2.90, 0.02),
+    (4, 2**18, "ulysses", 3.90, 0.02),
+    (4, 2**18, "hybrid", 2.90, 0.02),
 ]
 ON_H100 = [  # the same of two H100
     (2, 2**15, "zigzag", 1.36, 0.12),
     (2, 2**15, "blocks", 1.55, 0.08),
-    (2, 2**15, "heads", 1.85, 0.06),
+    (2, 2**15, "ulysses", 1.85, 0.06),
     (2, 2**17, "zigzag", 1.28, 0.02),
     (2, 2**17, "blocks", 1.50, 0.01),
-    (2, 2**17, "heads", 1.93, 0.03),
+    (2, 2**17, "ulysses", 1.93, 0.03),
     (2, 2**18, "zigzag", 1.26, 0.03),
     (2, 2**18, "blocks", 1.43, 0.01),
-    (2, 2**18, "heads", 1.97, 0.01),
+    (2, 2**18, "ulysses", 1.97, 0.01),
 ]
 MASKED = {"zigzag": (1.84, 0.15), "blocks": (1.87, 0.08)}
 """The same of two and 131,072 tokens in masked documents, and the limit of the error: they were short ones."""
@@ -282,7 +282,7 @@ def layer_seconds(cp: int, length: int, masked: bool, method: str, order: str, h
     """Of a layer in a step, without its update."""
     spec = shipped("llama3_8b")
     ways = {"parallel__context__method": method, "parallel__context__order": order} if cp > 1 else {}
-    if method == "both" and cp > 1:
+    if method == "hybrid" and cp > 1:
         ways["parallel__context__inner"] = 2
     sizes = {"batch__sequence_length": length, "batch__micro_size": 1, "batch__global_size": 1}
     changes = {"activation__mode": "full", "data__mask_documents": masked, "parallel__cp": cp}
@@ -303,7 +303,7 @@ def test_ways_are_as_fast_as_measured(hardware, rows):
         found[ranks, length, way] = times_as_fast(ranks, length, False, way, hardware)
         assert abs(found[ranks, length, way] / measured - 1) < limit, (ranks, length, way, found)
     for shape in {(ranks, length) for ranks, length, *_ in rows}:
-        assert found[*shape, "heads"] > found[*shape, "blocks"] > found[*shape, "zigzag"], shape
+        assert found[*shape, "ulysses"] > found[*shape, "blocks"] > found[*shape, "zigzag"], shape
 
 
 def test_ways_of_documents_are_as_fast_as_measured():
@@ -315,12 +315,12 @@ def test_ways_of_documents_are_as_fast_as_measured():
 @pytest.mark.parametrize("length, measured, limit", [(2**15, 0.170, 0.1), (2**17, 1.542, 0.15), (2**18, 5.66, 0.1)])
 def test_a_layer_of_one_gpu_is_as_fast_as_measured(length, measured, limit):
     """Attention reaches more of the peak the longer the sequence."""
-    assert layer_seconds(1, length, False, *WAYS["heads"]) == pytest.approx(measured, rel=limit)
+    assert layer_seconds(1, length, False, *WAYS["ulysses"]) == pytest.approx(measured, rel=limit)
 
 
 def test_what_is_not_balanced_takes_longer():
-    balanced = layer_seconds(8, 2**17, False, "gather", "zigzag")
-    assert 1.3 * balanced < layer_seconds(8, 2**17, False, "gather", "contiguous") < 1.875 * balanced
+    balanced = layer_seconds(8, 2**17, False, "allgather", "zigzag")
+    assert 1.3 * balanced < layer_seconds(8, 2**17, False, "allgather", "contiguous") < 1.875 * balanced
 
 
 REMARKS = [  # processes, of a node, settings, words; no words: nothing is said
@@ -333,20 +333,20 @@ REMARKS = [  # processes, of a node, settings, words; no words: nothing is said
         ["model.extend={max_length: 131072, factor: 64}"],
     ),
     (1, 1, "batch.sequence_length=131072 model.attention.rope.scaling=dynamic", []),
-    (16, 8, "parallel.cp=16 parallel.context.method=heads", ["16 ranks", "nodes of 8", "=both", "inner=8"]),
-    (16, 8, "parallel.cp=8 parallel.context.method=heads", []),
+    (16, 8, "parallel.cp=16 parallel.context.method=ulysses", ["16 ranks", "nodes of 8", "=hybrid", "inner=8"]),
+    (16, 8, "parallel.cp=8 parallel.context.method=ulysses", []),
     (16, 8, "parallel.cp=16", []),
-    (16, 4, "parallel.cp=16 parallel.context.method=both parallel.context.inner=8", ["over 8 ranks", "inner=4"]),
+    (16, 4, "parallel.cp=16 parallel.context.method=hybrid parallel.context.inner=8", ["over 8 ranks", "inner=4"]),
     (
         2,
         2,
-        "parallel.cp=2 data.mask_documents=true parallel.context.method=gather batch.sequence_length=8000",
+        "parallel.cp=2 data.mask_documents=true parallel.context.method=allgather batch.sequence_length=8000",
         ["batch.sequence_length=8000", "zigzag order", "=7936 or 8192 can", "1."],
     ),
-    (2, 2, "parallel.cp=2 data.mask_documents=true parallel.context.method=gather", []),
-    (2, 2, "parallel.cp=2 parallel.context.method=gather batch.sequence_length=8000", ["zigzag order", "1.2 times"]),
-    (2, 2, "parallel.cp=2 parallel.context.method=gather", []),
-    (2, 2, "parallel.cp=2 parallel.context.method=gather model.attention.window=512 batch.sequence_length=8000", []),
+    (2, 2, "parallel.cp=2 data.mask_documents=true parallel.context.method=allgather", []),
+    (2, 2, "parallel.cp=2 parallel.context.method=allgather batch.sequence_length=8000", ["zigzag order", "1.2 times"]),
+    (2, 2, "parallel.cp=2 parallel.context.method=allgather", []),
+    (2, 2, "parallel.cp=2 parallel.context.method=allgather model.attention.window=512 batch.sequence_length=8000", []),
     (2, 2, "parallel.cp=2 parallel.context.order=zigzag", []),
 ]
 
@@ -375,9 +375,9 @@ REFUSED = [  # processes, model, settings, words, a legal neighbour that they na
     (
         2,
         spec_of(4, 2),
-        {"cp": 2, "context__method": "gather", "length": 30},
+        {"cp": 2, "context__method": "allgather", "length": 30},
         ["batch.sequence_length=30", "zigzag order", "set batch.sequence_length=28, or batch.sequence_length=32"],
-        {"cp": 2, "context__method": "gather", "length": 32},
+        {"cp": 2, "context__method": "allgather", "length": 32},
     ),
     (
         2,
@@ -395,43 +395,43 @@ REFUSED = [  # processes, model, settings, words, a legal neighbour that they na
     (
         8,
         spec_of(4, 2),
-        {"cp": 8, "context__method": "heads"},
-        ["method=heads", "heads=4, kv_heads=2", "set parallel.cp=4, or parallel.context.method=gather"],
-        {"cp": 8, "context__method": "gather"},
+        {"cp": 8, "context__method": "ulysses"},
+        ["method=ulysses", "heads=4, kv_heads=2", "set parallel.cp=4, or parallel.context.method=allgather"],
+        {"cp": 8, "context__method": "allgather"},
     ),
     (
         2,
         spec_of(4, 2),
-        {"cp": 2, "context__method": "heads", "context__order": "zigzag"},
-        ["order=zigzag has no meaning", "method=gather"],
-        {"cp": 2, "context__method": "gather", "context__order": "zigzag"},
+        {"cp": 2, "context__method": "ulysses", "context__order": "zigzag"},
+        ["order=zigzag has no meaning", "method=allgather"],
+        {"cp": 2, "context__method": "allgather", "context__order": "zigzag"},
     ),
     (
         2,
         spec_of(4, 2),
-        {"cp": 2, "context__method": "both"},
-        ["method=both", "parallel.cp=2", "method=gather, or parallel.context.method=heads"],
-        {"cp": 2, "context__method": "heads"},
+        {"cp": 2, "context__method": "hybrid"},
+        ["method=hybrid", "parallel.cp=2", "method=allgather, or parallel.context.method=ulysses"],
+        {"cp": 2, "context__method": "ulysses"},
     ),
     (
         4,
         spec_of(4, 2),
-        {"cp": 4, "context__method": "both", "context__inner": 3},
+        {"cp": 4, "context__method": "hybrid", "context__inner": 3},
         ["parallel.context.inner=3", "set parallel.context.inner=2, or"],
-        {"cp": 4, "context__method": "both", "context__inner": 2},
+        {"cp": 4, "context__method": "hybrid", "context__inner": 2},
     ),
     (
         4,
         spec_of(4, 2),
         {"cp": 4, "context__inner": 2},
-        ["parallel.context.inner=2 is for parallel.context.method=both"],
-        {"cp": 4, "context__inner": 2, "context__method": "both"},
+        ["parallel.context.inner=2 is for parallel.context.method=hybrid"],
+        {"cp": 4, "context__inner": 2, "context__method": "hybrid"},
     ),
     (
         2,
         spec_of(4, 2, 900),
         {"cp": 2, "context__method": "halo", "length": 1024},
-        ["method=halo", "at most 257", "windows of 900", "method=gather"],
+        ["method=halo", "at most 257", "windows of 900", "method=allgather"],
         {"cp": 2, "context__method": "halo", "length": 4096},
     ),
     (2, spec_of(4, 2), {"cp": 2, "context__method": "halo"}, ["no window in any layer"], {"cp": 2}),
@@ -445,36 +445,40 @@ REFUSED = [  # processes, model, settings, words, a legal neighbour that they na
     (
         4,
         spec_of(6, 3),
-        {"cp": 4, "context__method": "both"},
-        ["heads=6, kv_heads=3", "set parallel.context.method=gather"],
-        {"cp": 4, "context__method": "gather"},
+        {"cp": 4, "context__method": "hybrid"},
+        ["heads=6, kv_heads=3", "set parallel.context.method=allgather"],
+        {"cp": 4, "context__method": "allgather"},
     ),
     (
         1,
         spec_of(4, 2),
-        {"cp": 1, "context__method": "heads", "context__groups": 2},
-        ["method=heads", "groups=2", "parallel.cp=1", "set parallel.context.method=auto parallel.context.groups=4"],
+        {"cp": 1, "context__method": "ulysses", "context__groups": 2},
+        ["method=ulysses", "groups=2", "parallel.cp=1", "set parallel.context.method=auto parallel.context.groups=4"],
         {"cp": 1},
     ),
     (
         2,
         spec_of(4, 2),
-        {"cp": 2, "context__method": "gather", "context__block": 64, "context__order": "zigzag"},
+        {"cp": 2, "context__method": "allgather", "context__block": 64, "context__order": "zigzag"},
         ["block=64 has no meaning in zigzag order", "set parallel.context.block=128, or parallel.context.order=blocks"],
-        {"cp": 2, "context__method": "gather", "context__block": 64, "context__order": "blocks"},
+        {"cp": 2, "context__method": "allgather", "context__block": 64, "context__order": "blocks"},
     ),
     (
         2,
         spec_of(4, 2),
-        {"cp": 2, "context__method": "heads", "context__groups": 1},
-        ["groups=1 has no meaning", "method=heads", "set parallel.context.groups=4, or parallel.context.method=gather"],
+        {"cp": 2, "context__method": "ulysses", "context__groups": 1},
+        [
+            "groups=1 has no meaning",
+            "method=ulysses",
+            "set parallel.context.groups=4, or parallel.context.method=allgather",
+        ],
         {"cp": 2, "context__groups": 1},
     ),
     (
         2,
         spec_of(4, 2),
-        {"cp": 2, "context__method": "both", "context__inner": 2, "context__block": 64, "mask": True},
-        ["method=both with", "set parallel.context.method=gather parallel.context.inner=null"],
+        {"cp": 2, "context__method": "hybrid", "context__inner": 2, "context__block": 64, "mask": True},
+        ["method=hybrid with", "set parallel.context.method=allgather parallel.context.inner=null"],
         {"cp": 2, "context__block": 64, "mask": True},
     ),
     (4, spec_of(4, 2), {"cp": 2, "shard": 3, "zero__stage": 3}, ["4 data- and context-parallel ranks"], {"cp": 2}),
@@ -536,7 +540,7 @@ def asked(draw: st.DrawFn) -> tuple[ModelSpec, int, int, dict[str, Any]]:
         "parallel__cp": cp,
         "parallel__tp": tp,
         "parallel__dp": draw(st.sampled_from([-1, world // cp // tp])),
-        "parallel__context__method": draw(st.sampled_from(["auto", "gather", "heads", "halo", "both"])),
+        "parallel__context__method": draw(st.sampled_from(["auto", "allgather", "ulysses", "halo", "hybrid"])),
         "parallel__context__order": draw(st.sampled_from(["auto", "auto", "auto", "contiguous", "zigzag", "blocks"])),
         "parallel__context__inner": draw(st.sampled_from([None] * 6 + [2, 3])),
         "parallel__context__block": draw(st.sampled_from([128] * 6 + [64])),
@@ -561,9 +565,9 @@ def test_every_way_out_is_legal(case):
 
 def test_an_unknown_model_is_not_judged():
     config = changed(
-        Config(), {"parallel__cp": 8, "parallel__context__method": "heads", "batch__sequence_length": 4096}
+        Config(), {"parallel__cp": 8, "parallel__context__method": "ulysses", "batch__sequence_length": 4096}
     )
-    with pytest.raises(ConfigError, match="method=heads"):
+    with pytest.raises(ConfigError, match="method=ulysses"):
         resolve_context(config, spec_of(4, 2), resolve_plan(config.parallel, 8), 8)
     config.model.from_hf = "somewhere"
     assert not check_config(config, 8)

@@ -1,4 +1,4 @@
-"""Ways of `parallel.fusion`: their times beside what two H200 measured, and what must hold of every prediction."""
+"""Ways of `parallel.tp_overlap`: their times beside what two H200 measured, and what must hold of every prediction."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_what_a_call_by_kernels_takes_besides_is_in_their_constants():
 STEP = {"activation__mode": "selective", "compile": True, "batch__sequence_length": 8192, "batch__micro_size": 2}
 STEP |= {"parallel__zero__stage": 3, "parallel__tp": 2, "batch__accumulation": 1}
 MEASURED = {
-    # The same page, whole steps: what is kept beside attention, parallel.fusion, times as fast as `off`.
+    # The same page, whole steps: what is kept beside attention, parallel.tp_overlap, times as fast as `off`.
     ("attention", "copy_engine"): 1.050,
     ("matmul/2", "triton"): 0.927,
 }
@@ -73,17 +73,17 @@ COPIES = 0.029 + 0.031 - 0.012
 """Exposed by copy engines, and idle beyond `off`: a stream that waits for a flag counts as idle."""
 
 
-def step(kept: str, fusion: str):
+def step(kept: str, tp_overlap: str):
     """Llama-3 8B over two H200."""
     save = ["attention"] if kept == "attention" else ["attention", kept]
-    changes = STEP | {"activation__save": save, "parallel__fusion": fusion}
+    changes = STEP | {"activation__save": save, "parallel__tp_overlap": tp_overlap}
     return estimated(settings(shipped("llama3_8b"), **changes), 2, h200())
 
 
-def as_then(kept: str, fusion: str) -> tuple[float, float]:
+def as_then(kept: str, tp_overlap: str) -> tuple[float, float]:
     """Seconds of a step and what communication takes of it, with the backward pass of the measurements: the compiler
     left two gathers a layer open that are behind products since, under each way alike."""
-    one = step(kept, fusion)
+    one = step(kept, tp_overlap)
     config = one.config
     timer = time_units(config, resolve_layout(config, 2, config.model, 2), h200())
     collective = timer.units[0].forward["tensor collectives"]
@@ -104,9 +104,9 @@ def test_steps_beside_those_of_two_gpus(monkeypatch):
     for kept, (speed, exposed) in OFF.items():
         seconds, share = as_then(kept, "off")
         assert 2 * 8192 / 2 / seconds == pytest.approx(speed, rel=0.02) and share == pytest.approx(exposed, abs=0.025)
-        for fusion in OVERLAP_MODELS:
-            other, shares[kept, fusion] = as_then(kept, fusion)
-            ratios[kept, fusion] = seconds / other
+        for tp_overlap in OVERLAP_MODELS:
+            other, shares[kept, tp_overlap] = as_then(kept, tp_overlap)
+            ratios[kept, tp_overlap] = seconds / other
     copied = "attention", "copy_engine"
     assert ratios[copied] == pytest.approx(MEASURED[copied], abs=0.01), ratios
     assert shares[copied] == pytest.approx(COPIES, abs=0.01)
@@ -115,7 +115,7 @@ def test_steps_beside_those_of_two_gpus(monkeypatch):
 
 def test_a_step_by_copies_is_predicted_faster_than_one_by_kernels():
     """As each of the products was measured."""
-    off, copies, kernels = (step("attention", fusion).seconds for fusion in ("off", "copy_engine", "triton"))
+    off, copies, kernels = (step("attention", tp_overlap).seconds for tp_overlap in ("off", "copy_engine", "triton"))
     assert copies < kernels < off
 
 
@@ -130,13 +130,13 @@ def plans_of(*overrides: str, world: int = 4, device: str = "h200", most: int = 
 def test_all_plans_try_copies_where_they_are_legal():
     """On GPUs of one node, and as the settings say; each is a plan that a run takes."""
     found = plans_of()
-    tried = {(one.config.parallel.fusion, one.layout.plan.tp > 1) for one in found}
+    tried = {(one.config.parallel.tp_overlap, one.layout.plan.tp > 1) for one in found}
     assert tried == {("off", False), ("off", True), ("copy_engine", True)}
-    shared = {one.layout.plan.shard > 1 for one in found if one.config.parallel.zero.transport == "copy_engine"}
-    assert shared == {True} and "copy_engine" in found[0].config.parallel.zero.transport
+    shared = {one.layout.plan.shard > 1 for one in found if one.config.parallel.zero.collectives == "copy_engine"}
+    assert shared == {True} and "copy_engine" in found[0].config.parallel.zero.collectives
     for one in found[:40]:
         assert resolve_layout(one.config, 4, one.config.model, 4).plan == one.layout.plan
-    ways = {one.config.parallel.fusion for one in plans_of("parallel.tp=2", "parallel.fusion=triton")}
+    ways = {one.config.parallel.tp_overlap for one in plans_of("parallel.tp=2", "parallel.tp_overlap=triton")}
     assert ways == {"off", "triton", "copy_engine"}
 
 
@@ -150,34 +150,30 @@ def test_all_plans_try_copies_where_they_are_legal():
 )
 def test_all_plans_try_copies_nowhere_else(overrides, world, device):
     found = plans_of(*overrides, world=world, device=device)
-    assert {(one.config.parallel.fusion, one.config.parallel.zero.transport) for one in found} == {
-        ("off", "collectives")
+    assert {(one.config.parallel.tp_overlap, one.config.parallel.zero.collectives) for one in found} == {
+        ("off", "nccl")
     }
 
 
 def test_what_a_run_says_of_its_ways():
     """At its start; a setting for more ranks than there are is not refused, and said."""
-    recipe = ["+config=llama3_8b", "parallel=zero3", "parallel.zero.transport=copy_engine"]
+    recipe = ["+config=llama3_8b", "parallel=zero3", "parallel.zero.collectives=copy_engine"]
 
     def said(world: int, *more: str) -> dict[str, str]:
         config = compose_variant([*recipe, *more], None, world, corpus=False)
         return dict(communication_table(config, resolve_layout(config, world, config.model, world).plan))
 
-    assert said(2) == {"shared states": "parallel.zero.transport=copy_engine"}
-    assert said(1) == {"without effect": "parallel.zero.transport=copy_engine: no ranks share states"}
-    assert said(4, "parallel.tp=2", "parallel.fusion=copy_engine").keys() == {"tensor products", "shared states"}
-    narrow = [
-        "parallel.zero.transport=collectives",
-        "precision.float8.recipe=tensorwise",
-        "precision.float8.gather=true",
-    ]
+    assert said(2) == {"shared states": "parallel.zero.collectives=copy_engine"}
+    assert said(1) == {"without effect": "parallel.zero.collectives=copy_engine: no ranks share states"}
+    assert said(4, "parallel.tp=2", "parallel.tp_overlap=copy_engine").keys() == {"tensor products", "shared states"}
+    narrow = ["parallel.zero.collectives=nccl", "precision.float8.recipe=tensorwise", "precision.float8.gather=true"]
     assert said(2, *narrow) == {} and "gather=true" in said(1, *narrow)["without effect"]
 
 
 @pytest.mark.parametrize("apart, backward, calls", [(False, 2, 10), (True, 4, 12)])
 def test_what_is_open_of_a_layer(apart, backward, calls):
-    """Without fusion, in collectives: all four forward; backward the two gathers before the products of gradients, and
-    where weights' gradients wait, both reductions. Of what recompute repeats each gather, and of the sums none."""
+    """Without tp_overlap, in collectives: all four forward; backward the two gathers before the products of gradients,
+    and where weights' gradients wait, both reductions. Of what recompute repeats each gather, and of the sums none."""
     work = model_work(shipped("llama3_8b"), 8192, 2, 2)[0]
     products, hides = dict.fromkeys(work.shapes, 5.0), {"call": 0.0, "adding": 0.0, "hidden": 1.0}
     link = TensorGroupLink(ranks=2, collective=1.0, copied=1.0, **hides)

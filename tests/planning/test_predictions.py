@@ -30,7 +30,7 @@ LLAMA = {"activation__mode": "selective", "compile": True, "batch__sequence_leng
 ZERO3 = {"parallel__zero__stage": 3, "batch__micro_size": 1, "batch__accumulation": 1}
 PIPELINE = {"parallel__zero__stage": 1, "batch__micro_size": 1, "batch__accumulation": 8}
 
-KEPT, COPIED = {"activation__save": ["attention", "matmul"]}, {"parallel__zero__transport": "copy_engine"}
+KEPT, COPIED = {"activation__save": ["attention", "matmul"]}, {"parallel__zero__collectives": "copy_engine"}
 CP2 = {"parallel__cp": 2, "batch__sequence_length": 32768}
 TP2 = ZERO3 | {"parallel__tp": 2, "batch__micro_size": 2, "activation__save": ["attention"]}
 TP2 |= {"activation__offload": False}
@@ -56,7 +56,7 @@ MEASURED = {
     "tp4": (4, ZERO3 | {"parallel__tp": 4, "batch__micro_size": 2, "parallel__zero__stage": 1}, 7446, None, None),
     # Of plans whose shards are whole, others were measured before gradients of these had no pool of their own.
     "tp2, whole shards": (2, TP2, 8150, 60.9, 65.0),
-    "tp2, triton": (2, TP2 | {"parallel__fusion": "triton"}, 8207, None, None),
+    "tp2, triton": (2, TP2 | {"parallel__tp_overlap": "triton"}, 8207, None, None),
     "cp2": (2, ZERO3 | CP2, 6633, 79.8, 99.2),
     "cp2, all products kept, copied": (2, ZERO3 | CP2 | KEPT | COPIED, 7181, 98.8, 114.1),
     "ZeRO-2, two micro-batches": (2, ZERO3 | {"parallel__zero__stage": 2, "batch__accumulation": 2}, None, 92.2, None),

@@ -392,8 +392,8 @@ REFUSED = [
         ["precision.float8.gather=true", "recipe=none has no one scale"],
     ),
     (
-        ["precision.float8.gather=true", "parallel.zero.transport=copy_engine", "parallel.zero.stage=3"],
-        ["precision.float8.gather=true", "parallel.zero.transport=collectives"],
+        ["precision.float8.gather=true", "parallel.zero.collectives=copy_engine", "parallel.zero.stage=3"],
+        ["precision.float8.gather=true", "parallel.zero.collectives=nccl"],
     ),
 ]
 

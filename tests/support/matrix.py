@@ -14,7 +14,7 @@ from typing import Any
 
 Case = dict[str, Any]
 
-WAYS = ("gather zigzag", "gather blocks", "halo zigzag", "heads")
+WAYS = ("allgather zigzag", "allgather blocks", "halo zigzag", "ulysses")
 """How context-parallel ranks share sequences: method and order."""
 
 LAYOUT = {
@@ -92,7 +92,7 @@ def legal(case: Case) -> bool:
         and case["pp"] * CHUNKS.get(case["schedule"], 1) <= 9
         and (case["stage"] == 0 or case["dp"] * case["cp"] > 1)
         and (case["way"] == "none") == (case["cp"] == 1)
-        and (case["way"] != "heads" or case["tp"] < 4)
+        and (case["way"] != "ulysses" or case["tp"] < 4)
         and (case["way"] != "halo zigzag" or case.get("attention", "window_cap") == "window_cap")
     )
 
@@ -227,11 +227,11 @@ def data_parallel(processes: int) -> Iterator[Case]:
 
 
 CONTEXT = [
-    PLAIN | {"cp": 4, "way": "gather blocks", "attention": "documents", "stage": 3, "recompute": "modules"},
-    PLAIN | {"cp": 4, "way": "both zigzag", "attention": "window_cap", "stage": 2, "precision": "bf16"},
-    PLAIN | {"cp": 4, "way": "heads", "kv_heads": 1, "stage": 1, "recompute": "every2"},
+    PLAIN | {"cp": 4, "way": "allgather blocks", "attention": "documents", "stage": 3, "recompute": "modules"},
+    PLAIN | {"cp": 4, "way": "hybrid zigzag", "attention": "window_cap", "stage": 2, "precision": "bf16"},
+    PLAIN | {"cp": 4, "way": "ulysses", "kv_heads": 1, "stage": 1, "recompute": "every2"},
     PLAIN | {"cp": 2, "way": "auto", "dp": 2, "stage": 3, "shard": 2, "attention": "documents"},
-    PLAIN | {"cp": 2, "way": "gather contiguous", "dp": 2, "stage": 3, "offload": True, "micro_batches": 3},
+    PLAIN | {"cp": 2, "way": "allgather contiguous", "dp": 2, "stage": 3, "offload": True, "micro_batches": 3},
 ]
 """Sequences that ranks share, where the sample has less: on four, and states that fewer or the host hold."""
 
@@ -251,10 +251,10 @@ modes, each mode two or three layouts."""
 COMPILED = [
     PLAIN | layout
     for layout in (
-        {"compile": "graphs", "cp": 2, "way": "gather zigzag", "stage": 3, "recompute": "tiles", "loss": "tile"},
+        {"compile": "graphs", "cp": 2, "way": "allgather zigzag", "stage": 3, "recompute": "tiles", "loss": "tile"},
         {"compile": "graphs", "tp": 2, "recompute": "selective", "attention": "documents", "float8": "rowwise"},
         {"compile": "graphs", "dp": 2, "stage": 3, "recompute": "budget", "offload": True, "float8": "tensorwise"},
-        {"compile": "graphs", "tp": 2, "recompute": "selective", "fusion": "copy_engine"},
+        {"compile": "graphs", "tp": 2, "recompute": "selective", "tp_overlap": "copy_engine"},
         {"compile": "kernels", "pp": 2, "schedule": "zb_v", "precision": "fp16", "tied": True},
     )
 ]
@@ -265,18 +265,33 @@ of a compiled run."""
 FUSED = [
     PLAIN | more
     for more in (
-        {"tp": 2, "fusion": "copy_engine", "recompute": "selective", "family": "gpt2", "loss": "z_loss"},
-        {"tp": 2, "fusion": "copy_engine", "dp": 2, "stage": 3, "precision": "bf16", "tied": True, "micro_batches": 2},
-        {"tp": 2, "fusion": "copy_engine", "pp": 2, "schedule": "zb_v", "recompute": "full", "micro_batches": 3},
-        {"tp": 4, "fusion": "copy_engine", "precision": "fp16", "kv_heads": 1, "qk_norm": "full", "micro_batches": 1},
-        {"tp": 2, "fusion": "copy_engine", "pp": 2, "schedule": "zb_h1", "recompute": "selective", "tied": True},
+        {"tp": 2, "tp_overlap": "copy_engine", "recompute": "selective", "family": "gpt2", "loss": "z_loss"},
+        {
+            "tp": 2,
+            "tp_overlap": "copy_engine",
+            "dp": 2,
+            "stage": 3,
+            "precision": "bf16",
+            "tied": True,
+            "micro_batches": 2,
+        },
+        {"tp": 2, "tp_overlap": "copy_engine", "pp": 2, "schedule": "zb_v", "recompute": "full", "micro_batches": 3},
+        {
+            "tp": 4,
+            "tp_overlap": "copy_engine",
+            "precision": "fp16",
+            "kv_heads": 1,
+            "qk_norm": "full",
+            "micro_batches": 1,
+        },
+        {"tp": 2, "tp_overlap": "copy_engine", "pp": 2, "schedule": "zb_h1", "recompute": "selective", "tied": True},
     )
 ]
 """Products of tensor-parallel ranks beside their collectives, by copies."""
 
 
 IN_KERNELS = [
-    PLAIN | {"tp": 2, "fusion": "triton"} | more
+    PLAIN | {"tp": 2, "tp_overlap": "triton"} | more
     for more in (
         {"recompute": "selective", "precision": "bf16", "compile": "graphs"},
         {"precision": "fp16", "family": "gpt2", "micro_batches": 3, "loss": "chunk"},
@@ -286,15 +301,15 @@ IN_KERNELS = [
 
 
 COPIED = [
-    PLAIN | {"transport": "copy_engine"} | more
+    PLAIN | {"collectives": "copy_engine"} | more
     for more in (
         {"dp": 2, "stage": 3, "recompute": "selective", "family": "gpt2"},
         {"dp": 2, "stage": 2, "precision": "bf16", "reduce": "bf16", "tied": True},
         {"dp": 2, "stage": 1, "micro_batches": 3, "precision": "fp16", "kv_heads": 1},
-        {"cp": 2, "way": "heads", "stage": 3, "attention": "documents", "micro_batches": 3, "recompute": "full"},
+        {"cp": 2, "way": "ulysses", "stage": 3, "attention": "documents", "micro_batches": 3, "recompute": "full"},
         {"dp": 4, "stage": 3, "precision": "bf16", "micro_batches": 3, "tied": True},
         {"dp": 4, "stage": 2, "shard": 2},
-        {"dp": 2, "tp": 2, "stage": 3, "fusion": "copy_engine", "family": "gemma"},
+        {"dp": 2, "tp": 2, "stage": 3, "tp_overlap": "copy_engine", "family": "gemma"},
         {"dp": 2, "pp": 2, "stage": 3, "schedule": "zb_v", "micro_batches": 3, "tied": True},
         {"dp": 2, "pp": 2, "stage": 2, "schedule": "interleaved", "micro_batches": 3, "precision": "bf16"},
         {"dp": 2, "tp": 2, "pp": 2, "stage": 3, "schedule": "1f1b", "micro_batches": 3},
@@ -320,7 +335,7 @@ QUANTISED = [
     PLAIN | more | {"gradients": {"min_size": 0, **gradients}}
     for more, gradients in (
         ({"dp": 2, "stage": 0, "micro_batches": 3}, hop("outer", "int8")),
-        ({"cp": 2, "way": "heads", "stage": 3, "precision": "fp16", "recompute": "full"}, hop("inner", "fp8")),
+        ({"cp": 2, "way": "ulysses", "stage": 3, "precision": "fp16", "recompute": "full"}, hop("inner", "fp8")),
         (
             {"dp": 2, "stage": 2, "tp": 2, "pp": 2, "schedule": "zb_v", "tied": True},
             hop("inner", "int4", hadamard=16, error_feedback="classic"),
@@ -339,11 +354,11 @@ FLOAT8 = [
         {"float8": "tensorwise", "gather": True, "dp": 2, "stage": 3, "pp": 2, "schedule": "zb_v", "offload": True},
         {"float8": "rowwise", "tp": 2, "recompute": "full", "bias": True},
         {"float8": "tensorwise", "pp": 2, "schedule": "zb_v", "tied": True},
-        {"float8": "rowwise_with_gw_hp", "cp": 2, "way": "gather zigzag", "stage": 2, "recompute": "tiles"},
+        {"float8": "rowwise_with_gw_hp", "cp": 2, "way": "allgather zigzag", "stage": 2, "recompute": "tiles"},
         {"float8": "rowwise", "tp": 2, "dp": 2, "stage": 3},
         {"float8": "mixed rows", "tp": 2, "pp": 2, "schedule": "zb_v", "micro_batches": 3, "recompute": "selective"},
-        {"float8": "rowwise", "tp": 2, "fusion": "copy_engine", "recompute": "selective", "compile": "graphs"},
-        {"float8": "rowwise_with_gw_hp", "tp": 2, "fusion": "copy_engine", "bias": True, "tied": True},
+        {"float8": "rowwise", "tp": 2, "tp_overlap": "copy_engine", "recompute": "selective", "compile": "graphs"},
+        {"float8": "rowwise_with_gw_hp", "tp": 2, "tp_overlap": "copy_engine", "bias": True, "tied": True},
     )
 ]
 """Products in fp8, beside those of one process with the same micro-batches."""
@@ -359,7 +374,7 @@ MUON = [
         {"dp": 2, "stage": 2, "offload": True},
         {"dp": 4, "stage": 3},
         {"dp": 4, "stage": 2, "shard": 2, "micro_batches": 1},
-        {"cp": 2, "way": "heads", "tp": 2, "stage": 3},
+        {"cp": 2, "way": "ulysses", "tp": 2, "stage": 3},
         {"tp": 2, "pp": 2, "schedule": "1f1b", "tied": True},
         {"dp": 2, "pp": 2, "schedule": "interleaved", "stage": 1, "family": "neox"},
         {"pp": 2, "schedule": "1f1b", "optimizer": "muon_in_one_layer"},

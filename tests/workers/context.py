@@ -51,15 +51,15 @@ LENGTH, RANKS = 32, 4
 CPU = torch.device("cpu")
 
 WAYS = {  # method, order, inner
-    "gather zigzag": ("gather", "zigzag", None),
-    "gather contiguous": ("gather", "contiguous", None),
-    "gather blocks": ("gather", "blocks", None),
+    "allgather zigzag": ("allgather", "zigzag", None),
+    "allgather contiguous": ("allgather", "contiguous", None),
+    "allgather blocks": ("allgather", "blocks", None),
     "halo zigzag": ("halo", "zigzag", None),
     "halo contiguous": ("halo", "contiguous", None),
-    "heads": ("heads", "auto", None),
-    "both zigzag": ("both", "zigzag", 2),
-    "both contiguous": ("both", "contiguous", 2),
-    "both blocks": ("both", "blocks", 2),
+    "ulysses": ("ulysses", "auto", None),
+    "hybrid zigzag": ("hybrid", "zigzag", 2),
+    "hybrid contiguous": ("hybrid", "contiguous", 2),
+    "hybrid blocks": ("hybrid", "blocks", 2),
 }
 MASKS: dict[str, dict[str, Any]] = {  # window: beyond the run of tokens that a rank holds; of one more, all are fetched
     "causal": {},
@@ -91,7 +91,7 @@ class Case(NamedTuple):
     @property
     def fetches(self) -> bool:
         """Whether ranks fetch the keys before a run."""
-        halo = "halo" in self.way or self.way in ("both zigzag", "both contiguous")
+        halo = "halo" in self.way or self.way in ("hybrid zigzag", "hybrid contiguous")
         return halo and 1 < self.window <= self.run + 1
 
 
@@ -99,9 +99,9 @@ def cases() -> list[Case]:
     """Every way with every mask and number of key-value heads; sizes are drawn."""
     drawn, choose = [], random.Random(10)
     for way, mask, heads in itertools.product(WAYS, MASKS, (1, 2, 4)):
-        size = 4 if "both" in way else choose.choice((2, 4))
+        size = 4 if "hybrid" in way else choose.choice((2, 4))
         length, batch, groups = choose.choice((2 * size, 16, 32, 64)), choose.choice((1, 3)), choose.choice((1, 2, 4))
-        ranks = {"heads": 1, "both": 2}.get(way.split()[0], size)
+        ranks = {"ulysses": 1, "hybrid": 2}.get(way.split()[0], size)
         run = length // (ranks * (1 if "contiguous" in way else 2))
         case = Case(way, mask, heads, size, batch, length, run, groups)
         if "halo" not in way or case.fetches:
@@ -181,7 +181,7 @@ def share(model: Transformer, world: World, way: str, masked: bool, groups: int 
     context.method, context.order, context.inner = WAYS[way]
     if context.order == "blocks":
         context.block = max(length // (4 * size), 1)
-    if context.method != "heads":
+    if context.method != "ulysses":
         context.groups = groups
     plan = resolve_plan(config.parallel, RANKS, model.spec)
     share_sequences(model, config, model.spec, plan, world)
@@ -254,10 +254,10 @@ def compiled(world: World) -> list[dict[str, Any]]:
     results, compile = [], torch.compile
     mode = ("none", "full")[dist.get_rank() // 2]
     for way, changes in (
-        ("gather zigzag", {}),
-        ("gather blocks", {"documents": True}),
+        ("allgather zigzag", {}),
+        ("allgather blocks", {"documents": True}),
         ("halo contiguous", {"window": 5}),
-        ("heads", {}),
+        ("ulysses", {}),
     ):
         model = build(tiny_spec(depth=1, attention={"kv_heads": 4, "window": changes.get("window", 0)}))
         masked = "documents" in changes
@@ -287,8 +287,9 @@ def recomputed(world: World) -> dict[str, dict[str, Any]]:
     number of groups; `kept` is without gathering again."""
     results: dict[str, dict[str, Any]] = {}
     tokens, targets, _ = batch(False)
-    gathering = [("gather zigzag", *case) for case in (("none", 1), ("none", 4), ("kept", 2))]
-    every = itertools.product(("gather zigzag", "heads", "halo zigzag"), ("none", "full", "selective", "modules"), (2,))
+    gathering = [("allgather zigzag", *case) for case in (("none", 1), ("none", 4), ("kept", 2))]
+    modes = "none", "full", "selective", "modules"
+    every = itertools.product(("allgather zigzag", "ulysses", "halo zigzag"), modes, (2,))
     for way, mode, groups in [*gathering, *every]:
         spec = tiny_spec(depth=2, attention={"kv_heads": 4, "window": 5 if "halo" in way else 0})
         model = build(spec)

@@ -64,7 +64,7 @@ COMMON = {
 
 PLANS = {  # of one run of four steps
     "dp2_tp2": {"parallel.tp": 2, "parallel.zero.stage": 3},
-    "cp2_tp2": {"parallel.cp": 2, "parallel.tp": 2, "parallel.fusion": "copy_engine"},
+    "cp2_tp2": {"parallel.cp": 2, "parallel.tp": 2, "parallel.tp_overlap": "copy_engine"},
     "pp2_dp2_1f1b": {"parallel.pp": 2, "parallel.zero.stage": 1, "batch.micro_size": 1},
     "tp2_pp2_interleaved": {
         "parallel.tp": 2,
@@ -87,7 +87,7 @@ CHAINS = {  # of plans, two steps each, on 4 processes and then on 2; one proces
             {"parallel.tp": 2, "parallel.pp": 2, "parallel.pipeline.schedule": "interleaved", "parallel.zero.stage": 1},
             {"parallel.cp": 4, "parallel.zero.stage": 3},
         ],
-        2: [{"parallel.cp": 2, "parallel.context.method": "gather", "parallel.zero.stage": 1}],
+        2: [{"parallel.cp": 2, "parallel.context.method": "allgather", "parallel.zero.stage": 1}],
     },
     "tied": {
         4: [

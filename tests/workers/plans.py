@@ -74,7 +74,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 RECOMPUTE = {
     "none": {},
     "full": {"mode": "full"},
-    "every2": {"mode": "full", "every": 2},
+    "every2": {"mode": "selective", "save": ["all@1"]},
     "selective": {"mode": "selective"},
     "modules": {"mode": "selective", "modules": ["*.feed_forward"]},
     "budget": {"mode": "budget"},
@@ -110,7 +110,7 @@ def context_of(case: Case) -> dict[str, Any]:
         "parallel__context__method": method,
         "parallel__context__order": order or "auto",
         "parallel__context__block": 2 if order == "blocks" else 128,
-        "parallel__context__inner": 2 if method == "both" else None,
+        "parallel__context__inner": 2 if method == "hybrid" else None,
     }
 
 
@@ -129,7 +129,7 @@ def config_of(case: Case, folder: Path) -> Config:
         batch__sequence_length=LENGTH,
         data__mask_documents=case["attention"] != "causal",
         parallel__tp=case["tp"],
-        parallel__fusion=case.get("fusion", "off"),
+        parallel__tp_overlap=case.get("tp_overlap", "off"),
         data__cache=str(folder),
         parallel__cp=case["cp"],
         **(context_of(case) if case["cp"] > 1 else {}),
@@ -139,7 +139,7 @@ def config_of(case: Case, folder: Path) -> Config:
         parallel__zero__offload=case.get("offload", False),
         parallel__zero__sum_on_host=case.get("sum_on_host", False),
         parallel__zero__engine=case.get("engine", "torch"),
-        parallel__zero__transport=case.get("transport", "collectives"),
+        parallel__zero__collectives=case.get("collectives", "nccl"),
         precision__compute="bf16" if "float8" in case and torch.cuda.is_available() else case["precision"],
         precision__float8=Float8Config(recipe, ends=0, gather=case.get("gather", False)),
         precision__reduce=case.get("reduce", "fp32"),

@@ -32,8 +32,8 @@ RUNS = {
         *("checkpoint.every=1", "eval.every=1", "eval.sequences=2"),
     ],
     "pipeline": ["parallel.pp=2", "batch.global_size=4", "run.steps=3", "logging.profile=3"],
-    "copied": ["parallel.tp=2", "parallel.fusion=copy_engine", "run.steps=3", "logging.profile=3"],
-    "copied_shards": ["parallel=zero3", "parallel.zero.transport=copy_engine", "run.steps=3", "logging.profile=3"],
+    "copied": ["parallel.tp=2", "parallel.tp_overlap=copy_engine", "run.steps=3", "logging.profile=3"],
+    "copied_shards": ["parallel=zero3", "parallel.zero.collectives=copy_engine", "run.steps=3", "logging.profile=3"],
 }
 
 

@@ -71,7 +71,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "cp2": {"parallel.cp": 2, "parallel.zero.stage": 0},
     "cp2_heads": {
         "parallel.cp": 2,
-        "parallel.context.method": "heads",
+        "parallel.context.method": "ulysses",
         "parallel.zero.stage": 3,
         "parallel.shard": 2,
         "model.attention.kv_heads": 4,

@@ -261,7 +261,7 @@ def compiled_keeps(world: World) -> list[float]:
     x = random_part(world, TOKENS, spec.width).bfloat16()
     saved, y = saved_bytes(lambda: layer(x, (BATCH, LENGTH), rotation, None), model)
     y.float().sum().backward()
-    costs = layer_costs(spec, LENGTH, BATCH, 2, 1.0, recompute=config, fusion="copy_engine")
+    costs = layer_costs(spec, LENGTH, BATCH, 2, 1.0, recompute=config, tp_overlap="copy_engine")
     return [saved, costs.activation[1]]
 
 

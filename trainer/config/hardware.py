@@ -56,7 +56,7 @@ class AchievedConfig:
     )
     copies: float | None = option(
         None,
-        "share of the node's bandwidth that copies between devices reach (`parallel.fusion`); null: as collectives",
+        "share of the node's bandwidth that copies between devices reach (`parallel.tp_overlap`); null: as collectives",
         range="(0, 1]",
     )
 
@@ -84,8 +84,8 @@ class HardwareConfig:
     launch: float = option(NEEDED, "what the host takes to launch a kernel", unit="microseconds", range="[0, inf)")
     signal: float = option(
         30.0,
-        "what a call of `parallel.fusion=copy_engine` takes beside the bytes: flags, and streams that wait for each "
-        "other; that of an H200 until it is measured",
+        "what a call of `parallel.tp_overlap=copy_engine` takes beside the bytes: flags, and streams that wait for "
+        "each other; that of an H200 until it is measured",
         unit="microseconds",
         range="[0, inf)",
     )

@@ -164,12 +164,12 @@ class ZeroConfig:
         "parallelism alone",
         ("torch", "deepspeed"),
     )
-    transport: str = option(
-        "collectives",
-        "how parameters are gathered and gradients added up: collectives (NCCL, gloo), or copy_engine (copies between "
+    collectives: str = option(
+        "nccl",
+        "how parameters are gathered and gradients added up: nccl (gloo on CPUs), or copy_engine (copies between "
         "the GPUs of a node, which take no multiprocessor and no flat buffers; gradients travel in the type in which "
         "they were computed and are added up in fp32)",
-        ("collectives", "copy_engine"),
+        ("nccl", "copy_engine"),
     )
     nvme: str | None = option(
         None, "deepspeed, stage 3: folder on a local disk, in which parameters and optimizer state live instead"
@@ -263,11 +263,12 @@ class ContextConfig:
 
     method: str = option(
         "auto",
-        "gather (keys and values of the whole sequence come to each rank), heads (all-to-all into heads and back), "
-        "halo (gather, but where a window is short enough only the keys before each part come), both (heads among "
-        "neighbours, gather among groups of them), auto (the fastest by the rate of attention's kernel, the balance of "
-        "the order and the bytes that are sent, a network counted dearer than a node; heads never leave a node)",
-        ("auto", "gather", "heads", "halo", "both"),
+        "allgather (each rank gathers the keys and values of the whole sequence), ulysses (all-to-all into heads and "
+        "back), halo (allgather, but where a window is short enough a rank fetches only the keys before its parts), "
+        "hybrid (ulysses among neighbours, allgather among groups of them), auto (the fastest by the rate of "
+        "attention's kernel, the balance of the order and the bytes that are sent, a network counted dearer than a "
+        "node; the all-to-all never leaves a node)",
+        ("auto", "allgather", "ulysses", "halo", "hybrid"),
     )
     order: str = option(
         "auto",
@@ -278,7 +279,10 @@ class ContextConfig:
     )
     block: int = option(128, "order=blocks: tokens of a block", unit="tokens", range="[1, inf)")
     inner: int | None = option(
-        None, "method=both: neighbours that exchange heads; null means those of a node", unit="ranks", range="[2, inf)"
+        None,
+        "method=hybrid: neighbours that exchange heads; null means those of a node",
+        unit="ranks",
+        range="[2, inf)",
     )
     groups: int = option(
         4,
@@ -296,7 +300,7 @@ class ParallelConfig:
     )
     tp: int = option(1, "tensor-parallel ranks", unit="ranks", range="[1, inf)")
     tp_across_nodes: bool = option(False, "allow tensor-parallel groups that span nodes, whose links are much slower")
-    fusion: str = option(
+    tp_overlap: str = option(
         "off",
         "products of tensor-parallel ranks and their collectives: off (one after the other), copy_engine (copy "
         "engines move tokens and sums between the GPUs of a node meanwhile), triton (in one kernel, over memory that "

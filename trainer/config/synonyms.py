@@ -3,6 +3,8 @@ and what to set in the place of settings and values of earlier versions."""
 
 from __future__ import annotations
 
+from typing import Any
+
 _NAMES = {
     "run.steps": "max_steps train_iters max_iters num_steps train_steps training_steps total_steps num_training_steps "
     "iterations",
@@ -44,6 +46,8 @@ _NAMES = {
     "parallel.cp": "context_parallel context_parallel_size sequence_parallel_size ulysses_size ulysses_degree",
     "parallel.dp": "data_parallel data_parallel_size dp_size",
     "parallel.shard": "data_parallel_shard_degree",
+    "parallel.tp_overlap": "fusion tp_comm_overlap async_tensor_parallel enable_async_tensor_parallel",
+    "parallel.zero.collectives": "transport",
     "parallel.zero.stage": "zero_stage zero_optimization fsdp",
     "activation.mode": "gradient_checkpointing activation_checkpointing activation_checkpoint recompute "
     "recompute_granularity",
@@ -89,7 +93,8 @@ ABSENT = {
 }
 """Name elsewhere -> what is true here, where there is no such setting."""
 
-_COPIES = "set parallel.fusion=copy_engine, the fastest for ranks on one node, or parallel.fusion=off"
+RENAMED_METHODS = {"gather": "allgather", "heads": "ulysses", "both": "hybrid"}
+"""Values of `parallel.context.method` in earlier versions -> those of today."""
 _CODEC = "set codec=int8 for a slow network, or codec=none"
 _SHOW = "it was removed; leave it out and set logging.show"
 REMOVED = {
@@ -110,8 +115,10 @@ REMOVED = {
     ),
     "activation.every": "it was removed; leave it out and name the layers that recompute nothing, as "
     "activation.mode=selective activation.save=[all@1-31/2] does",
-    "parallel.fusion=auto": f"was removed; {_COPIES}",
-    "parallel.fusion=chunks": f"was removed; {_COPIES}",
+    **{
+        f"parallel.context.method={old}": f"was removed; its name is parallel.context.method={new} now"
+        for old, new in RENAMED_METHODS.items()
+    },
     "parallel.fusion_chunks": "it was removed with parallel.fusion=chunks; leave it out",
     "parallel.fusion_looks": "it was removed, and the watchdog says what a rank waits for; leave it out",
     "parallel.grad_comm.inner.codec=auto": f"was removed; {_CODEC}",
@@ -128,3 +135,16 @@ def find_synonym(path: str) -> str | None:
     if name in ABSENT:
         return ABSENT[name]
     return f"here it is '{SETTINGS[name]}'" if SETTINGS.get(name, path) != path else None
+
+
+def rename_old_settings(values: dict[str, Any]) -> None:
+    """Renames settings and values in the config.yaml of a run of an earlier version, in place."""
+    parallel = values.get("parallel")
+    if not isinstance(parallel, dict):
+        return
+    if "fusion" in parallel:
+        parallel["tp_overlap"] = parallel.pop("fusion")
+    if isinstance(zero := parallel.get("zero"), dict) and "transport" in zero:
+        zero["collectives"] = {"collectives": "nccl"}.get(old := zero.pop("transport"), old)
+    if isinstance(context := parallel.get("context"), dict) and isinstance(method := context.get("method"), str):
+        context["method"] = RENAMED_METHODS.get(method, method)

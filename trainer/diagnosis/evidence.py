@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from trainer.config import Config, ConfigError, typed
 from trainer.config.hardware import HardwareConfig
 from trainer.config.model import DEEPEST
-from trainer.config.synonyms import REMOVED
+from trainer.config.synonyms import REMOVED, rename_old_settings
 from trainer.diagnosis.accounts import PipelineIdle, idle_of
 from trainer.diagnosis.oom_report import OOMReport
 from trainer.diagnosis.step_profile import StepProfile, build_profile, ordinary_seconds, scale_profile
@@ -197,6 +197,7 @@ def _settings(folder: Path, notes: list[str]) -> Config | None:
         values = read_yaml(path)
         if not isinstance(values, dict):
             raise ConfigError(f"it holds {shorten_foreign(values)} instead of settings")
+        rename_old_settings(values)
         config = typed.build_typed(typed.complete_values(Config(), values), problems)
     except (OSError, ConfigError, ValueError, TypeError, ArithmeticError, typed.InvalidValue) as error:
         notes.append(f"settings are not known: {path}: {shorten_foreign(error)}")

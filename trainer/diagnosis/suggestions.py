@@ -51,7 +51,7 @@ ON_GPUS = {
     "activation.offload",
     "parallel.zero.offload",
     "parallel.zero.sum_on_host",
-    "parallel.zero.transport",
+    "parallel.zero.collectives",
 }
 """Settings that do nothing on CPUs, are refused there, or were never measured to be faster."""
 
@@ -233,9 +233,9 @@ Alternatives = Callable[[Config, Layout, str], Iterator[Changes]]
 def _communication(config: Config, layout: Layout, axis: str) -> Iterator[Changes]:
     plan, zero, hops = layout.plan, config.parallel.zero, config.parallel.grad_comm
     if axis == "tensor":
-        if config.parallel.fusion != "copy_engine":
-            yield {"parallel.fusion": "copy_engine"}
-        yield from ({"parallel.tp": tp} | ({"parallel.fusion": "off"} if tp == 1 else {}) for tp in _below(plan.tp))
+        if config.parallel.tp_overlap != "copy_engine":
+            yield {"parallel.tp_overlap": "copy_engine"}
+        yield from ({"parallel.tp": tp} | ({"parallel.tp_overlap": "off"} if tp == 1 else {}) for tp in _below(plan.tp))
     if axis == "context":
         yield from ({"parallel.cp": cp} for cp in _below(plan.cp))
     if axis == "pipeline":
@@ -243,8 +243,8 @@ def _communication(config: Config, layout: Layout, axis: str) -> Iterator[Change
         if config.parallel.pipeline.schedule not in ("1f1b", "gpipe"):
             yield {"parallel.pipeline.schedule": "1f1b", "parallel.pipeline.chunks": None}
     if axis in ("data", "all"):
-        if plan.shard > 1 and zero.transport == "collectives":
-            yield {"parallel.zero.transport": "copy_engine"}
+        if plan.shard > 1 and zero.collectives == "nccl":
+            yield {"parallel.zero.collectives": "copy_engine"}
         if zero.stage >= 2:  # reduces, and in stage 3 gathers, for every micro-batch
             yield from _larger(layout)
             yield from ({"parallel.zero.stage": stage} for stage in range(zero.stage - 1, 0, -1))

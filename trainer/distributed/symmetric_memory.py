@@ -24,7 +24,7 @@ from torch.profiler import record_function
 from trainer.config import ConfigError
 from trainer.util.trace_labels import AWAITS, SENDS
 
-WITHOUT = "parallel.fusion=off and parallel.zero.transport=collectives, which need no shared memory"
+WITHOUT = "parallel.tp_overlap=off and parallel.zero.collectives=nccl, which need no shared memory"
 
 Made = TypeVar("Made")
 
@@ -155,7 +155,7 @@ def stream_command(name: str, flag: Tensor, value: int, how: int) -> None:
     error = driver_function(name)(stream, flag.data_ptr(), value, how)
     if error:
         raise RuntimeError(
-            f"{name} ends with CUDA error {error}; set parallel.fusion=off and parallel.zero.transport=collectives"
+            f"{name} ends with CUDA error {error}; set parallel.tp_overlap=off and parallel.zero.collectives=nccl"
         )
 
 

@@ -44,13 +44,13 @@ def check_compiler(config: Config, device: torch.device) -> None:
 
 def check_fusion(config: Config, device: torch.device) -> None:
     """Raises `ConfigError` where kernels cannot share memory."""
-    if config.parallel.fusion != "triton":
+    if config.parallel.tp_overlap != "triton":
         return
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         missing = "Triton, which is not installed" if device.type == "cuda" else "GPUs, and this run is on CPUs"
         raise ConfigError(
-            f"parallel.fusion=triton needs {missing}; set parallel.fusion=copy_engine, which needs neither, or "
-            "parallel.fusion=off"
+            f"parallel.tp_overlap=triton needs {missing}; set parallel.tp_overlap=copy_engine, which needs neither, or "
+            "parallel.tp_overlap=off"
         )
 
 
@@ -115,13 +115,13 @@ def parallelize(
         model = make(spec, layers)
     loss = config.loss
     model.set_loss(loss.z_loss, loss.chunk, config.compile, loss.tile or 0, loss_terms(loss))
-    backend = tensor.BACKENDS[config.parallel.fusion]
+    backend = tensor.BACKENDS[config.parallel.tp_overlap]
     apply_recompute(model, config.activation, backend)
     if deferred is not None:
         model.defer(deferred)
     # Where weight gradients may be put off, backward is an operator in which the compiler does not look, and fused
     # products are.
-    inside = deferred is not None or config.parallel.fusion != "off"
+    inside = deferred is not None or config.parallel.tp_overlap != "off"
     casts = compile_function(quantise_operand) if config.compile and inside else quantise_operand
     multiply_in_float8(model, spec, config.precision, casts)
     if config.compile:

@@ -29,7 +29,7 @@ BACKENDS: dict[str, type[TensorGroup]] = {
     "copy_engine": CopyEngineGroup,
     "triton": FusedKernelGroup,
 }
-"""What tensor-parallel ranks communicate by, by the value of `parallel.fusion`."""
+"""What tensor-parallel ranks communicate by, by the value of `parallel.tp_overlap`."""
 
 
 def shard_model(model: Stage, mesh: DeviceMesh, backend: type[TensorGroup] = TensorGroup) -> None:

@@ -116,10 +116,10 @@ def _gathering(config: Config, plan: Plan, recipes: set[str]) -> Iterator[str]:
         )
     if not float8_settings(config.precision):
         return
-    if config.parallel.zero.transport != "collectives":
+    if config.parallel.zero.collectives != "nccl":
         yield (
-            f"precision.float8.gather=true: parallel.zero.transport={config.parallel.zero.transport} copies parameters "
-            "in the compute type; set parallel.zero.transport=collectives, or precision.float8.gather=false"
+            f"precision.float8.gather=true: parallel.zero.collectives={config.parallel.zero.collectives} copies "
+            "parameters in the compute type; set parallel.zero.collectives=nccl, or precision.float8.gather=false"
         )
     if plan.stage == 0:
         yield (

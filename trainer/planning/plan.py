@@ -160,18 +160,18 @@ def check_plan(
 
 def _check_transport(parallel: ParallelConfig, dp: int, node: int) -> list[str]:
     """dp: ranks that hold the same part of the model; node: processes on a machine."""
-    zero, setting = parallel.zero, f"parallel.zero.transport={parallel.zero.transport}"
-    if zero.transport == "collectives":
+    zero, setting = parallel.zero, f"parallel.zero.collectives={parallel.zero.collectives}"
+    if zero.collectives == "nccl":
         return []
     if zero.stage == 0:
         return [
             f"{setting} is for what ranks share, and parallel.zero.stage=0 shares nothing; set "
-            "parallel.zero.stage=1, 2 or 3, or parallel.zero.transport=collectives"
+            "parallel.zero.stage=1, 2 or 3, or parallel.zero.collectives=nccl"
         ]
     if zero.offload:
         return [
             f"{setting} copies between GPUs, and parallel.zero.offload=true keeps parameters and gradients in host "
-            "memory; set parallel.zero.transport=collectives, or parallel.zero.offload=false"
+            "memory; set parallel.zero.collectives=nccl, or parallel.zero.offload=false"
         ]
     shard, within = parallel.shard, [n for n in list_divisors(dp) if node % (n * parallel.tp) == 0]
     if within and (dp if shard == -1 else shard) not in within:
@@ -179,7 +179,7 @@ def _check_transport(parallel: ParallelConfig, dp: int, node: int) -> list[str]:
             f"{setting} needs ranks that share memory, and the {dp if shard == -1 else shard} ranks that share states"
             + f", of parallel.tp={parallel.tp} each," * (parallel.tp > 1)
             + f" span nodes of {node} processes; set parallel.shard={within[-1]}, which keeps replicas on other nodes, "
-            "or parallel.zero.transport=collectives"
+            "or parallel.zero.collectives=nccl"
         ]
     return []
 
@@ -238,15 +238,16 @@ def _check_tensor(parallel: ParallelConfig, spec: ModelSpec | None, world: int, 
 
 
 def _check_fusion(parallel: ParallelConfig) -> list[str]:
-    if parallel.fusion != "off" and parallel.tp == 1:
+    if parallel.tp_overlap != "off" and parallel.tp == 1:
         return [
-            f"parallel.fusion={parallel.fusion} is for the collectives of tensor-parallel ranks, and parallel.tp=1 has "
-            "none; set parallel.fusion=off, or parallel.tp=2 or more"
+            f"parallel.tp_overlap={parallel.tp_overlap} is for the collectives of tensor-parallel ranks, and "
+            "parallel.tp=1 has none; set parallel.tp_overlap=off, or parallel.tp=2 or more"
         ]
-    if parallel.fusion != "off" and parallel.tp_across_nodes:
+    if parallel.tp_overlap != "off" and parallel.tp_across_nodes:
         return [
-            f"parallel.fusion={parallel.fusion} needs ranks that share memory, and parallel.tp_across_nodes=true "
-            "allows groups over several nodes; leave that out, or set parallel.fusion=off"
+            f"parallel.tp_overlap={parallel.tp_overlap} needs ranks that share memory, and "
+            "parallel.tp_across_nodes=true allows groups over several nodes; leave that out, or set "
+            "parallel.tp_overlap=off"
         ]
     return []
 

@@ -171,16 +171,16 @@ def _contradictions(config: Config) -> Iterator[str]:
 def _narrow(config: Config) -> Iterator[str]:
     """What does not go with products in fp8, or with gradients in fewer bits."""
     narrow, plain = float8_setting(config.precision)
-    if narrow and config.parallel.fusion == "triton":
+    if narrow and config.parallel.tp_overlap == "triton":
         yield (
-            f"parallel.fusion=triton multiplies in the compute type, and {narrow} in fp8; set "
-            f"parallel.fusion=copy_engine or off, or {plain}"
+            f"parallel.tp_overlap=triton multiplies in the compute type, and {narrow} in fp8; set "
+            f"parallel.tp_overlap=copy_engine or off, or {plain}"
         )
-    if config.parallel.zero.transport != "collectives" and (codecs := enabled_codecs(config.parallel.grad_comm)):
+    if config.parallel.zero.collectives != "nccl" and (codecs := enabled_codecs(config.parallel.grad_comm)):
         yield (
-            f"parallel.zero.transport={config.parallel.zero.transport} sends gradients as they are, and "
+            f"parallel.zero.collectives={config.parallel.zero.collectives} sends gradients as they are, and "
             + ", ".join(f"parallel.grad_comm.{name}.codec={hop.codec}" for name, hop in codecs.items())
-            + " quantises them; set parallel.zero.transport=collectives, or codec=none"
+            + " quantises them; set parallel.zero.collectives=nccl, or codec=none"
         )
     if narrow and config.precision.compute != "bf16":
         yield (
@@ -421,7 +421,7 @@ def _positions(spec: ModelSpec, length: int) -> Iterator[str]:
 def _between_nodes(request: ContextRequest, context: ContextPlan) -> Iterator[str]:
     if context.inner > 1 and request.inside % context.inner:
         within = [n for n in request.legal if 1 < n < request.plan.cp and request.inside % n == 0]
-        other = f"both parallel.context.inner={within[-1]}" if within else "gather"
+        other = f"hybrid parallel.context.inner={within[-1]}" if within else "allgather"
         yield (
             f"heads are exchanged over {context.inner} ranks on several nodes of {request.node} processes, between "
             f"which a byte takes some {BETWEEN_NODES:g} times as long; parallel.context.method={other} exchanges none "
@@ -452,14 +452,14 @@ def communication_table(config: Config, plan: Plan) -> list[tuple[str, str]]:
     """Rows of a table: what tensor-parallel products and shared states go by where a setting says it, and settings that
     a recipe has for more ranks than there are."""
     parallel, alone = config.parallel, plan.shard == 1
-    copied = parallel.zero.transport != "collectives"
+    copied = parallel.zero.collectives != "nccl"
     rows = []
     if plan.tp > 1:
-        rows.append(("tensor products", f"parallel.fusion={parallel.fusion}"))
+        rows.append(("tensor products", f"parallel.tp_overlap={parallel.tp_overlap}"))
     if copied and not alone:
-        rows.append(("shared states", f"parallel.zero.transport={parallel.zero.transport}"))
+        rows.append(("shared states", f"parallel.zero.collectives={parallel.zero.collectives}"))
     unused = {
-        f"parallel.zero.transport={parallel.zero.transport}": copied,
+        f"parallel.zero.collectives={parallel.zero.collectives}": copied,
         "precision.float8.gather=true": config.precision.float8.gather,
     }
     rows += [("without effect", f"{name}: no ranks share states") for name, given in unused.items() if given and alone]
@@ -468,6 +468,9 @@ def communication_table(config: Config, plan: Plan) -> list[tuple[str, str]]:
 
 def communication_summary(config: Config, plan: Plan) -> str:
     """What is not by collectives alone, to stand behind a plan."""
-    products = plan.tp > 1 and config.parallel.fusion != "off"
-    states = plan.shard > 1 and config.parallel.zero.transport != "collectives"
-    return f", products: {config.parallel.fusion}" * products + f", states: {config.parallel.zero.transport}" * states
+    products = plan.tp > 1 and config.parallel.tp_overlap != "off"
+    states = plan.shard > 1 and config.parallel.zero.collectives != "nccl"
+    return (
+        f", products: {config.parallel.tp_overlap}" * products
+        + f", states: {config.parallel.zero.collectives}" * states
+    )

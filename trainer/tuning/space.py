@@ -87,8 +87,8 @@ def axes_of(found: StepEstimate) -> dict[str, float | str]:
         "zero": str(plan.stage),
         "shard": plan.shard,
         "micro": found.layout.batch.micro_size,
-        "fusion": found.config.parallel.fusion if plan.tp > 1 else "",
-        "transport": found.config.parallel.zero.transport if plan.shard > 1 else "",
+        "tp_overlap": found.config.parallel.tp_overlap if plan.tp > 1 else "",
+        "collectives": found.config.parallel.zero.collectives if plan.shard > 1 else "",
         "recompute": found.config.activation.mode,
         "schedule": pipeline.name if plan.pp > 1 else "",
         "chunks": pipeline.chunks,
@@ -105,7 +105,7 @@ def name_of(axes: Mapping[str, float | str]) -> str:
             del said[name]
     if said["zero"] == "0" or said["shard"] == axes["dp"]:
         del said["shard"]
-    for name, usual in {"fusion": ("", "off"), "transport": ("", "collectives")}.items():
+    for name, usual in {"tp_overlap": ("", "off"), "collectives": ("", "nccl")}.items():
         if said[name] in usual:
             del said[name]
     words = ("recompute", "schedule", "blocks", "long")

@@ -304,11 +304,11 @@ def choose_context(request: ContextRequest) -> ContextPlan:
     """What is asked for, or the best of what `auto` allows."""
     asked, cp = request.asked, request.plan.cp
     match asked.method:
-        case "gather" | "halo":
+        case "allgather" | "halo":
             return build_context(request, 1)
-        case "heads":
+        case "ulysses":
             return build_context(request, cp)
-        case "both":
+        case "hybrid":
             between = [n for n in list_divisors(cp)[1:-1] if n in request.legal and request.inside % n == 0]
             inner = asked.inner or (between[-1] if between else 1)
             return build_context(request, inner if cp % inner == 0 else 1)  # which is refused
@@ -341,7 +341,7 @@ def build_context(request: ContextRequest, inner: int) -> ContextPlan:
         orders = ("zigzag",)
     elif asked.order == "auto":
         orders = ("zigzag", "blocks") if asked.block == UNSET["block"] else ("blocks",)
-    halo = asked.method != "gather"
+    halo = asked.method != "allgather"
     ways = usable_orders(
         request, [ContextPlan(inner, outer, order, asked.block, halo, asked.groups) for order in orders]
     )
@@ -419,7 +419,7 @@ def _smaller(request: ContextRequest) -> list[Way]:
     return [{"parallel.cp": n} for n in reversed(list_divisors(request.plan.cp)[:-1])]
 
 
-GATHER = [_way(method="gather"), _way(method="gather", order="contiguous")]
+GATHER = [_way(method="allgather"), _way(method="allgather", order="contiguous")]
 
 
 def _alone(asked: ContextConfig) -> Iterator[ContextFault]:
@@ -440,29 +440,29 @@ def _unused(asked: ContextConfig, chosen: ContextPlan) -> Iterator[ContextFault]
             reset = _way(**{name: UNSET[name]})
             yield ContextFault(f"{SECTION}.{name}={value} {why}", [[reset], *map(list, ways)], reset)
 
-    if asked.method != "both":
-        yield from unused("inner", f"is for {SECTION}.method=both, not for {asked.method}", [_way(method="both")])
+    if asked.method != "hybrid":
+        yield from unused("inner", f"is for {SECTION}.method=hybrid, not for {asked.method}", [_way(method="hybrid")])
     whole = f"has no meaning with {method}, where every rank has whole sequences"
     if chosen.outer == 1:
         yield from unused("order", whole, GATHER)
         yield from unused("groups", whole, GATHER)
     if chosen.order != "blocks" and not (chosen.outer == 1 and asked.order == "blocks"):
         why = whole if chosen.outer == 1 else f"has no meaning in {chosen.order} order"
-        yield from unused("block", why, [_way(order="blocks"), _way(method="gather", order="blocks")])
+        yield from unused("block", why, [_way(order="blocks"), _way(method="allgather", order="blocks")])
 
 
 def _heads(request: ContextRequest, chosen: ContextPlan) -> Iterator[ContextFault]:
     asked, plan, layer = request.asked, request.plan, request.layers[0]
     name = f"{SECTION}.method={asked.method}"
     heads = f"heads={layer.heads}, kv_heads={layer.kv_heads}" + f" and parallel.tp={plan.tp}" * (plan.tp > 1)
-    if asked.method == "heads" and plan.cp not in request.legal:
+    if asked.method == "ulysses" and plan.cp not in request.legal:
         text = f"{name} cannot share {heads} over parallel.cp={plan.cp} ranks"
         yield ContextFault(text, [_smaller(request), GATHER])
-    if asked.method == "both" and not (1 < chosen.inner < plan.cp and chosen.inner in request.legal):
+    if asked.method == "hybrid" and not (1 < chosen.inner < plan.cp and chosen.inner in request.legal):
         given = f"with {SECTION}.inner={asked.inner} " if asked.inner else ""
         between = [_way(inner=n) for n in reversed(request.legal) if 1 < n < plan.cp]
         text = f"{name} {given}needs some of parallel.cp={plan.cp} ranks on a node to share {heads}"
-        yield ContextFault(text, [between, GATHER, [_way(method="heads")]])
+        yield ContextFault(text, [between, GATHER, [_way(method="ulysses")]])
 
 
 def _dealing(request: ContextRequest, chosen: ContextPlan) -> Iterator[ContextFault]:

@@ -156,7 +156,7 @@ def estimated_costs(
         loss_tile=config.loss.tile,
         element_bytes=element_bytes,
         cp=plan.cp,
-        fusion=config.parallel.fusion,
+        tp_overlap=config.parallel.tp_overlap,
         compiled=config.compile,
     )
 

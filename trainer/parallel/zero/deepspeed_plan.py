@@ -137,14 +137,14 @@ def check_parallel(parallel: ParallelConfig, dp: int, nodes: int) -> list[str]:
             f"parallel.zero.engine=deepspeed has never shared states among parallel.cp={parallel.cp} ranks of a "
             f"sequence; set {TORCH}, which runs this plan, or parallel.cp=1"
         )
-    if parallel.fusion != "off":
+    if parallel.tp_overlap != "off":
         problems.append(
-            f"parallel.zero.engine=deepspeed has never run beside parallel.fusion={parallel.fusion}; set "
-            f"parallel.fusion=off, or {TORCH}"
+            f"parallel.zero.engine=deepspeed has never run beside parallel.tp_overlap={parallel.tp_overlap}; set "
+            f"parallel.tp_overlap=off, or {TORCH}"
         )
-    if zero.transport != "collectives":
+    if zero.collectives != "nccl":
         problems.append(
-            f"parallel.zero.transport={zero.transport} is for FSDP; set parallel.zero.transport=collectives, or {TORCH}"
+            f"parallel.zero.collectives={zero.collectives} is for FSDP; set parallel.zero.collectives=nccl, or {TORCH}"
         )
     for name, size in (("pp", parallel.pp), ("tp", parallel.tp)):
         if zero.stage > 1 and size > 1:

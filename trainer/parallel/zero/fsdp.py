@@ -93,7 +93,7 @@ class FSDP:
         shards, units = self.world.mesh["shard"].get_group(), [model, *model.layers.values()]
         if shards.size() == 1 and not plan.offload:
             cast_shards(units)
-        elif self.config.parallel.zero.transport == "copy_engine":
+        elif self.config.parallel.zero.collectives == "copy_engine":
             copy_shards(units, shards)
         if self.config.precision.float8.gather and plan.shard > 1:
             gather_in_float8(model, self.config.compile)

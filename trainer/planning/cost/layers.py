@@ -41,7 +41,7 @@ def layer_costs(
     host: float = 0.0,
     shard: int = 1,
     cp: int = 1,
-    fusion: str = "off",
+    tp_overlap: str = "off",
     compiled: bool = False,
 ) -> LayerCosts:
     """Costs of a model from its operations, on one of the `tp` ranks that share a layer.
@@ -55,7 +55,7 @@ def layer_costs(
     latency: seconds of one transfer, and of each step of a ring. host: seconds of one action.
     shard: ranks that share the parameters (ZeRO): they are gathered and their gradients, in fp32, reduced once a step.
     cp: ranks that share each sequence, attention evenly too; what they send is not counted.
-    fusion: `parallel.fusion`, by which it depends what recompute can keep. compiled: of compiled layers.
+    tp_overlap: `parallel.tp_overlap`, by which it depends what recompute can keep. compiled: of compiled layers.
 
     Counted are matrix products and attention (causal, within its window), saved activations of a layer with sequence
     parallelism that gathers its inputs again in backward, and exposed collectives; not element-wise operations.
@@ -66,7 +66,7 @@ def layer_costs(
     rows, columns = head_matrix(spec).multiplied(tp)
     table = rows * columns  # elements of the head, and of the embedding, which has its shape
     f, i, w, activation, sizes = [collective], [0.0], [collective], [8.0 * tokens], [table]
-    layers = model_work(spec, length, tp, element_bytes, fusion)
+    layers = model_work(spec, length, tp, element_bytes, tp_overlap)
     remaining = left_by_recompute(layers, recompute, compiled)
     tiled = recompute is not None and bool(recompute.tile)
     for layer, left in zip(layers, remaining, strict=True):
@@ -168,15 +168,17 @@ class LayerWork:
 
 
 @by_value
-def model_work(spec: ModelSpec, length: int, tp: int, element_bytes: int, fusion: str = "off") -> tuple[LayerWork, ...]:
-    """The work of each layer; layers that are equal share one. fusion: `parallel.fusion`."""
-    common = spec.width, spec.parallel_residual, length, tp, element_bytes, fusion
+def model_work(
+    spec: ModelSpec, length: int, tp: int, element_bytes: int, tp_overlap: str = "off"
+) -> tuple[LayerWork, ...]:
+    """The work of each layer; layers that are equal share one. tp_overlap: `parallel.tp_overlap`."""
+    common = spec.width, spec.parallel_residual, length, tp, element_bytes, tp_overlap
     return tuple(layer_work(layer, *common) for layer in layer_specs(spec))
 
 
 @by_value
 def layer_work(
-    layer: LayerSpec, width: int, parallel_residual: bool, length: int, tp: int, element_bytes: int, fusion: str
+    layer: LayerSpec, width: int, parallel_residual: bool, length: int, tp: int, element_bytes: int, tp_overlap: str
 ) -> LayerWork:
     """The work of one layer. width: of the residual stream. length: tokens of a sequence."""
     a, table = layer.attention, layer_table(layer, width)
@@ -213,8 +215,8 @@ def layer_work(
         gathers=tuple(tuple(names) for _, names in by_columns),
         reduces=by_rows,
         summed=needed.intersection(by_rows if tp > 1 else ()),
-        together=fusion != "off",
-        partial=float(element_bytes * width) if tp > 1 and fusion == "off" else 0.0,
+        together=tp_overlap != "off",
+        partial=float(element_bytes * width) if tp > 1 and tp_overlap == "off" else 0.0,
         spread=outputs["attention.q"] + outputs["attention.k"] if tp > 1 and a.qk_norm == "full" else 0.0,
         weights=sum(map(prod, shapes.values())),
         input=stream,

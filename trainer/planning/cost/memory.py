@@ -18,13 +18,13 @@ ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 MASTER_BYTES = 4  # an fp32 parameter or gradient
 
 MAX_IN_FLIGHT = 2**26
-"""Elements of shards or gradients that are on their way at once under `parallel.zero.transport=copy_engine`."""
+"""Elements of shards or gradients that are on their way at once under `parallel.zero.collectives=copy_engine`."""
 
 
-def symmetric_buffer_bytes(fusion: str, stream: float) -> float:
+def symmetric_buffer_bytes(tp_overlap: str, stream: float) -> float:
     """Bytes that a rank shares with its tensor group (`distributed/symmetric_memory.py`): for what is gathered and for
     what is summed, each in two halves. stream: bytes of the hidden states of a micro-batch, all ranks' tokens."""
-    return 2 * 2 * stream if fusion != "off" else 0.0
+    return 2 * 2 * stream if tp_overlap != "off" else 0.0
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ class ModelBytes:
         self.stream = self.element * self.tokens * spec.width / plan.tp
         costs = estimated_costs(config, spec, plan, batch, self.element)
         self.activation = costs.activation
-        works = model_work(spec, batch.sequence_length, plan.tp, self.element, config.parallel.fusion)
+        works = model_work(spec, batch.sequence_length, plan.tp, self.element, config.parallel.tp_overlap)
         tiled = bool(config.activation.tile)
         # What a layer holds from I to W.
         self.deferred = [self.tokens * (work.deferred - work.feed_deferred * tiled) for work in works]
@@ -172,8 +172,8 @@ class ModelBytes:
         )
         self.shard = plan.shard if plan.stage else 1
         self.every = plan.stage >= 2 and not once  # whether each micro-batch's gradients are reduced
-        self.copied = config.parallel.zero.transport == "copy_engine"
-        self.boxes = symmetric_buffer_bytes(config.parallel.fusion, self.stream * plan.tp)
+        self.copied = config.parallel.zero.collectives == "copy_engine"
+        self.boxes = symmetric_buffer_bytes(config.parallel.tp_overlap, self.stream * plan.tp)
         # Bytes of a layer in fp8 on their way.
         self.narrow = max(gathered_in_float8(config, spec, plan), default=0.0)
 

@@ -1,4 +1,4 @@
-"""Seconds of tensor-parallel products together with their collectives, by each way of `parallel.fusion`.
+"""Seconds of tensor-parallel products together with their collectives, by each way of `parallel.tp_overlap`.
 
 A way here is what the class of that name in `distributed/` does: which parts travel while which are multiplied. With r
 the collective's time over the product's, hiding makes a product at most (1 + r) / max(1, r) times as fast; what is left
@@ -136,7 +136,7 @@ OVERLAP_MODELS: dict[str, type[CollectiveOverlap]] = {
     "copy_engine": CopyEngineOverlap,
     "triton": TritonOverlap,
 }
-"""By the value of `parallel.fusion`."""
+"""By the value of `parallel.tp_overlap`."""
 
 
 class LayerPasses(NamedTuple):

@@ -60,8 +60,8 @@ DEGREES = (
     "parallel.cp",
     "parallel.shard",
     "parallel.zero.stage",
-    "parallel.fusion",
-    "parallel.zero.transport",
+    "parallel.tp_overlap",
+    "parallel.zero.collectives",
     "batch.micro_size",
     "activation.mode",
 )
@@ -187,7 +187,7 @@ class _Search:
                     continue
                 context = self.base.parallel.context if cp > 1 else ContextConfig()
                 whole = replace(self.base.parallel, dp=-1, tp=tp, pp=pp, cp=cp, context=context, shard=-1)
-                whole = with_backends(whole, "off", "collectives")
+                whole = with_backends(whole, "off", "nccl")
                 problems = check_plan(whole, self.world, self.spec, self.node) or self.unshared(whole)
                 problems = problems or list(check_float8(self.base, self.spec, build_plan(whole, self.world)))
                 self.reasons += problems
@@ -200,19 +200,19 @@ class _Search:
     def ways(self, parallel: ParallelConfig) -> Iterator[ParallelConfig]:
         """A plan by collectives, by copies between the GPUs of a node, and as the settings say, where that is legal."""
         base, copies = self.base, ["copy_engine"] * (self.hardware.device != "CPU")  # where copies take no core's time
-        fusions, transports = [base.parallel.fusion, *copies], [base.parallel.zero.transport, *copies]
+        overlaps, backends = [base.parallel.tp_overlap, *copies], [base.parallel.zero.collectives, *copies]
         if parallel.tp == 1 or float8_settings(base.precision):  # in fp8 none has run on GPUs
-            fusions = []
+            overlaps = []
         if (
             base.precision.float8.gather
             or enabled_codecs(parallel.grad_comm)
             or build_plan(parallel, self.world).shard == 1
         ):
-            transports = []
-        pairs = itertools.product(dict.fromkeys(["off", *fusions]), dict.fromkeys(["collectives", *transports]))
-        for fusion, transport in pairs:
-            way = with_backends(parallel, fusion, transport)
-            if (fusion, transport) == ("off", "collectives") or not check_plan(way, self.world, self.spec, self.node):
+            backends = []
+        pairs = itertools.product(dict.fromkeys(["off", *overlaps]), dict.fromkeys(["nccl", *backends]))
+        for tp_overlap, collectives in pairs:
+            way = with_backends(parallel, tp_overlap, collectives)
+            if (tp_overlap, collectives) == ("off", "nccl") or not check_plan(way, self.world, self.spec, self.node):
                 yield way
 
     def with_schedules(self, config: Config, plan: Plan, micro: int, accumulation: int) -> Iterator[PlanCandidate]:
@@ -323,6 +323,6 @@ class _Search:
         return held / plan.pp + 0.8 * IN_FLIGHT.get(schedule, 1.0) * sum(timing.costs.activation[:-1])
 
 
-def with_backends(parallel: ParallelConfig, fusion: str, transport: str) -> ParallelConfig:
+def with_backends(parallel: ParallelConfig, tp_overlap: str, collectives: str) -> ParallelConfig:
     """The plan whose ranks communicate so."""
-    return replace(parallel, fusion=fusion, zero=replace(parallel.zero, transport=transport))
+    return replace(parallel, tp_overlap=tp_overlap, zero=replace(parallel.zero, collectives=collectives))

@@ -168,8 +168,8 @@ class _Table:
     def __init__(self, config: Config, layout: Layout, hardware: HardwareConfig):
         self.config, self.layout, self.hardware = config, layout, hardware
         element = ELEMENT_BYTES[config.precision.compute]
-        length, fusion = layout.batch.sequence_length, config.parallel.fusion
-        self.works = model_work(layout.spec, length, layout.plan.tp, element, fusion)
+        length, tp_overlap = layout.batch.sequence_length, config.parallel.tp_overlap
+        self.works = model_work(layout.spec, length, layout.plan.tp, element, tp_overlap)
         self.known: dict[SavedOperations, tuple[list[float], tuple[float, ...]]] = {}
         self.kinds: dict[int, list[int]] = defaultdict(list)  # layers that are equal
         for layer, work in enumerate(self.works):

@@ -174,12 +174,12 @@ class _Timer:
             adding=(1 + 1 / ring.ranks) * stream / self.pace.memory,
             hidden=self.pace.hidden,
         )
-        return OVERLAP_MODELS[self.config.parallel.fusion](link), CollectiveOverlap(link)
+        return OVERLAP_MODELS[self.config.parallel.tp_overlap](link), CollectiveOverlap(link)
 
     def timing(self) -> ModelTiming:
         spec, plan, batch = self.spec, self.plan, self.batch
         costs = estimated_costs(self.config, spec, plan, batch, self.element)
-        works = model_work(spec, batch.sequence_length, plan.tp, self.element, self.config.parallel.fusion)
+        works = model_work(spec, batch.sequence_length, plan.tp, self.element, self.config.parallel.tp_overlap)
         left = left_by_recompute(works, self.config.activation, self.config.compile)
         known: dict[tuple[int, int, frozenset[tuple[str, str]]], UnitTimes] = {}
         layers, float8 = [], float8_linears(self.config.precision, spec)
@@ -341,7 +341,7 @@ class _Timer:
         sequences communicate in a micro-batch; narrow: elements that are gathered in fp8; outer: see `of_states`."""
         plan, pace, shards = self.plan, self.pace, self.rings["shard"]
         axes = {"tensor": tensor, "context": context}
-        copied = self.config.parallel.zero.transport == "copy_engine"  # in the type in which gradients were computed
+        copied = self.config.parallel.zero.collectives == "copy_engine"  # in the type in which gradients were computed
         widths = self.element * (size - narrow) + narrow, (self.element if copied else self.scattered.width) * size
         moved = of_states(plan, *widths, outer, self.reduces_once)
         gather, reduce = (shards.seconds(moved[kind].size) for kind in ("gather", "scatter"))
