@@ -15,7 +15,7 @@ version = release = trainer.__version__
 extensions = ["myst_nb", "sphinx.ext.autodoc"]
 
 root_doc = "docs/index"
-include_patterns = ["*.md", "docs/*.md", "bench/README.md", "examples/*.ipynb"]
+include_patterns = ["*.md", "docs/*.md", "bench/README.md", "bench/results/*.md", "examples/*.ipynb"]
 exclude_patterns = [".*", "build", "runs", "tests", "trainer", "configs", "launch"]
 default_role = "code"
 

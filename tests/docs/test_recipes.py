@@ -58,7 +58,7 @@ def test_the_recipe_whose_products_copy_runs_in_fp8_too_and_over_nodes():
 
 def test_what_is_called_measured_was(generate):
     for place, said in generate.MEASURED.items():
-        (page,) = re.findall(r"]\((\w+\.md)#", said)
+        (page,) = re.findall(r"]\(([\w./-]+\.md)#", said)
         assert place in generate.predicted() and f"**{said.split()[0]}**" in (ROOT / "docs" / page).read_text()
 
 

@@ -28,7 +28,7 @@ from trainer.planning.estimate.step import GIB, StepEstimate
 from trainer.planning.resolve import check_config, resolve_layout
 
 BEST = {"batch__sequence_length": 8192, "batch__micro_size": 2, "parallel__zero__stage": 3, "compile": True}
-"""The plan of Llama-3 8B that was measured on two H200 (docs/performance.md)."""
+"""The plan of Llama-3 8B that was measured on two H200 (bench/results/2026-11-h200-h100.md)."""
 
 UNIFORM: dict[str, dict[str, Any]] = {
     "none": {"activation__mode": "none"},

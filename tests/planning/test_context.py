@@ -234,8 +234,9 @@ WAYS = {
     "hybrid": ("hybrid", "auto"),
 }
 MEASURED = [
-    # docs/performance.md, H200s and layers of Llama-3 8B with full recompute: ranks, tokens, way, how many times as
-    # long one GPU takes for the whole sequence, and the limit of the error. The first four are of the first run.
+    # bench/results/2026-11-h200-h100.md, H200s and layers of Llama-3 8B with full recompute: ranks, tokens, way, how
+    # many times as long one GPU takes for the whole sequence, and the limit of the error. The first four are of the
+    # first run.
     (2, 2**15, "zigzag", 1.43, 0.06),
     (2, 2**15, "ulysses", 1.94, 0.03),
     (2, 2**17, "zigzag", 1.30, 0.03),

@@ -93,7 +93,8 @@ def drawn(length: int = 131072) -> DocumentLengths:
 
 @pytest.mark.parametrize("world, order, measured", [(1, "auto", 0.441), (2, "zigzag", 0.239), (2, "blocks", 0.235)])
 def test_measured_layers_of_short_documents(world, order, measured):
-    """docs/performance.md, sequences shared by several GPUs; the whole sequence as one document took 1.54 s."""
+    """bench/results/2026-11-h200-h100.md, sequences shared by several GPUs; the whole sequence as one document took
+    1.54 s."""
     found = drawn()
     lengths = {"data__documents__mean": found.mean, "data__documents__median": found.median}
     way = {"parallel__context__method": "allgather", "parallel__context__order": order} if world > 1 else {}

@@ -42,7 +42,8 @@ def pipeline(ranks: int, schedule: str, split: list[int], **changes: object) -> 
 
 
 MEASURED = {
-    # docs/performance.md, Llama-3 8B: H200s, settings, tokens/s of a GPU, GiB allocated at the peak, GiB reserved.
+    # bench/results/2026-11-h200-h100.md, Llama-3 8B: H200s, settings, tokens/s of a GPU, GiB allocated at the
+    # peak, GiB reserved.
     "1 sequence": (2, ZERO3, 8887, 64.8, 82.5),
     "2 sequences": (2, ZERO3 | {"batch__micro_size": 2}, 9576, 79.8, 98.7),
     "2 sequences, today": (2, ZERO3 | {"batch__micro_size": 2}, 9666, None, 99.0),
@@ -111,7 +112,7 @@ def test_memory_of_measured_plans(predicted):
 
 
 H100S = {
-    # docs/performance.md, two H100, 16 layers of Llama-3 8B: settings, tokens/s of a GPU, GiB reserved.
+    # bench/results/2026-11-h200-h100.md, two H100, 16 layers of Llama-3 8B: settings, tokens/s of a GPU, GiB reserved.
     "2 sequences": (ZERO3 | {"batch__micro_size": 2}, 17633, 59.0),
     "2 sequences, copied": (ZERO3 | COPIED | {"batch__micro_size": 2}, 18188, 56.5),
     "1 sequence": (ZERO3, 16039, 49.7),
@@ -160,7 +161,7 @@ def test_eager_layers_of_a_few_tokens_wait_for_their_host():
 
 
 LONG = {
-    # H200s: two layers and the head of Llama-3.1 8B with everything that saves memory (bench/long_memory.py). GPUs that
+    # H200s: two layers and the head of Llama-3.1 8B with everything that saves memory. GPUs that
     # share a sequence, its tokens, GiB allocated at the peak, GiB reserved in segments that grow. Of two that share one
     # the first held the states of the other 30 layers (48.8 GiB, left out here), the others have all on their host.
     # Those of 1,310,720 tokens were H100s, of which a plan takes as much.
@@ -212,7 +213,7 @@ def test_memory_of_one_gpu():
 
 
 def test_bubbles_of_measured_plans(predicted):
-    """Shares of the step, as docs/performance.md has them."""
+    """Shares of the step, as bench/results/2026-11-h200-h100.md has them."""
     measured = {"pp2 1F1B": 0.121, "pp2 interleaved": 0.045, "pp2 ZB-V": 0.039, "pp4 1F1B": 0.295, "pp4 ZB-V": 0.142}
     for name, share in measured.items():
         assert predicted[name].terms["bubble"] / predicted[name].seconds == pytest.approx(share, abs=0.02), name

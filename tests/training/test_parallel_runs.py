@@ -191,7 +191,7 @@ def test_auto_measures_chooses_and_goes_on(root, alone, two, name):
     first, again = two[f"{name}_5"], two[f"{name}_7"]
     assert first["code"] == again["code"] == 0
     assert (
-        first["measured"] == [3] and again["measured"] == []
+        first["measured"] == [4] and again["measured"] == []
     )  # two steps after the one that warms up; a resumed run has its choice
     assert_equal(first, alone["untied"], 5)
     assert_equal(again, alone["untied"], 7)

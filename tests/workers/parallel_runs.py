@@ -55,7 +55,7 @@ COMMON = {
     "lr.peak": 3e-3,
     "eval.every": 2,
     "eval.sequences": 5,
-    "eval.generate": "{every: 4, tokens: 5, prompts: [the, '', a longer beginning of a text], seed: 1}",
+    "eval.generate": "{every: 4, tokens: 5, prompts: [the, '', a longer beginning of a text]}",
     "checkpoint.keep_last": 0,
     "run.device": "cpu",
     "logging.console": "none",

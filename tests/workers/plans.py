@@ -165,8 +165,9 @@ def config_of(case: Case, folder: Path) -> Config:
     config.precision.types.rules = {pattern: {"float8": other} for pattern, other in rules.items()}
     if case.get("optimizer") == "muon_in_one_layer":
         config.precision.types.rules = {"layers.0.attention.[qkvo].weight": {"optimizer": "muon"}}
+    scaler.BACKOFF = 2.0**-10 if case.get("overflow") else 0.5
     if case.get("overflow"):
-        config.precision.loss_scale, scaler.BACKOFF = 2.0**40, 2.0**-10
+        config.precision.loss_scale = 2.0**40
     return config
 
 

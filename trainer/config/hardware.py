@@ -91,7 +91,7 @@ class HardwareConfig:
     )
     eager: float = option(
         3.5,
-        "how many times the bytes of fused kernels those of eager layers move: docs/performance.md, eager instead of "
+        "how many times the bytes of fused kernels those of eager layers move; that of an H200, eager instead of "
         "compiled, until it is measured",
         range="[1, inf)",
     )

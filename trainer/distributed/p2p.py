@@ -12,6 +12,7 @@ along a pipeline (`use_local_synchronization`).
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -197,6 +198,10 @@ class PendingTensor:
         self._work = None
 
 
+FAILING = threading.Event()
+"""Set while this process exchanges with the others what failed; it ends by that error soon."""
+
+
 class FailureStore:
     """What the first rank that failed said about it. The others only see that their transfers break, so they look
     here."""
@@ -213,6 +218,7 @@ class FailureStore:
 
     def told(self, patience: float = 0.0) -> str | None:
         """The first failure told, waiting up to `patience` seconds for one."""
+        FAILING.set()
         end = time.monotonic() + patience
         try:
             while not (found := self._store.check(["failure"])) and time.monotonic() < end:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from trainer.config import GuardConfig
 from trainer.distributed.c10d_internals import default_store
+from trainer.distributed.p2p import FAILING
 from trainer.distributed.symmetric_memory import pending_waits
 from trainer.observe import flight
 from trainer.observe.neighbours import NeighbourWatch
@@ -53,8 +54,9 @@ FIRST = 8
 """Only the ranks below this one give up when their time is over. The others wait to be told through the store, and give
 up by themselves later: all ranks at once would flood the store."""
 
-GRACE = 3.0
-"""Seconds in which this rank may end by an error of its own, once another rank is known to have ended."""
+GRACE = 8.0
+"""Seconds in which this rank may end by an error of its own, once another rank is known to have ended. Ranks of a
+pipeline learn of it one after the other, some after five seconds, and name the rank and the action."""
 
 PATIENCE = 15.0
 """Once a rank has given up, the others have at most so many seconds to write their reports."""
@@ -255,7 +257,9 @@ class Watchdog:
     def _leave_after(self, lost: int) -> None:
         """Ends this process, since that of another rank has ended without a goodbye, unless this one ends by itself or
         reports a stall."""
-        if self.closed.wait(GRACE) or self.stalled.is_set() or self.phase == ENDING:
+        if self.closed.wait(GRACE) or FAILING.is_set() and self.closed.wait(PATIENCE):
+            return
+        if self.stalled.is_set() or self.phase == ENDING:
             return
         reason = f"the process of rank {lost} ended during {self.phase}, step {self.step}"
         print(f"rank {self.rank} leaves: {reason}", file=sys.stderr, flush=True)

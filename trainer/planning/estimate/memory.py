@@ -60,7 +60,7 @@ MOMENTARY = ("backward of a layer", "gradients", "communication buffers", "gathe
 
 FRAGMENTS = 0.03
 """What the allocator cannot use between blocks, as a share of the most that is allocated: fitted to reserved memory of
-docs/performance.md."""
+bench/results/2026-11-h200-h100.md."""
 PUT_OFF = 0.15
 """The same of a split backward, which frees in another order than it allocates, as a share of the most that activations
 take."""
