@@ -13,7 +13,6 @@ from trainer.config import ConfigError, RunConfig
 from trainer.config.fields import option
 from trainer.config.options import WEIGHTS, run_command
 from trainer.config.typed import out_of_range
-from trainer.generate.text import print_continuations, read_prompts
 from trainer.planning.plan import nearby_worlds
 from trainer.planning.resolve import empty_stop
 from trainer.util.exit_codes import give_way
@@ -71,7 +70,6 @@ def check_options(options: SampleOptions, processes: int = 1) -> None:
 def run(options: SampleOptions) -> None:
     processes = int(os.environ.get("WORLD_SIZE", 1))
     check_options(options, processes)
-    prompts = read_prompts(options.prompts) if options.prompts else [options.prompt]
     # torch takes seconds to import, and `--help` needs none of it.
     import torch
     import torch.distributed as dist
@@ -82,7 +80,9 @@ def run(options: SampleOptions) -> None:
     from trainer.distributed.mesh import local_device
     from trainer.generate.sampling import SamplingOptions
     from trainer.generate.sharded_model import place_saved
+    from trainer.generate.text import print_continuations, read_prompts
 
+    prompts = read_prompts(options.prompts) if options.prompts else [options.prompt]
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device=cuda, but torch sees no GPU; use device=cpu or device=auto")
     import_modules(options.imports)
