@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from trainer.config import ConfigError
 from trainer.data.tokenizer import Tokenizer
@@ -13,12 +13,6 @@ from trainer.generate.sampling import SamplingOptions, TokenGenerator
 from trainer.generate.sharded_model import ShardedModel
 from trainer.util.exit_codes import process_rank
 from trainer.util.reading import read_bytes
-
-if TYPE_CHECKING:
-    from trainer.data.tokenizer import Tokenizer
-    from trainer.generate.sampling import SamplingOptions
-    from trainer.generate.sharded_model import ShardedModel
-
 
 HALF = "\ufffd"
 """What a character shows as whose last bytes are tokens to come."""
@@ -169,7 +163,6 @@ def print_continuations(
 ) -> None:
     """Prints each prompt and what follows it, as it comes; of several prompts, which are computed together, one behind
     the other. numbered: with a line before each."""
-    pass
     from trainer.observe.samples import escape_controls
 
     def say(text: str) -> None:
