@@ -86,9 +86,10 @@ def main() -> None:
     pipeline = resolve_pipeline(config, spec, plan, batch)
     torch.set_float32_matmul_precision(config.precision.matmul)
     world, started = join_world(plan.mesh, device, cp=plan.cp), time.perf_counter()
-    config, layout, chosen = decide_together(
+    decision = decide_together(
         config, Layout(spec, plan, batch, pipeline), world, node_size(world_size), find_hardware(config, device)
     )
+    config, layout, chosen = decision.config, decision.layout, decision.notes
     pipeline = layout.pipeline
     state = TrainState.build(config, spec, plan, pipeline, world)
     recorded = CUDAGraphStep(state) if config.run.cuda_graphs else None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trainer.config import ConfigError, RunConfig
@@ -14,7 +15,6 @@ from trainer.config.fields import option
 from trainer.config.options import WEIGHTS, run_command
 from trainer.config.typed import out_of_range
 from trainer.planning.plan import nearby_worlds
-from trainer.planning.resolve import empty_stop
 from trainer.util.exit_codes import give_way
 
 WORDS = ("checkpoint",)
@@ -51,9 +51,15 @@ class SampleOptions:
     imports: list[str] = option([], "modules of your own that register the model's blocks; they are run")
 
 
+def stop_problems(stop: list[str]) -> Iterator[str]:
+    """What is wrong with the texts before which continuations end."""
+    if "" in stop:
+        yield f"stop={stop}: every text begins with an empty one, so nothing would be generated; leave it out"
+
+
 def check_options(options: SampleOptions, processes: int = 1) -> None:
     """Raises `ConfigError` for options that nothing could be sampled with on so many processes."""
-    problems = [*out_of_range(options), *empty_stop("stop", options.stop)]
+    problems = [*out_of_range(options), *stop_problems(options.stop)]
     if options.prompt and options.prompts:
         problems.append(f"prompt={options.prompt} and prompts={options.prompts} exclude each other; leave one out")
     together = options.tp * options.cp

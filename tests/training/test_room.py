@@ -32,7 +32,7 @@ from trainer.planning.estimate.recompute import measure_choice, with_section
 from trainer.planning.fit import MachineMemory
 from trainer.planning.resolve import resolve_layout
 from trainer.training import out_of_memory
-from trainer.training.out_of_memory import explain_oom, format_oom
+from trainer.training.out_of_memory import check_decision, explain_oom, format_oom
 from trainer.training.session import least_memory
 from trainer.util.tables import format_bytes
 
@@ -115,6 +115,22 @@ def test_the_rank_with_least_free_memory_decides_for_all():
     kept = [saved(*((free * GIB, 1000 * GIB) for free in ranks)) for ranks in ((139, 139), (139, 110), (110, 110))]
     assert kept[0] == ["attention", "attention.*", "feed_forward.gate", "feed_forward.up"]
     assert kept[1] != kept[0] and kept[1] == kept[2]
+
+
+def test_processes_of_a_machine_share_its_memory(tmp_path, cache):
+    """What fits into the whole memory of a machine does not fit into the share that each of its processes has."""
+    config = composed(tmp_path, cache, activation="auto")
+    layout = resolve_layout(config, 1, ModelSpec.from_dict(config.model.to_dict()))
+    need = peak(config, "full") * GIB
+    for node, fits in ((1, True), (4, False)):
+        memory = MachineMemory(None, int(2 * need))
+        decision = decide(config, layout, MemoryLimit.of(memory, node), node, h200())
+        given = config, decision, memory, node, torch.device("cpu")
+        if fits:
+            check_decision(*given)
+        else:
+            with pytest.raises(ConfigError, match="nothing fits: .* and there are"):
+                check_decision(*given)
 
 
 def started(folder: Path, cache: Path, world: int, *more: str) -> list[tuple[int, str]]:

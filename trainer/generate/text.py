@@ -127,7 +127,7 @@ def continue_prompts(
     return texts
 
 
-# Prompts that a command is given, and how a terminal shows what becomes of them. Needs no torch until it shows.
+# Prompts that a command is given, and how a terminal shows what becomes of them.
 
 
 LARGEST = 1 << 24

@@ -37,20 +37,24 @@ class NeighbourWatch:
         self.store, self.rank, self.size, self.lost = store, rank, size, lost
         self.token = secrets.token_hex(16)
         self.connections: dict[socket.socket, int] = {}  # and the rank at the other end
-        self.lock, self.closed = threading.Lock(), False
+        self.lock, self.closed, self.orderly = threading.Lock(), False, False
         self.waking, self.wake = socket.socketpair()
         threading.Thread(target=self._run, name="neighbours", daemon=True).start()
 
     def close(self, orderly: bool) -> None:
         """Ends the watch. orderly: the neighbours are told that this rank ends; otherwise they find it lost."""
         with self.lock:
-            self.closed = True
+            self.closed, self.orderly = True, orderly
             for connection in self.connections:
-                with contextlib.suppress(OSError):
-                    if orderly:
-                        connection.sendall(GOODBYE)
-                    connection.close()
+                self._part(connection)
         self.wake.close()
+
+    def _part(self, connection: socket.socket) -> None:
+        """Closes a connection, after a goodbye if this rank ends in order."""
+        if self.orderly:
+            with contextlib.suppress(OSError):
+                connection.sendall(GOODBYE)
+        connection.close()
 
     def _run(self) -> None:
         with contextlib.suppress(OSError, RuntimeError, ValueError), socket.create_server(("", 0)) as server:
@@ -85,7 +89,7 @@ class NeighbourWatch:
         connection.settimeout(None)
         with self.lock:
             if self.closed:
-                connection.close()
+                self._part(connection)
             else:
                 self.connections[connection] = rank
 

@@ -19,7 +19,7 @@ from trainer.config import ActivationConfig, Config
 from trainer.config.hardware import HardwareConfig
 from trainer.parallel.pipeline.plan import resolve_pipeline
 from trainer.planning.estimate.memory import MemoryPeak, can_replay, find_peaks
-from trainer.planning.estimate.recompute import RecomputeChoice, decide_recompute, measure_choice, with_section
+from trainer.planning.estimate.recompute import RecomputeChoice, decide_recompute, with_section
 from trainer.planning.fit import MachineMemory
 from trainer.planning.resolve import Layout
 from trainer.util.tables import format_bytes, format_duration
@@ -27,7 +27,7 @@ from trainer.util.tables import format_bytes, format_duration
 GIB = 2**30
 
 TILE = 8192
-"""Tokens: enough for products at full speed, and for adding up a gradient in fp32 to be some percent of them."""
+"""Tokens: enough for GEMMs at full speed, and for adding up a gradient in fp32 to be some percent of them."""
 
 SHARE = 0.92
 """Of a device's memory that a predicted peak may take."""
@@ -47,84 +47,78 @@ class MemoryLimit:
 
 
 class Decision(NamedTuple):
-    """config, layout: with everything decided. peak, limit: bytes that a rank's step is predicted to take and may take,
-    where `activation.mode=auto` was decided; notes: what it chose, in a line."""
+    """config, layout: with every `auto` that depends on memory decided. predicted: the step with what
+    `activation.mode=auto` chose, None where it was not asked; limit: bytes that a rank's step may take."""
 
     config: Config
     layout: Layout
-    peak: float | None = None
+    predicted: RecomputeChoice | None = None
     limit: float | None = None
-    notes: tuple[str, ...] = ()
+
+    @property
+    def notes(self) -> list[str]:
+        """What `activation.mode=auto` chose, in a line."""
+        if self.predicted is None or self.limit is None:
+            return []
+        return [
+            f"activation=auto chose {describe_recompute(self.config.activation)}: predicted step "
+            f"{format_duration(self.predicted.seconds)}, peak {format_bytes(self.predicted.peak)} of the "
+            f"{format_bytes(self.limit)} that it may take"
+        ]
 
 
 def decide(
-    config: Config, layout: Layout, room: MemoryLimit, node: int, hardware: HardwareConfig | None = None
+    config: Config, layout: Layout, available: MemoryLimit, node: int, hardware: HardwareConfig | None = None
 ) -> Decision:
-    """Everything that is left open, decided. The result is equal on ranks that agree on the arguments.
+    """Decides `auto` of `activation.mode`, `loss.tile`, `activation.tile` and `activation.offload`: takes the first
+    choice whose predicted peak fits, or else the one with the smallest peak. Ranks that agree on the arguments get the
+    same decision.
 
-    room: the least of all ranks. node: processes of a machine. hardware: how fast it is, which `activation.mode=auto`
-    needs to know."""
-    chosen, layout = decide_memory(config, layout, room, node, hardware)
-    if config.activation.mode != "auto" or hardware is None:
-        return Decision(chosen, layout)
-    one, limit = measure_choice(chosen, layout, hardware, node), limit_of(config, room) or room.host
-    note = (
-        f"activation=auto chose {describe_recompute(chosen.activation)}: predicted step "
-        f"{format_duration(one.seconds)}, peak {format_bytes(one.peak)} of the {format_bytes(limit)} that it may take"
-    )
-    return Decision(chosen, layout, one.peak, limit, (note,))
-
-
-def decide_memory(
-    config: Config, layout: Layout, room: MemoryLimit, node: int, hardware: HardwareConfig | None
-) -> tuple[Config, Layout]:
-    """The configuration with `auto` of `activation.mode`, `loss.tile`, `activation.tile` and `activation.offload`
-    decided, and its layout: the first choice whose predicted peak fits, or else the one with the smallest.
-
-    node: processes of a machine. hardware: how fast they are, which `activation.mode=auto` needs to know: of its
-    choices the fastest that fits is taken, and inputs wait in host memory only if none fits otherwise."""
+    available: memory of the rank with least. node: processes of a machine. hardware: how fast the machine is, which
+    `activation.mode=auto` needs to know. It takes the fastest choice that fits, and keeps inputs in host memory only if
+    nothing fits otherwise."""
     tokens = layout.batch.sequence_length * layout.batch.micro_size / layout.plan.token_ranks
-    limit = limit_of(config, room)
+    limit = limit_of(config, available)
     automatic = config.activation.mode == "auto"
-    ways = list(memory_choices(config, tokens))
-    if not can_replay(layout.plan) or (limit is None or len(ways) == 1) and not automatic:
-        return ways[0], _layout(ways[0], layout)
+    choices = list(memory_choices(config, tokens))
+    if not can_replay(layout.plan) or (limit is None or len(choices) == 1) and not automatic:
+        return Decision(choices[0], _layout(choices[0], layout))
     if automatic:
         assert hardware is not None
-        return _least_recompute(
-            ways if limit is not None else ways[:1], layout, hardware, limit or room.host, room.host, node
-        )
+        some, bound = (choices[:1], available.host) if limit is None else (choices, limit)
+        one = _least_recompute(some, layout, hardware, bound, available.host, node)
+        return Decision(one.config, one.layout, one, bound)
     assert limit is not None
-    found: list[tuple[float, tuple[Config, Layout]]] = []
-    for way in ways:
-        choice = way, _layout(way, layout)
-        ranks = find_peaks(*choice, lowered=False, node=node)
-        if found and max(peak.host for peak in ranks) > room.host:
+    found: list[tuple[float, Decision]] = []
+    for choice in choices:
+        decision = Decision(choice, _layout(choice, layout))
+        ranks = find_peaks(decision.config, decision.layout, lowered=False, node=node)
+        if found and max(peak.host for peak in ranks) > available.host:
             continue
-        found.append((max(peak.reserved for peak in ranks), choice))
+        found.append((max(peak.reserved for peak in ranks), decision))
         if found[-1][0] <= limit:
-            return choice
+            return decision
     return min(found, key=lambda one: one[0])[1]
 
 
-def limit_of(config: Config, room: MemoryLimit) -> float | None:
+def limit_of(config: Config, available: MemoryLimit) -> float | None:
     """Bytes that a predicted peak may take; None where nothing is known of them."""
     if config.activation.memory is not None:
         return config.activation.memory * GIB
-    return None if room.device is None else SHARE * room.device
+    return None if available.device is None else SHARE * available.device
 
 
 def _least_recompute(
-    ways: Sequence[Config], layout: Layout, hardware: HardwareConfig, limit: float, host: float, node: int
-) -> tuple[Config, Layout]:
-    """Of choices of tiles and host memory the one with which recompute takes least time."""
+    choices: Sequence[Config], layout: Layout, hardware: HardwareConfig, limit: float, host: float, node: int
+) -> RecomputeChoice:
+    """Of choices of tiles and offload the one whose recompute takes the least time."""
     found: list[RecomputeChoice] = []
     for offload in (False, True):
-        some = [way for way in ways if bool(way.activation.offload) == offload]
-        found += [decide_recompute(way, _layout(way, layout), hardware, limit, node) for way in some]
+        some = [one for one in choices if bool(one.activation.offload) == offload]
+        found += [decide_recompute(one, _layout(one, layout), hardware, limit, node) for one in some]
         if fitting := [one for one in found if one.peak <= limit and one.host <= host]:
-            return min(fitting, key=lambda one: one.seconds)[:2]
-    return min(found, key=lambda one: (one.host > host, one.peak))[:2]
+            return min(fitting, key=lambda one: one.seconds)
+    return min(found, key=lambda one: (one.host > host, one.peak))
 
 
 def memory_choices(config: Config, tokens: float) -> Iterator[Config]:

@@ -234,12 +234,6 @@ def _samples(generate: GenerateConfig) -> Iterator[str]:
         yield "eval.generate.prompts=[] has nothing to continue; name a text, or [''] for new documents"
 
 
-def empty_stop(setting: str, stop: list[str]) -> Iterator[str]:
-    """What is wrong with the texts before which continuations end."""
-    if "" in stop:
-        yield f"{setting}={stop}: every text begins with an empty one, so nothing would be generated; leave it out"
-
-
 def _conversations(config: Config, corpora: dict[str, CorpusConfig]) -> Iterator[str]:
     chats, data = [name for name, source in corpora.items() if source.kind == "chat"], config.data
     if chats and not data.mask_documents:

@@ -20,7 +20,7 @@ from trainer.distributed.mesh import World
 from trainer.distributed.tensors import Fragment, local_values
 from trainer.observe.report import device_name, peak_memory_gib
 from trainer.observe.sinks import reason_of, write_status
-from trainer.planning.decide import Decision, describe_recompute
+from trainer.planning.decide import Decision, MemoryLimit, describe_recompute
 from trainer.planning.estimate.hardware import load_hardware, shipped_for
 from trainer.planning.fit import MachineMemory
 from trainer.planning.plan import node_size
@@ -162,13 +162,13 @@ def suggest_overrides(config: Config, layout: Layout, machine: RunMachine, memor
 
 def check_decision(asked: Config, decision: Decision, memory: MachineMemory, node: int, device: torch.device) -> None:
     """Raises `ConfigError`, with what to set, where nothing that `activation.mode=auto` may choose fits. asked: the
-    configuration before the decision. memory: what the rank with least has free."""
+    configuration before the decision. memory: what the rank with least has free; node: processes of a machine."""
     config, layout = decision.config, decision.layout
-    if decision.peak is None or config.run.force:
+    if decision.predicted is None or config.run.force:
         return
-    given = asked.activation.memory
-    whole = given * 2**30 if given is not None else memory.device or memory.host
-    if decision.peak <= whole:
+    given, available, peak = asked.activation.memory, MemoryLimit.of(memory, node), decision.predicted.peak
+    whole = given * 2**30 if given is not None else available.device or available.host
+    if peak <= whole:
         return
     from trainer.diagnosis.evidence import RunMachine
 
@@ -176,11 +176,11 @@ def check_decision(asked: Config, decision: Decision, memory: MachineMemory, nod
     memory = replace(memory, device=int(whole) if memory.device else None)
     ways = suggest_overrides(config, layout, place, memory)
     if given is not None:
-        ways = f"set activation.memory={1.01 * decision.peak / 2**30:.3g}, which would do, or {ways}"
+        ways = f"set activation.memory={1.01 * peak / 2**30:.3g}, which would do, or {ways}"
     there = f"activation.memory={given:g}" if given is not None else f"there are {format_bytes(whole)}"
     raise ConfigError(
         f"activation.mode=auto: nothing fits: the least that a step is predicted to take is "
-        f"{format_bytes(decision.peak)} a rank ({describe_recompute(config.activation)}), and {there}; {ways}, or go "
+        f"{format_bytes(peak)} a rank ({describe_recompute(config.activation)}), and {there}; {ways}, or go "
         "on all the same with run.force=true"
     )
 

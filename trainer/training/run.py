@@ -25,7 +25,7 @@ from trainer.model.initial import Weights
 from trainer.observe import flight, metrics
 from trainer.parallel.parallelize import check_compiler, check_model
 from trainer.parallel.zero.fsdp import check_engine
-from trainer.planning.decide import MemoryLimit, decide
+from trainer.planning.decide import Decision, MemoryLimit, decide
 from trainer.planning.fit import check_fit
 from trainer.planning.plan import BatchPlan, node_size, training_steps
 from trainer.planning.resolve import Layout, check_config, resolve_layout
@@ -89,11 +89,12 @@ def run(config: Config) -> RunResult:
         flight.enable_recorder(folder / "flight")
     world = join_world(layout.plan.mesh, device, max(1200.0, 2 * config.guard.stall_allowance), layout.plan.cp)
     try:
-        config, layout, notes = decide_together(config, layout, world, node, hardware)
+        decision = decide_together(config, layout, world, node, hardware)
     except ConfigError:  # on all ranks
         if not joined_before:
             dist.destroy_process_group()
         raise
+    config, layout = decision.config, decision.layout
     with (
         numeric_mode(config),
         host_threads(layout.plan, device),
@@ -103,7 +104,8 @@ def run(config: Config) -> RunResult:
         layout = saved_choice(folder, config, layout) or layout
         compare_ranks(config, layout, corpus, world)
         start = RunStart.find(config, layout, corpus.fingerprint, world)
-        config, start = with_total_steps(config, layout.batch, start), replace(start, notes=[*start.notes, *notes])
+        config = with_total_steps(config, layout.batch, start)
+        start = replace(start, notes=[*start.notes, *decision.notes])
         watchdog.total = config.run.steps
         if start.step >= config.run.steps:
             report_done(config, start, world)
@@ -123,13 +125,13 @@ def run(config: Config) -> RunResult:
 
 def decide_together(
     config: Config, layout: Layout, world: World, node: int, hardware: HardwareConfig | None
-) -> tuple[Config, Layout, tuple[str, ...]]:
+) -> Decision:
     """What the settings leave open, decided alike on all ranks by the memory of the rank with least. Raises
     `ConfigError` on all of them where nothing fits."""
     memory = least_memory(world)
     decision = decide(config, layout, MemoryLimit.of(memory, node), node, hardware)
     check_decision(config, decision, memory, node, world.device)
-    return decision.config, decision.layout, decision.notes
+    return decision
 
 
 def report_done(config: Config, start: RunStart, world: World) -> None:

@@ -19,7 +19,7 @@ UNFIT = 3
 LOST = 4
 """A node of a Slurm job does not answer."""
 STALLED = 70
-"""The watchdog ended a run that made no progress; it resumes from the last checkpoint."""
+"""The watchdog ended a run that made no progress, or that a process had left; it resumes from the last checkpoint."""
 STOPPED = 75
 """A signal, Ctrl-C or run.hours stopped the run, and its state is saved, to go on from (sysexits.h: EX_TEMPFAIL)."""
 INTERRUPTED = 130
