@@ -293,12 +293,18 @@ assert not [thread for thread in threading.enumerate() if thread.name == "signal
 
 @pytest.mark.parametrize("command", [ONE, OURS], ids=["one", "ours"])
 def test_a_signal_at_any_moment_ends_a_run_with_a_truthful_status(place, command):
-    """During the start, evaluations, saves, and at the end."""
+    """During the start, evaluations, saves, and at the end.
+
+    Half of the moments count from the launch and half from the first status, so that
+    both the start and the steps are met when other processes make this one slow.
+    """
     draw, requests = random.Random(f"{SEED} {command}"), [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1]
 
-    def at(moment: float) -> tuple[int, str | None, list[int]]:
+    def at(moment: float, from_status: bool) -> tuple[int, str | None, list[int]]:
         short = ("run.steps=6", "checkpoint.every=1", "eval.every=1", "eval.at_start=true", "checkpoint.keep_last=2")
         launch = Launch(folder_of(place), command, *short)
+        if from_status:
+            launch.wait_for((launch.folder / "status.json").exists, "status")
         time.sleep(moment)
         launch.send(draw.choice(requests))
         code = launch.end()
@@ -313,8 +319,8 @@ def test_a_signal_at_any_moment_ends_a_run_with_a_truthful_status(place, command
     whole = Launch(folder_of(place), command, "run.steps=6", "checkpoint.every=1", "eval.every=1", "eval.at_start=true")
     assert whole.end() == 0, whole.text
     length = time.monotonic() - start
-    moments = [draw.uniform(0, 1.1 * length) for _ in range(12)]
-    seen = together([(moment, lambda m=moment: at(m)) for moment in moments])
+    moments = [(draw.uniform(0, 0.8 * length), from_status) for _ in range(6) for from_status in (False, True)]
+    seen = together([(moment, lambda m=moment: at(*m)) for moment in moments])
     # Before the process handles signals, they end it, and it has written nothing.
     early = [(code, status) for code, status, saved in seen.values() if status is None and not saved]
     assert set(early) <= {(75, None), *((code, None) for n in requests for code in (-n, 128 + n))}, seen
