@@ -41,11 +41,11 @@ from trainer.model.transformer import Transformer
 from trainer.parallel.context.apply import share_sequences
 from trainer.parallel.context.plan import context_traffic
 from trainer.parallel.recompute import apply_recompute
-from trainer.planning.cost.layers import ATTENTION_BACKWARD, model_work
 from trainer.planning.cost.masks import block_size
 from trainer.planning.cost.parameters import layer_specs
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.throughput import link_bandwidth
+from trainer.planning.layer import ATTENTION_BACKWARD, model_programs
 from trainer.planning.plan import Plan, resolve_plan
 
 WAYS = {  # method, order, groups of heads
@@ -294,7 +294,7 @@ def run_layers(
             model = layers(spec, world.device, torch.bfloat16)
             apply_recompute(model, ActivationConfig(mode="full"))
         packing, attention = mask == "documents", layer_specs(spec)[0].attention
-        documents, work = packed(length, world.device) if packing else None, model_work(spec, length, 1, 2)[0]
+        documents, layer = packed(length, world.device) if packing else None, model_programs(spec, length, 1, 2)[0]
         tokens = torch.zeros(1, length, dtype=torch.int64, device=world.device)
         alone = 0.0
         ways = [way for way in LAYER_WAYS[mask] if way != "both" or two_by_two(plan)]
@@ -314,7 +314,8 @@ def run_layers(
             result |= {"seconds": seconds, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
             if context is None:
                 alone = seconds
-                flops = 4 * work.matmul + (2 + ATTENTION_BACKWARD) * work.attention  # forward twice
+                gemms, attention = (layer.total("flops", kind) for kind in ("gemm", "attention"))
+                flops = 4 * gemms + (2 + ATTENTION_BACKWARD) * attention  # forward twice
                 result["tflops"] = flops * length / seconds / 1e12 if not packing else None
             else:
                 silent = timed(lambda context=context: step(silenced(context)), 2) / depth

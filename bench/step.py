@@ -32,7 +32,7 @@ from trainer.data.batches import MicroBatch
 from trainer.distributed.mesh import join_world, local_device
 from trainer.model.attention import kernel_priority
 from trainer.parallel.pipeline.plan import PipelinePlan, resolve_pipeline
-from trainer.planning.cost import flops as cost
+from trainer.planning import layer as cost
 from trainer.planning.cost.devices import peak_flops
 from trainer.planning.plan import BatchPlan, node_size, resolve_plan
 from trainer.planning.resolve import Layout

@@ -29,10 +29,10 @@ from trainer.diagnosis.rules import Thresholds
 from trainer.diagnosis.time_breakdown import AXES, TERMS
 from trainer.observe.metrics import EVALUATION, METRICS, STEP
 from trainer.parallel.zero.deepspeed_plan import OWN, DeepSpeedKey
-from trainer.planning.cost.flops import parameter_counts
 from trainer.planning.decide import describe_measures
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.step import GIB, StepEstimate, estimate_step
+from trainer.planning.layer import parameter_counts
 from trainer.planning.plan_overrides import compose_variant
 from trainer.planning.resolve import check_config, communication_summary, resolve_layout
 from trainer.planning.schedules.costs import StageCosts

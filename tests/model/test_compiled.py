@@ -13,7 +13,7 @@ from trainer.model import compiled
 from trainer.model.attention import block_mask, causal_attention, compiled_flex, first_seen, mask_of
 from trainer.model.linear import column_parallel
 from trainer.parallel.recompute import policy_of
-from trainer.planning.cost.saved import saved_in
+from trainer.planning.recompute import saved_in
 from trainer.precision.float8 import Float8Multiply
 
 

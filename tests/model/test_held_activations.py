@@ -17,11 +17,12 @@ from trainer.config.model import ModelSpec, NormSpec, RopeSpec
 from trainer.model.initial import initialize_model
 from trainer.model.transformer import Transformer
 from trainer.parallel.parallelize import compile_layers
+from trainer.parallel.pipeline.plan import layer_costs
 from trainer.parallel.recompute import apply_recompute
-from trainer.planning.cost.layers import layer_costs, left_by_recompute, model_work
-from trainer.planning.cost.saved import saved_in
 from trainer.planning.estimate.memory import find_peaks
 from trainer.planning.estimate.recompute import RecomputeChoice, decide_recompute, measure_choice
+from trainer.planning.layer import model_programs
+from trainer.planning.recompute import left_by_recompute, saved_in
 from trainer.planning.resolve import resolve_layout
 
 LENGTH, SEQUENCES, WIDTH = 32, 2, 64
@@ -80,9 +81,9 @@ def test_layers_of_shipped_models_hold_what_is_planned(name):
         config, model = ActivationConfig(**options), Transformer(spec)
         initialize_model(model, spec, 0, torch.device("cpu"))
         apply_recompute(model, config)
-        (left,) = left_by_recompute(model_work(spec, LENGTH, 1, 4), config)
+        (left,) = left_by_recompute(model_programs(spec, LENGTH, 1, 4), config)
         tokens = LENGTH * SEQUENCES
-        planned = layer_costs(spec, LENGTH, SEQUENCES, 1, 1.0, recompute=config, element_bytes=4).activation[1]
+        planned = layer_costs(spec, LENGTH, SEQUENCES, 1, recompute=config, element_bytes=4).activation[1]
         if config.offload:  # a CPU's memory has the copies, and the last input itself, which has not been pushed out
             planned += tokens * left.host + (tokens * 4 * WIDTH if config.tile and left.host > 4 * WIDTH else 0)
             planned += tokens * 4 * WIDTH  # the output stands for no input here
@@ -108,7 +109,7 @@ def test_what_auto_keeps_of_each_layer_is_what_is_planned(share):
 
     least, most = choice("full").peak, choice("none").peak
     chosen = choice("auto", least + share * (most - least)).config
-    costs = layer_costs(spec, LENGTH, SEQUENCES, 1, 1.0, recompute=chosen.activation, element_bytes=4)
+    costs = layer_costs(spec, LENGTH, SEQUENCES, 1, recompute=chosen.activation, element_bytes=4)
     model = Transformer(spec)
     initialize_model(model, spec, 0, torch.device("cpu"))
     apply_recompute(model, chosen.activation)
@@ -130,9 +131,9 @@ def test_compiled_layers_hold_what_is_planned():
         config.compile, config.precision.compute = compiled, "fp32"
         (peak,) = find_peaks(config, resolve_layout(config, 1, spec, 1))
         planned[compiled] = peak.categories["activations"]
-    (work,) = model_work(spec, LENGTH, 1, 4)
-    assert planned[False] - planned[True] == work.fused * LENGTH * SEQUENCES > 0
-    assert LENGTH * SEQUENCES * (work.saved - work.fused) == pytest.approx(held(model), rel=0.03)
+    (layer,) = model_programs(spec, LENGTH, 1, 4)
+    assert planned[False] - planned[True] == layer.total("fused") * LENGTH * SEQUENCES > 0
+    assert LENGTH * SEQUENCES * (layer.saved - layer.total("fused")) == pytest.approx(held(model), rel=0.03)
 
 
 @pytest.mark.skipif(not CAN_COMPILE, reason="needs a compiler")
@@ -140,12 +141,12 @@ def test_compiled_layers_hold_what_is_planned():
 def test_compiled_layers_hold_what_backward_reads_of_what_they_are_told_to_keep(name):
     """The last product of a block is only added to, unless a norm follows it."""
     spec, config = layer_of(name), ActivationConfig(mode="selective", save=["attention", "matmul"])
-    model, works = Transformer(spec), model_work(spec, LENGTH, 1, 4)
+    model, programs = Transformer(spec), model_programs(spec, LENGTH, 1, 4)
     initialize_model(model, spec, 0, torch.device("cpu"))
     apply_recompute(model, config)
     compile_layers(model, deferring=False)
     held(model)  # compiles
-    (eager,), (compiled,) = (left_by_recompute(works, config, kind) for kind in (False, True))
-    spared = works[0].outputs["feed_forward.down"] * (name == "llama3_8b")
+    (eager,), (compiled,) = (left_by_recompute(programs, config, kind) for kind in (False, True))
+    spared = programs[0].gemms["feed_forward.down"].result * (name == "llama3_8b")
     assert eager.saved - compiled.saved == spared
     assert LENGTH * SEQUENCES * compiled.saved == pytest.approx(held(model), rel=0.03)

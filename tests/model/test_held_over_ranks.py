@@ -27,9 +27,10 @@ from trainer.model import layers
 from trainer.model.transformer import Transformer
 from trainer.parallel.recompute import apply_recompute
 from trainer.parallel.tensor import shard_model
-from trainer.planning.cost.layers import left_by_recompute, model_work
 from trainer.planning.estimate.throughput import RingTimes
 from trainer.planning.estimate.timing import time_units
+from trainer.planning.layer import model_programs
+from trainer.planning.recompute import left_by_recompute
 from trainer.planning.resolve import resolve_layout
 
 LENGTH, ELEMENT = 8192, 4
@@ -139,9 +140,9 @@ def test_layers_over_ranks_hold_and_send_what_is_planned(name, tp):
         policy, spec = ActivationConfig(**options), shipped(name)
         held, sent, products = passes(name, tp, policy)
         spec.depth = 1
-        (work,) = model_work(spec, LENGTH, tp, ELEMENT)
-        (left,) = left_by_recompute([work], policy)
+        (layer,) = model_programs(spec, LENGTH, tp, ELEMENT)
+        (left,) = left_by_recompute([layer], policy)
         assert (left.saved + left.eager.saved) * LENGTH / held == pytest.approx(1, abs=0.005), label
         repeated = sum(share for operation, share in left.again.items() if operation != "attention")
-        assert products == 3 * (len(work.flops) - 1) + repeated + len(left.eager.again), label
+        assert products == 3 * len(layer.gemms) + repeated + len(left.eager.again), label
         assert sent == planned_collectives(spec, tp, policy), label

@@ -14,9 +14,9 @@ from trainer.model.axes import parameter_infos
 from trainer.model.initial import initialize_model
 from trainer.model.transformer import Transformer
 from trainer.parallel.parallelize import check_model
-from trainer.planning.cost.flops import flops_per_token, parameter_counts
-from trainer.planning.cost.layers import layer_costs, model_work
+from trainer.parallel.pipeline.plan import layer_costs
 from trainer.planning.cost.parameters import declare_parameters
+from trainer.planning.layer import flops_per_token, model_programs, parameter_counts
 from trainer.planning.plan import check_plan
 from trainer.planning.resolve import compose
 
@@ -88,7 +88,7 @@ def test_an_attention_block_is_planned_as_it_is():
     matrices = parameter_counts(spec)["matmul"]
     softmax = 4 * 32 * (1 + 8) / 2
     assert flops_per_token(spec, 8, causal=True) == 3 * (2 * matrices + softmax + 2 * 24 + 2 * 12)
-    assert all(work.saved > 0 for work in model_work(spec, 8, 1, 2)) and layer_costs(spec, 8, 1, 1, 1e12).f
+    assert all(work.saved > 0 for work in model_programs(spec, 8, 1, 2)) and layer_costs(spec, 8, 1, 1).f
     initialize_model(model, spec, 0, torch.device("cpu"))
     tokens = torch.randint(0, 300, (2, 8), generator=torch.Generator().manual_seed(0))
     logits, changed = model(tokens), tokens.clone()

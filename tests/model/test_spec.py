@@ -26,7 +26,7 @@ from trainer.model.axes import parameter_infos
 from trainer.model.initial import initial_std, initialize_model
 from trainer.model.loss import LinearCrossEntropy, LossSettings
 from trainer.model.transformer import Transformer
-from trainer.planning.cost import flops as cost
+from trainer.planning import layer as cost
 from trainer.planning.cost import memory
 from trainer.planning.cost.parameters import declare_parameters
 from trainer.planning.plan import Plan

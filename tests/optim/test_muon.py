@@ -15,10 +15,9 @@ from trainer.config import ConfigError, OptimizerConfig, TypePolicy
 from trainer.config.schema import MuonConfig
 from trainer.optim import muon
 from trainer.optim.optimizer import Optimizer, ParameterPolicy, parameter_policies
-from trainer.planning.cost.flops import orthogonalisation_flops
 from trainer.planning.cost.memory import local_parameters, state_bytes
 from trainer.planning.cost.parameters import declare_parameters
-from trainer.planning.cost.updates import UpdateSettings
+from trainer.planning.cost.updates import UpdateSettings, orthogonalisation_flops
 from trainer.planning.plan import Plan
 from trainer.planning.resolve import config_problems, resolve_layout
 

@@ -8,7 +8,7 @@ import pytest
 from support.launch import CAN_COMPILE, launch
 
 import trainer
-from trainer.planning.cost.layers import layer_costs
+from trainer.parallel.pipeline.plan import layer_costs
 
 GROUPS = ("2", "4")
 TOKENS, WIDTH = 32, 64
@@ -58,7 +58,7 @@ def dtensor_sequence_parallel(width: int, heads: int, kv_heads: int, inner: int,
 def test_gathering_again_keeps_less_than_dtensor_styles(tp, ratio):
     model = trainer.compose(["model=llama3_8b"]).model
     a, length = model.attention, 8192
-    ours = layer_costs(model, length, 1, tp, 1.0).activation[1] / length / model.width
+    ours = layer_costs(model, length, 1, tp).activation[1] / length / model.width
     assert ours == pytest.approx(
         (12 + 4 * a.kv_heads / a.heads + 8 * model.feed_forward.width / model.width) / tp, rel=2e-3
     )

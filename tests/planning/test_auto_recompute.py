@@ -18,13 +18,13 @@ from support.reference import changed
 
 from trainer.config import Config
 from trainer.config.model import ModelSpec
-from trainer.planning.cost.layers import left_by_recompute, model_work
-from trainer.planning.cost.saved import ALL, entries_of, entry_problems, saved_in
 from trainer.planning.decide import MemoryLimit, decide
 from trainer.planning.estimate.memory import find_peaks
 from trainer.planning.estimate.plans import rank_plans
 from trainer.planning.estimate.recompute import EQUAL, CostPoint, LayerShare, decide_recompute, pareto_front
 from trainer.planning.estimate.step import GIB, StepEstimate
+from trainer.planning.layer import model_programs
+from trainer.planning.recompute import ALL, entries_of, entry_problems, left_by_recompute, saved_in
 from trainer.planning.resolve import check_config, resolve_layout
 
 BEST = {"batch__sequence_length": 8192, "batch__micro_size": 2, "parallel__zero__stage": 3, "compile": True}
@@ -88,7 +88,7 @@ def test_ranks_that_hold_more_micro_batches_keep_less():
     pipeline = {"parallel__pp": 4, "batch__accumulation": 8, "parallel__zero__stage": 1}
     found = llama(4, **pipeline, activation__mode="auto", activation__memory=60.0, **HERE)
     spec, split = found.layout.spec, found.layout.pipeline.split
-    left = left_by_recompute(model_work(spec, 8192, 1, 2), found.config.activation)
+    left = left_by_recompute(model_programs(spec, 8192, 1, 2), found.config.activation)
     kept = [sum(left[layer].saved for layer in part) / len(part) for part in split]
     assert kept == sorted(kept) and kept[0] < kept[-1]
     *others, last = found.ranks
@@ -174,11 +174,11 @@ def everything(config: Config) -> Iterator[tuple[float, float]]:
 
     depth, gains = config.model.depth, {}
     nothing, _ = measured(((),) * depth)
-    work = model_work(config.model, layout.batch.sequence_length, 1, 2)[0]
-    for name in filter(work.needed.__contains__, OPERATIONS):
+    computed = model_programs(config.model, layout.batch.sequence_length, 1, 2)[0].computed
+    for name in (name for name in OPERATIONS if computed[name].read):
         faster, _ = measured(((name,),) * depth)
         if faster < nothing:
-            gains[name] = (nothing - faster) / work.outputs[name]
+            gains[name] = (nothing - faster) / computed[name].result
     order = sorted(gains, key=lambda name: -float(f"{gains[name]:.2e}"))  # of equal ones the first
     rungs = [tuple(order[:count]) for count in range(len(order) + 1)] + [(ALL,)]
     for kept in product(rungs, repeat=depth):

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.estimates import h200, settings, shipped
 
-from trainer.planning.cost.layers import model_work
 from trainer.planning.estimate.calibrate import (
     COLLECTIVES,
     LEAST_BAND,
@@ -26,6 +25,7 @@ from trainer.planning.estimate.calibrate import (
 )
 from trainer.planning.estimate.hardware import hardware_text, load_hardware, shipped_for
 from trainer.planning.estimate.throughput import DeviceRates
+from trainer.planning.layer import model_programs
 
 GIB = 2**30
 SIZES = (2**12, 2**16, 2**20, 2**24, 2**28)
@@ -39,7 +39,8 @@ def recipe(**changes):
 def measure(hardware, config, slower=1.0, links=("node", "network"), device=None, float8=True, eager=True):
     """What would be measured on such a machine. slower: factor on passes."""
     pace = DeviceRates.of(hardware, config.precision)
-    [work, *_] = model_work(config.model, 1024, 1, 2)
+    [layer, *_] = model_programs(config.model, 1024, 1, 2)
+    shapes = {name: gemm.shape for name, gemm in layer.gemms.items()}
 
     def product(name, rows, columns, tokens=4096, count=1):
         moved = 2 * (tokens * (rows + columns) + rows * columns)
@@ -65,7 +66,7 @@ def measure(hardware, config, slower=1.0, links=("node", "network"), device=None
         memory=hardware.memory * GIB,
         fixed=hardware.fixed * GIB,
         devices=hardware.devices,
-        products=[product(name, round(rows), round(columns)) for name, (rows, columns) in work.shapes.items()],
+        products=[product(name, round(rows), round(columns)) for name, (rows, columns) in shapes.items()],
         sweep=[product("1024", 1024, 1024, 1024)],
         attention={name: MeasuredWork(1e12, 1e12 / rate + 2 * pace.kernel) for name, rate in pace.attention.items()},
         passes=[through(depth) for depth in (1, 2)],

@@ -8,17 +8,17 @@ import sys
 from pathlib import Path
 
 from trainer.config.model import AttentionSpec, FeedForwardSpec, ModelSpec
-from trainer.planning.cost.flops import flops_per_token, gemm_flops, parameter_counts
-from trainer.planning.cost.layers import layer_costs
+from trainer.parallel.pipeline.plan import layer_costs
 from trainer.planning.cost.memory import ELEMENT_BYTES, state_bytes
 from trainer.planning.cost.parameters import ParameterInfo
+from trainer.planning.layer import flops_per_token, gemm_flops, parameter_counts
 from trainer.planning.plan import Plan
 from trainer.precision.dtypes import DTYPES
 
 SEARCH = """
 import sys, time
 from trainer.config.model import AttentionSpec, FeedForwardSpec, ModelSpec
-from trainer.planning.cost.layers import layer_costs
+from trainer.parallel.pipeline.plan import layer_costs
 from trainer.planning.cost.memory import constant_bytes
 from trainer.planning.plan import Plan
 from trainer.planning.schedules.search import search_schedules
@@ -33,7 +33,7 @@ def constant(split, placement):
     return constant_bytes(spec, plan, 2, split, placement)
 
 started = time.process_time()
-layers = layer_costs(spec, 4096, 1, plan.tp, 4e14, bandwidth=4e10, latency=5e-6, host=2e-5)
+layers = layer_costs(spec, 4096, 1, plan.tp)
 choice = search_schedules(layers.scaled, plan.pp, 16, 2e12, constant)
 print(len(splits), time.process_time() - started, "torch" in sys.modules)
 """
@@ -66,7 +66,7 @@ def test_costs_follow_a_spec_that_is_changed() -> None:
             parameter_counts(of),
             flops_per_token(of, 24, True),
             state_bytes(of, plan, 2),
-            layer_costs(of, 24, 1, 1, 1.0),
+            layer_costs(of, 24, 1, 1),
         )
 
     before = costs(changed)

@@ -8,14 +8,15 @@ import pytest
 from support.estimates import estimated, h200, settings, shipped
 
 from trainer.config import ActivationConfig
-from trainer.planning.cost.layers import model_work, recompute_effect
 from trainer.planning.estimate import overlap as fusion_times
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.overlap import OVERLAP_MODELS, TensorGroupLink, layer_passes
 from trainer.planning.estimate.plans import rank_plans
 from trainer.planning.estimate.step import StepEstimate
 from trainer.planning.estimate.timing import time_units
+from trainer.planning.layer import model_programs
 from trainer.planning.plan_overrides import compose_variant
+from trainer.planning.recompute import recompute_effect
 from trainer.planning.resolve import communication_table, resolve_layout
 
 PRODUCTS = {
@@ -174,11 +175,11 @@ def test_what_a_run_says_of_its_ways():
 def test_what_is_open_of_a_layer(apart, backward, calls):
     """Without tp_overlap, in collectives: all four forward; backward the two gathers before the products of gradients,
     and where weights' gradients wait, both reductions. Of what recompute repeats each gather, and of the sums none."""
-    work = model_work(shipped("llama3_8b"), 8192, 2, 2)[0]
-    products, hides = dict.fromkeys(work.shapes, 5.0), {"call": 0.0, "adding": 0.0, "hidden": 1.0}
+    layer = model_programs(shipped("llama3_8b"), 8192, 2, 2)[0]
+    products, hides = dict.fromkeys(layer.gemms, 5.0), {"call": 0.0, "adding": 0.0, "hidden": 1.0}
     link = TensorGroupLink(ranks=2, collective=1.0, copied=1.0, **hides)
-    again = recompute_effect(work, 0, ActivationConfig(mode="selective", save=["attention"]), compiled=True).again
-    took = layer_passes(OVERLAP_MODELS["off"](link), work, products, products, again, apart)
+    again = recompute_effect(layer, 0, ActivationConfig(mode="selective", save=["attention"]), compiled=True).again
+    took = layer_passes(OVERLAP_MODELS["off"](link), layer, products, products, again, apart)
     assert (took.forward.exposed, took.backward.exposed, took.again.exposed) == (4, backward, 2)
     assert took.moved == calls + 2 and took.again.products == 5 * 5  # q, k, v, gate, up
     assert took.backward.products == 2 * took.forward.products == 2 * 7 * 5

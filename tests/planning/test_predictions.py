@@ -12,8 +12,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from support.estimates import estimated, h200, settings, shipped
 
-from trainer.planning.cost.flops import flops_per_token, parameter_counts
-from trainer.planning.cost.layers import layer_costs
+from trainer.parallel.pipeline.plan import layer_costs
 from trainer.planning.cost.memory import rank_states
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.memory import find_peaks, programs_of
@@ -23,6 +22,7 @@ from trainer.planning.estimate.seconds import communication_seconds
 from trainer.planning.estimate.step import GIB
 from trainer.planning.estimate.throughput import RingTimes
 from trainer.planning.estimate.timing import time_units
+from trainer.planning.layer import flops_per_token, parameter_counts
 from trainer.planning.resolve import resolve_layout
 from trainer.planning.schedules.simulate import simulate_schedule
 
@@ -332,7 +332,7 @@ def test_activations_in_flight_are_the_simulators(schedule):
         parallel__pipeline__schedule=schedule,
     )
     layout = resolve_layout(config, 4, spec)
-    costs = layer_costs(spec, 4096, 4, 1, 1.0).stage(layout.pipeline.split)
+    costs = layer_costs(spec, 4096, 4, 1).stage(layout.pipeline.split)
     simulated = simulate_schedule(layout.pipeline.schedule, costs).memory
     for lowered in (True, False):
         for peak, memory in zip(find_peaks(config, layout, lowered), simulated, strict=True):

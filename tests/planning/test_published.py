@@ -8,7 +8,7 @@ from statistics import mean
 import pytest
 from support.estimates import FITTED, a100, estimated, megatron, seconds, settings, shipped, vtrain, vtrain_seconds
 
-from trainer.planning.cost.layers import layer_costs
+from trainer.parallel.pipeline.plan import layer_costs
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.step import GIB
 from trainer.planning.schedules.simulate import simulate_schedule
@@ -52,7 +52,7 @@ def of_layers(name: str, extra: float = 0.0) -> float:
     what ours does."""
     _, layout = laid_out(name, full=False)
     micro = layout.batch.micro_size
-    costs = layer_costs(layout.spec, 2048, micro, layout.plan.tp, 1.0)
+    costs = layer_costs(layout.spec, 2048, micro, layout.plan.tp)
     first, *layers, last = costs.activation
     more = extra * 2048 * micro * layout.spec.width
     costs = replace(costs, activation=(first, *(DROPOUT * size + more for size in layers), last))

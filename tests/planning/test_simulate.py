@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from trainer.config import ActivationConfig
 from trainer.config.model import AttentionSpec, FeedForwardSpec, ModelSpec
-from trainer.planning.cost.flops import flops_per_token, seen_keys
-from trainer.planning.cost.layers import layer_costs
+from trainer.parallel.pipeline.plan import layer_costs
+from trainer.planning.layer import flops_per_token, seen_keys
 from trainer.planning.schedules.costs import LayerCosts, StageCosts
 from trainer.planning.schedules.ir import Action, Schedule, parse_action
 from trainer.planning.schedules.simulate import Simulation, activation_change, simulate_schedule
@@ -302,27 +302,27 @@ def test_saved_activations_by_recompute(mode, save, units):
     layers keep the sum that attention's output is, too."""
     config = ActivationConfig(mode=mode, save=save)
     for tp in (1, 4):
-        costs = layer_costs(LLAMA, 512, 2, tp, 1e12, recompute=config)
+        costs = layer_costs(LLAMA, 512, 2, tp, recompute=config)
         summed = 2 * (tp > 1 and save == ["attention"])
         assert costs.activation[1] / (1024 * 4096) == pytest.approx((units + summed) / tp)
 
 
 def test_flops_are_those_of_the_model():
-    costs = layer_costs(LLAMA, 1024, 3, 1, 1.0)
+    costs = layer_costs(LLAMA, 1024, 3, 1)
     scores = (
         LLAMA.depth * 4 * 4096 * seen_keys(1024) * 3 * 1024
     )  # attention forward; its backward also computes them again
     assert sum(costs.total) - 0.5 * scores == pytest.approx(flops_per_token(LLAMA, 1024, causal=True) * 3 * 1024)
     assert costs.w[1] == pytest.approx(costs.f[1] - scores / 2)
     assert costs.i[1] == pytest.approx(costs.w[1] + 2.5 * scores / 2)
-    halved = layer_costs(LLAMA, 1024, 3, 2, 1.0)
+    halved = layer_costs(LLAMA, 1024, 3, 2)
     assert halved.f == pytest.approx([x / 2 for x in costs.f]) and halved.w == pytest.approx([x / 2 for x in costs.w])
 
 
 def test_recompute_adds_to_the_input_gradient_only():
-    kept = layer_costs(LLAMA, 1024, 1, 1, 1.0)
+    kept = layer_costs(LLAMA, 1024, 1, 1)
     full, half, odd = (
-        layer_costs(LLAMA, 1024, 1, 1, 1.0, recompute=ActivationConfig(**options))
+        layer_costs(LLAMA, 1024, 1, 1, recompute=ActivationConfig(**options))
         for options in ({"mode": "full"}, {"mode": "selective"}, {"mode": "selective", "save": ["all@1-99/2"]})
     )
     down = 2 * 1024 * 4096 * 14336
@@ -336,9 +336,9 @@ def test_recompute_adds_to_the_input_gradient_only():
 
 
 def test_recompute_of_modules_and_of_a_budget():
-    kept = layer_costs(LLAMA, 1024, 1, 1, 1.0)
+    kept = layer_costs(LLAMA, 1024, 1, 1)
     block, single, half = (
-        layer_costs(LLAMA, 1024, 1, 1, 1.0, recompute=ActivationConfig(**options))
+        layer_costs(LLAMA, 1024, 1, 1, recompute=ActivationConfig(**options))
         for options in (
             {"mode": "selective", "modules": ["layers.0.feed_forward"]},
             {"mode": "selective", "modules": ["layers.0.feed_forward.up"]},
@@ -350,21 +350,9 @@ def test_recompute_of_modules_and_of_a_budget():
         kept.activation[1] - 4 * 2 * 1024 * 14336
     )  # both products, and two more
     assert single.activation[1] == kept.activation[1]  # its result is kept by what multiplies it
-    full = layer_costs(LLAMA, 1024, 1, 1, 1.0, recompute=ActivationConfig(mode="full"))
+    full = layer_costs(LLAMA, 1024, 1, 1, recompute=ActivationConfig(mode="full"))
     assert half.activation[1] == pytest.approx((kept.activation[1] + full.activation[1]) / 2)
     assert half.i[1] == pytest.approx((kept.i[1] + full.i[1]) / 2)
-
-
-def test_communication_terms():
-    plain = layer_costs(LLAMA, 1024, 1, 4, 1e12)
-    slow = layer_costs(LLAMA, 1024, 1, 4, 1e12, tp_bandwidth=1e9, bandwidth=1e8, shard=8, latency=1e-3)
-    gather = 1e-3 * 3 + 2 * 1024 * 4096 * 3 / 4 / 1e9
-    assert slow.f[1] - plain.f[1] == pytest.approx(4 * gather) and slow.w[1:] == plain.w[1:]
-    assert slow.transfer == pytest.approx(1e-3 + 2 * 1024 * 4096 / 4 / 1e8)
-    weights = 4096 * (4096 * 2 + 1024 * 2 + 3 * 14336) / 4
-    assert slow.unshard[1] == pytest.approx(7e-3 + 2 * weights * 7 / 8 / 1e8)
-    assert slow.reduce[1] == pytest.approx(7e-3 + 4 * weights * 7 / 8 / 1e8)
-    assert not any(plain.unshard) and not any(plain.reduce) and plain.transfer == 0
 
 
 def test_stages_sum_their_layers_embedding_and_head():
@@ -384,7 +372,7 @@ def test_stages_sum_their_layers_embedding_and_head():
 
 
 def test_costs_go_through_yaml_and_are_checked():
-    layers = layer_costs(LLAMA, 256, 1, 2, 1e12, bandwidth=1e9, shard=2)
+    layers = replace(layer_costs(LLAMA, 256, 1, 2), transfer=1e-3, unshard=(1.0,) * (LLAMA.depth + 2))
     assert LayerCosts.from_dict(yaml.safe_load(yaml.safe_dump(layers.to_dict()))) == layers
     stage = layers.stage((range(0, 1), range(1, 2)))
     assert StageCosts.from_dict(yaml.safe_load(yaml.safe_dump(stage.to_dict()))) == stage
@@ -397,11 +385,11 @@ def test_costs_go_through_yaml_and_are_checked():
 
 
 def test_scaled_costs_are_those_of_a_larger_micro_batch():
-    one, four = (layer_costs(LLAMA, 256, size, 2, 1e12, bandwidth=1e9, shard=4) for size in (1, 4))
+    once = {"unshard": (2.0,) * (LLAMA.depth + 2), "reduce": (3.0,) * (LLAMA.depth + 2)}
+    one, four = (replace(layer_costs(LLAMA, 256, size, 2), transfer=0.5 * size, **once) for size in (1, 4))
     scaled = one.scaled(4)
-    for name in ("f", "i", "w", "b", "activation", "unshard", "reduce"):
+    for name in ("f", "i", "w", "b", "activation", "unshard", "reduce", "transfer"):
         assert getattr(scaled, name) == pytest.approx(getattr(four, name))
-    assert scaled.transfer == pytest.approx(four.transfer)
 
 
 def test_bubbles_by_rank():

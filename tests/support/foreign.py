@@ -14,7 +14,7 @@ from trainer.model.axes import DeclaredModule
 from trainer.model.layers import FeedForward
 from trainer.model.stage import BlockReport, ReportedOutput, keep_here
 from trainer.model.tiles import apply_tiled
-from trainer.planning.cost import layers as costs
+from trainer.planning import layer as costs
 from trainer.planning.cost import parameters
 
 GROUPS = 4
@@ -44,7 +44,7 @@ def register() -> None:
     """Makes `feed_forward.kind=watched` a kind of block: a line in each table."""
     layers.FEED_FORWARD["watched"] = WatchedFeedForward
     parameters.FEED_FORWARD["watched"] = parameters.FEED_FORWARD["plain"]
-    costs.FEED_FORWARD_SAVED["watched"] = costs.FEED_FORWARD_SAVED["plain"]
+    costs.INNER_OPS["watched"] = costs.INNER_OPS["plain"]
 
 
 class Matrix(DeclaredModule):

@@ -44,8 +44,9 @@ from trainer.parallel.context.apply import share_sequences
 from trainer.parallel.context.plan import ContextPlan, context_traffic
 from trainer.parallel.parallelize import compile_layers, keep_buffers
 from trainer.parallel.recompute import apply_recompute
-from trainer.planning.cost.layers import left_by_recompute, model_work
+from trainer.planning.layer import model_programs
 from trainer.planning.plan import resolve_plan
+from trainer.planning.recompute import left_by_recompute
 
 LENGTH, RANKS = 32, 4
 CPU = torch.device("cpu")
@@ -309,7 +310,7 @@ def recomputed(world: World) -> dict[str, dict[str, Any]]:
         context_attention.KVAllGather, Counted.most = KVAllGather, 0
         loss.backward()
         digest = sum(parameter.grad.double().sum().item() for parameter in model.parameters())
-        again = {left.attends for left in left_by_recompute(model_work(spec, LENGTH, 1, 8), activation)}
+        again = {left.attends for left in left_by_recompute(model_programs(spec, LENGTH, 1, 8), activation)}
         expected = formula(spec, model.context.plan, again == {1.0}, mode == "kept")
         result = {"counts": dict(counts), "digest": digest, "kept": kept, "arriving": Counted.most, "formula": expected}
         results[f"{way} {mode} {groups}"] = result | {"received": world.gather(Counted.received["elements"])}

@@ -37,10 +37,9 @@ from trainer.model.initial import initialize_model
 from trainer.model.layers import Linear
 from trainer.model.linear import DeferredGrads
 from trainer.model.transformer import Transformer
-from trainer.parallel.pipeline.plan import resolve_pipeline
+from trainer.parallel.pipeline.plan import layer_costs, resolve_pipeline
 from trainer.parallel.recompute import apply_recompute, recompute_all
 from trainer.parallel.tensor import shard_model
-from trainer.planning.cost.layers import layer_costs
 from trainer.planning.cost.memory import symmetric_buffer_bytes
 from trainer.planning.plan import resolve_batch, resolve_plan
 from trainer.precision.products import GEMMRole, Multiply, matmul, matmul_sum
@@ -186,7 +185,7 @@ def measure_layer(changes: dict, world: World) -> dict:
         saved, y = saved_bytes(lambda: model.layers["0"](x, (BATCH, LENGTH), rotation, None), model)
     with Watch() as backward:
         y.sum().backward()
-    planned = layer_costs(spec, LENGTH, BATCH, tp, 1.0, element_bytes=4).activation[1]
+    planned = layer_costs(spec, LENGTH, BATCH, tp, element_bytes=4).activation[1]
     return {"saved": saved, "planned": planned, "forward": forward.collectives(), "backward": backward.collectives()}
 
 
@@ -261,7 +260,7 @@ def compiled_keeps(world: World) -> list[float]:
     x = random_part(world, TOKENS, spec.width).bfloat16()
     saved, y = saved_bytes(lambda: layer(x, (BATCH, LENGTH), rotation, None), model)
     y.float().sum().backward()
-    costs = layer_costs(spec, LENGTH, BATCH, 2, 1.0, recompute=config, tp_overlap="copy_engine")
+    costs = layer_costs(spec, LENGTH, BATCH, 2, recompute=config, tp_overlap="copy_engine")
     return [saved, costs.activation[1]]
 
 

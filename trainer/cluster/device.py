@@ -29,14 +29,20 @@ from trainer.optim.optimizer import Optimizer, parameter_policies
 from trainer.parallel.context.plan import KERNELS, attention_kernel
 from trainer.parallel.parallelize import compile_layers, keep_buffers
 from trainer.parallel.tensor import squared_norms
-from trainer.planning.cost.flops import attention_flops, flops_per_token, seen_keys
-from trainer.planning.cost.layers import ATTENTION_BACKWARD, model_work
 from trainer.planning.cost.memory import ELEMENT_BYTES, MASTER_BYTES
-from trainer.planning.cost.parameters import head_matrix, layer_specs
+from trainer.planning.cost.parameters import layer_specs
 from trainer.planning.documents import DocumentLengths, computed_keys, document_ranges, documents_of
 from trainer.planning.estimate.calibrate import MeasuredGEMM, MeasuredPass, MeasuredWork, truncate_model
 from trainer.planning.estimate.memory import find_peaks
 from trainer.planning.estimate.seconds import update_bytes
+from trainer.planning.layer import (
+    ATTENTION_BACKWARD,
+    attention_flops,
+    flops_per_token,
+    head_program,
+    model_programs,
+    seen_keys,
+)
 from trainer.planning.resolve import Layout
 from trainer.precision.dtypes import DTYPES
 from trainer.precision.float8 import E4M3, quantise_operand, scaled_product
@@ -88,9 +94,9 @@ class DeviceProbe:
         """The products with the model's matrices, as the plan cuts them: the mean of output and both gradients. rate:
         FLOP/s, by which tokens are left out where all would take too long."""
         spec, tp = self.layout.spec, self.layout.plan.tp
-        works = model_work(spec, self.layout.batch.sequence_length, tp, self.element)
-        counts = Counter((name, *map(round, shape)) for work in works for name, shape in work.shapes.items())
-        counts[("head", *map(round, head_matrix(spec).multiplied(tp)))] += 1
+        programs = model_programs(spec, self.layout.batch.sequence_length, tp, self.element)
+        gemms = [gemm for one in (*programs, head_program(spec, tp, self.element)) for gemm in one.gemms.values()]
+        counts = Counter((gemm.name, *map(round, gemm.shape)) for gemm in gemms)
         shapes: dict[tuple[int, int], tuple[str, int]] = {}
         for (name, rows, columns), count in counts.items():
             first, before = shapes.get((rows, columns), (name, 0))

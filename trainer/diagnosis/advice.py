@@ -7,6 +7,7 @@ Multiplication)."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
@@ -14,9 +15,9 @@ from math import ceil
 from trainer.config import Config
 from trainer.config.model import ModelSpec
 from trainer.planning.cost.devices import multiprocessor_count
-from trainer.planning.cost.layers import model_work
 from trainer.planning.cost.memory import ELEMENT_BYTES
-from trainer.planning.cost.parameters import head_matrix, layer_specs
+from trainer.planning.cost.parameters import layer_specs
+from trainer.planning.layer import head_program, model_programs
 from trainer.planning.plan import Plan
 from trainer.planning.resolve import Layout
 from trainer.util.tables import format_number
@@ -74,19 +75,18 @@ def advise_shapes(config: Config, layout: Layout, device: str) -> list[ShapeAdvi
 def list_gemms(spec: ModelSpec, plan: Plan, length: int, element: int) -> tuple[list[GEMMShape], float]:
     """The products of the model on a rank, equal ones together and the head's last; and attention's share of the
     model's arithmetic."""
-    works, (rows, width) = model_work(spec, length, plan.tp, element), head_matrix(spec).multiplied(plan.tp)
-    logits = 2.0 * rows * width
-    total = sum(work.forward for work in works) + logits
-    sums: dict[tuple[str, int], float] = {}
-    for work in works:
-        for name, (columns, _) in work.shapes.items():
-            sums[name, round(columns)] = sums.get((name, round(columns)), 0.0) + work.flops[name]
+    programs = *model_programs(spec, length, plan.tp, element), head_program(spec, plan.tp, element)
+    total = sum(program.flops for program in programs)
+    sums: dict[tuple[str, int], float] = defaultdict(float)
+    for gemm in (gemm for program in programs for gemm in program.gemms.values()):
+        sums[gemm.name, round(gemm.shape[0])] += gemm.flops
     found = [GEMMShape(_setting(name), name, columns, flops / total) for (name, columns), flops in sums.items()]
-    found.append(GEMMShape("model.vocab_size", "the head", round(rows), logits / total))
-    return found, sum(work.attention for work in works) / total
+    return found, sum(program.total("flops", "attention") for program in programs) / total
 
 
 def _setting(name: str) -> str:
+    if name == "head":
+        return "model.vocab_size"
     block, _, matrix = name.partition(".")
     if block == "feed_forward" and matrix != "down":
         return "model.feed_forward.width"

@@ -20,9 +20,7 @@ from trainer.observe.metrics import SpeedMeter
 from trainer.optim.optimizer import parameter_policies
 from trainer.parallel.compress.plan import describe_codecs
 from trainer.parallel.context.plan import context_traffic
-from trainer.planning.cost import flops as cost
 from trainer.planning.cost.devices import peak_flops, product_type
-from trainer.planning.cost.layers import left_by_recompute, model_work
 from trainer.planning.cost.memory import ELEMENT_BYTES, StateBytes
 from trainer.planning.cost.parameters import Table, declare_parameters, layer_specs, layer_tables, outer_tables
 from trainer.planning.decide import describe_measures, describe_recompute
@@ -33,7 +31,9 @@ from trainer.planning.estimate.report import memory_band, summarise_step
 from trainer.planning.estimate.step import StepEstimate, estimate_within, fullest_rank
 from trainer.planning.fit import MachineMemory
 from trainer.planning.float8 import float8_linears, numeric_types
+from trainer.planning.layer import flops_per_token, model_programs, parameter_counts
 from trainer.planning.plan import node_size
+from trainer.planning.recompute import left_by_recompute
 from trainer.planning.resolve import Layout, collect_warnings, communication_table
 from trainer.util import tables
 
@@ -55,8 +55,8 @@ def step_meter(config: Config, spec: ModelSpec, world: World, length: int) -> Sp
     peak = peak_flops(device_name(world.device), kind) if world.device.type == "cuda" else None
     return SpeedMeter(
         config.run.steps,
-        cost.flops_per_token(spec, length, causal=True),
-        cost.flops_per_token(spec, length, causal=False),
+        flops_per_token(spec, length, causal=True),
+        flops_per_token(spec, length, causal=False),
         peak,
         world.size,
     )
@@ -67,7 +67,7 @@ def describe_context(config: Config, layout: Layout) -> str:
     batch, context, tp = layout.batch, layout.context, layout.plan.tp
     assert context is not None
     element = ELEMENT_BYTES[config.precision.compute]
-    left = left_by_recompute(model_work(layout.spec, batch.sequence_length, tp, element), config.activation)
+    left = left_by_recompute(model_programs(layout.spec, batch.sequence_length, tp, element), config.activation)
     elements = (
         batch.micro_size
         * batch.accumulation
@@ -99,7 +99,7 @@ def start_report(
     """Model, plan, batch arithmetic, predicted memory of the states on the rank that holds most beside what there is,
     and of a step at its peak."""
     spec, plan, pipeline, batch = layout.spec, layout.plan, layout.pipeline, layout.batch
-    counts, (labels, values) = cost.parameter_counts(spec), zip(*states.rows())
+    counts, (labels, values) = parameter_counts(spec), zip(*states.rows())
     node = node_size(world.size)
     gradients = describe_codecs(config.parallel.grad_comm)
     found, moment = predict_run(config, layout, corpus, world, node), None
@@ -111,10 +111,7 @@ def start_report(
                 ("name", f"{spec.name} ({spec.family})"),
                 ("parameters", tables.format_count(counts["total"])),
                 ("layers x width", f"{spec.depth} x {spec.width}"),
-                (
-                    "FLOPs per token",
-                    tables.format_flops(cost.flops_per_token(spec, batch.sequence_length, causal=True)),
-                ),
+                ("FLOPs per token", tables.format_flops(flops_per_token(spec, batch.sequence_length, causal=True))),
             ],
             "plan": [
                 ("processes", f"{world.size} x {device_name(world.device)}"),
@@ -205,7 +202,7 @@ def peak_rows(moment: MemoryPeak, ranks: int, found: StepEstimate | None = None)
 def model_table(spec: ModelSpec) -> list[dict[str, Any]]:
     """The parameters of a model with their sizes, those of neighbouring layers that are equal once; below them the sum
     of a layer, and of all."""
-    found, total = [], cost.parameter_counts(spec)["total"]
+    found, total = [], parameter_counts(spec)["total"]
 
     def row(name: str, shape: str, elements: int, times: int = 1) -> dict[str, Any]:
         in_all = times * elements

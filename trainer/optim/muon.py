@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from trainer.config.schema import MuonConfig
 from trainer.distributed.mesh import World
 from trainer.distributed.tensors import local_extent, local_values
-from trainer.planning.cost.flops import NEWTON_SCHULZ_STEPS, orthogonalisation_flops
+from trainer.planning.cost.updates import NEWTON_SCHULZ_STEPS, orthogonalisation_flops
 from trainer.precision.dtypes import DTYPES
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

@@ -22,7 +22,7 @@ from trainer.config import ActivationConfig, ConfigError
 from trainer.distributed.collectives import TensorGroup
 from trainer.model.axes import parameter_infos
 from trainer.model.stage import Stage
-from trainer.planning.cost.saved import ALL, MATMULS, SaveEntry, entry_problems, saved_in
+from trainer.planning.recompute import ALL, MATMULS, SaveEntry, entry_problems, saved_in
 
 # Inputs of recomputed layers in host memory, from a layer's forward pass until its backward pass. A copy out runs
 # behind the computation of the layer whose input it is. It has until the next layer's call, which waits for it and
@@ -269,7 +269,7 @@ def recomputing_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def linear_names(layer: nn.Module) -> tuple[str, ...]:
-    """The products of a layer by name, in the order in which they run, as `LayerWork.flops` has them."""
+    """The GEMMs of a layer by name, in the order in which they run, as `planning.layer.Program.gemms` has them."""
     infos = parameter_infos(layer)
     return tuple(name.removesuffix(".weight") for name, info in infos.items() if info.role == "matrix")
 

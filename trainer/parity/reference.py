@@ -24,7 +24,7 @@ from trainer.model.transformer import Transformer
 from trainer.optim.muon import COEFFICIENTS
 from trainer.optim.optimizer import learning_rate, parameter_policies
 from trainer.parallel.parallelize import multiply_in_float8
-from trainer.planning.cost.flops import NEWTON_SCHULZ_STEPS
+from trainer.planning.cost.updates import NEWTON_SCHULZ_STEPS
 
 IGNORE = -100
 """The target of a token that has no target."""

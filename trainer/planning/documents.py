@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from trainer.config import Config, ConfigError
 from trainer.config.schema import DataConfig, DocumentsConfig
-from trainer.planning.cost.flops import seen_keys
+from trainer.planning.layer import seen_keys
 
 QUANTILES = 4096
 """Lengths of documents that stand for all."""

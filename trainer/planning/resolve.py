@@ -39,12 +39,12 @@ from trainer.parallel.context.plan import (
 from trainer.parallel.pipeline.plan import PipelinePlan, resolve_pipeline
 from trainer.parallel.zero.deepspeed_plan import check_settings
 from trainer.planning import documents
-from trainer.planning.cost import saved
 from trainer.planning.cost.parameters import declare_parameters, layer_specs
 from trainer.planning.cost.updates import UpdateSettings
 from trainer.planning.float8 import check_float8
 from trainer.planning.float8_settings import float8_setting
 from trainer.planning.plan import BatchPlan, Plan, check_plan, node_size, resolve_batch, resolve_plan, training_steps
+from trainer.planning.recompute import entry_problems
 
 # What a type does not say: ranges, and settings that contradict each other. Pure: needs neither torch nor a process
 # group, so that every refusal comes before either exists.
@@ -247,7 +247,7 @@ def _recompute(config: Config) -> Iterator[str]:
     """What `activation.save` cannot mean, and settings that the mode has no use for."""
     activation, unset = config.activation, ActivationConfig()
     if activation.mode == "selective" and not activation.modules:
-        yield from saved.entry_problems(activation.save, None if config.model.from_hf else config.model.depth)
+        yield from entry_problems(activation.save, None if config.model.from_hf else config.model.depth)
     if activation.mode == "auto":
         for name in ("save", "modules"):
             if (value := getattr(activation, name)) != getattr(unset, name):

@@ -19,11 +19,10 @@ from trainer.config.fields import list_divisors
 from trainer.config.hardware import AchievedConfig
 from trainer.config.model import AttentionSpec, ModelSpec
 from trainer.config.schema import BatchConfig
-from trainer.planning.cost.flops import attention_flops, seen_keys
-from trainer.planning.cost.layers import ATTENTION_BACKWARD
 from trainer.planning.cost.masks import block_size
 from trainer.planning.cost.parameters import layer_specs
 from trainer.planning.documents import USUAL, DocumentLengths, computed_keys, draw_documents
+from trainer.planning.layer import ATTENTION_BACKWARD, attention_flops, seen_keys
 from trainer.planning.plan import Plan, check_plan, divides_heads, resolve_batch
 
 # Context parallelism, decided: which ranks exchange heads and which gather keys, who holds which tokens, what is

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trainer.config import Config, ConfigError, PipelineConfig
+from trainer.config import ActivationConfig, Config, ConfigError, PipelineConfig
 from trainer.config.model import ModelSpec
-from trainer.planning.cost.layers import layer_costs
+from trainer.planning.cost.parameters import head_rows
+from trainer.planning.layer import ATTENTION_BACKWARD, embedding_program, head_program, model_programs
 from trainer.planning.plan import BatchPlan, Plan
+from trainer.planning.recompute import left_by_recompute
 from trainer.planning.schedules import ir
 from trainer.planning.schedules.costs import LayerCosts
 from trainer.planning.schedules.ir import Schedule
@@ -145,13 +147,12 @@ def named_schedule(settings: PipelineConfig, depth: int, plan: Plan, batch: Batc
 def estimated_costs(
     config: Config, spec: ModelSpec, plan: Plan, batch: BatchPlan, element_bytes: int = 2
 ) -> LayerCosts:
-    """Costs of the layers from their operations, in operations; element_bytes: as of `layer_costs`."""
+    """Costs of the layers of a configured model; as of `layer_costs`."""
     return layer_costs(
         spec,
         batch.sequence_length,
         batch.micro_size,
         plan.tp,
-        1.0,
         recompute=config.activation,
         loss_tile=config.loss.tile,
         element_bytes=element_bytes,
@@ -159,6 +160,56 @@ def estimated_costs(
         tp_overlap=config.parallel.tp_overlap,
         compiled=config.compile,
     )
+
+
+def layer_costs(
+    spec: ModelSpec,
+    length: int,
+    micro_size: float,
+    tp: int,
+    *,
+    recompute: ActivationConfig | None = None,
+    loss_tile: int | None = 0,
+    element_bytes: int = 2,
+    cp: int = 1,
+    tp_overlap: str = "off",
+    compiled: bool = False,
+) -> LayerCosts:
+    """Costs of a model from its operations, in FLOPs, on one of the `tp` ranks that share a layer.
+
+    length: tokens of a sequence. micro_size: sequences of a micro-batch. recompute: settings of activation
+    checkpointing; None keeps everything. loss_tile: `loss.tile`. element_bytes: of an element of the compute type. cp:
+    ranks that share each sequence, attention evenly too. tp_overlap: `parallel.tp_overlap`, by which it depends what
+    recompute can keep. compiled: of compiled layers.
+
+    Counted are GEMMs and attention (causal, within its window), and saved activations of a layer with sequence
+    parallelism that gathers its inputs again in backward; not communication, nor element-wise operations.
+    """
+    tokens = length * micro_size / cp
+    head, embedding = head_program(spec, tp, element_bytes), embedding_program(spec, tp, element_bytes)
+    layers = model_programs(spec, length, tp, element_bytes, tp_overlap)
+    remaining = left_by_recompute(layers, recompute, compiled)
+    tiled = recompute is not None and bool(recompute.tile)
+    f, i, w, activation = [0.0], [0.0], [0.0], [tokens * embedding.saved]
+    for layer, left in zip(layers, remaining, strict=True):
+        again = sum(share * layer.computed[name].flops for name, share in left.again.items())
+        gemms, attention = layer.total("flops", "gemm"), layer.total("flops", "attention")
+        f.append(tokens * layer.flops)
+        i.append(tokens * (gemms + ATTENTION_BACKWARD * attention + again))
+        w.append(tokens * gemms)
+        activation.append(tokens * left.saved)
+    logits = tokens * head.flops
+    tiles = bool(loss_tile)  # with which the gradients are computed in the forward pass
+    f.append(logits * (3 if tiles else 1))
+    i.append(0.0 if tiles else logits)
+    w.append(0.0 if tiles else logits)
+    # What the loss saves is the logits, which become their own gradient, or with tiles the head's gradient in fp32.
+    rows, columns = head.gemms["head"].shape
+    loss = 4.0 * head_rows(rows) * columns if tiles else tokens * head.total("saved", "loss")
+    activation.append(tokens * head.total("saved", "norm") + loss)
+    deferred = sum(layer.deferred - layer.second_half.deferred * tiled for layer in layers)
+    kept = deferred / sum(left.saved for left in remaining)
+    return LayerCosts(f=tuple(f), i=tuple(i), w=tuple(w), activation=tuple(activation), kept=kept)
 
 
 def resolve_split(setting: object, costs: LayerCosts, placement: tuple[int, ...]) -> tuple[range, ...]:

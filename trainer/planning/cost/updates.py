@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from operator import attrgetter
 from typing import Any
 
 from trainer.config import Config, OptimizerConfig, ParameterTypes, TypePolicy
+from trainer.config.model import ModelSpec
 from trainer.config.registry import OPTIMIZERS
-from trainer.planning.cost.parameters import ROLES, ParameterInfo
+from trainer.planning.cost.parameters import ROLES, ParameterInfo, by_value, layer_tables
 
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",), "sgd": ("momentum",), "muon": ("momentum_buffer",)}
 """What each optimizer of ours keeps of a parameter beside it, by the names in checkpoints."""
@@ -114,3 +115,31 @@ class UpdateSettings:
 def hidden_matrix(info: ParameterInfo) -> bool:
     """Whether a parameter is a matrix between hidden states: neither embedding nor head."""
     return info.role == "matrix" and len(info.shape) == 2
+
+
+NEWTON_SCHULZ_STEPS = 5
+"""Of Muon's iteration, as published (Jordan et al. 2024)."""
+
+
+def orthogonalisation_flops(shape: Sequence[int], steps: int) -> int:
+    """FLOPs of Muon's Newton-Schulz iteration for a matrix: in each step, three products with its smaller Gram
+    matrix."""
+    small, large = sorted(shape)
+    return 2 * steps * small**2 * (2 * large + small)
+
+
+@by_value
+def muon_flops(spec: ModelSpec, updates: UpdateSettings) -> tuple[int, ...]:
+    """FLOPs of an update's orthogonalisations in each layer."""
+    found = []
+    for index, table in enumerate(layer_tables(spec)):
+        infos = {f"layers.{index}.{name}": info for name, info in table.items()}
+        policies = updates.policies(infos)
+        found.append(
+            sum(
+                orthogonalisation_flops(info.shape, NEWTON_SCHULZ_STEPS)
+                for name, info in infos.items()
+                if policies[name].optimizer == "muon"
+            )
+        )
+    return tuple(found)

@@ -1,7 +1,7 @@
 """Memory of a device over one step, by category: the schedule's program is replayed, action by action, layer by layer.
 
 States that stay (parameters, optimizer) are those of `planning/cost/memory.py`, activations those of
-`planning/cost/layers.py`. Between them a step has what comes and goes: gathered parameters, gradients, which grow while
+`planning/layer.py`. Between them a step has what comes and goes: gathered parameters, gradients, which grow while
 activations shrink, buffers of reductions and transfers, and what a layer's backward pass needs at once.
 
 FSDP reduces on a stream of its own, and the caching allocator keeps a pool for each stream: memory that activations
@@ -20,7 +20,6 @@ from trainer.config import Config
 from trainer.parallel.compress.plan import reduces_at_step_end
 from trainer.parallel.pipeline.plan import estimated_costs
 from trainer.planning.cost.feedback import feedback_bytes
-from trainer.planning.cost.layers import LayerWork, RecomputeEffect, is_feed_forward, left_by_recompute, model_work
 from trainer.planning.cost.memory import (
     ELEMENT_BYTES,
     MASTER_BYTES,
@@ -32,11 +31,13 @@ from trainer.planning.cost.memory import (
     sums_on_device,
     symmetric_buffer_bytes,
 )
-from trainer.planning.cost.parameters import head_matrix, head_rows
+from trainer.planning.cost.parameters import head_rows
 from trainer.planning.cost.updates import UpdateSettings
 from trainer.planning.estimate.attention_bytes import gathered_keys, groups_of_heads, mask_bytes_by_layer
 from trainer.planning.float8 import gathered_in_float8
+from trainer.planning.layer import Program, head_program, model_programs
 from trainer.planning.plan import Plan
+from trainer.planning.recompute import RecomputeEffect, left_by_recompute
 from trainer.planning.resolve import Layout
 from trainer.planning.schedules.ir import COMPUTE, Action, Schedule, split_overlaps
 from trainer.planning.schedules.lower import lower_all
@@ -131,35 +132,38 @@ class ModelBytes:
         self.stream = self.element * self.tokens * spec.width / plan.tp
         costs = estimated_costs(config, spec, plan, batch, self.element)
         self.activation = costs.activation
-        works = model_work(spec, batch.sequence_length, plan.tp, self.element, config.parallel.tp_overlap)
+        programs = model_programs(spec, batch.sequence_length, plan.tp, self.element, config.parallel.tp_overlap)
         tiled = bool(config.activation.tile)
         # What a layer holds from I to W.
-        self.deferred = [self.tokens * (work.deferred - work.feed_deferred * tiled) for work in works]
-        left, keys = left_by_recompute(works, config.activation, config.compile), gathered_keys(layout, self.element)
+        self.deferred = [
+            self.tokens * (program.deferred - program.second_half.deferred * tiled) for program in programs
+        ]
+        left, keys = left_by_recompute(programs, config.activation, config.compile), gathered_keys(layout, self.element)
         more = [self.tokens * rest.eager.saved for rest in left]
         if config.compile:  # which keeps gathered keys instead of the rank's own, where nothing is recomputed
             more = [
-                (size * (1 - 1 / plan.cp) - self.tokens * work.fused) * (rest.saved == work.saved)
-                for size, rest, work in zip(keys, left, works)
+                (size * (1 - 1 / plan.cp) - self.tokens * program.total("fused")) * (rest.saved == program.saved)
+                for size, rest, program in zip(keys, left, programs)
             ]
         masked = mask_bytes_by_layer(layout, config.data.mask_documents)
         self.activation = tuple(map(sum, zip(self.activation, [0.0, *more, 0.0], [0.0, *masked, 0.0])))
         self.tile = min(config.activation.tile or 0, self.tokens / plan.tp)
         self.working = tuple(
-            self.of_layer(work, rest, size * (3 + (count > 1) + min(2, count)) / count, count)
-            for work, rest, size, count in zip(works, left, keys, groups_of_heads(layout))
+            self.of_layer(program, rest, size * (3 + (count > 1) + min(2, count)) / count, count)
+            for program, rest, size, count in zip(programs, left, keys, groups_of_heads(layout))
         )
         self.host = tuple(self.tokens * rest.host for rest in left)
         # The newest input that went to the host, and the one that is coming back.
         self.passing = 2 * self.stream * any(self.host)
-        own, columns = head_matrix(spec).multiplied(plan.tp)
+        head = head_program(spec, plan.tp, self.element)
+        own, columns = head.gemms["head"].shape
         rows = head_rows(own)
         aligned = self.element * rows * columns * (rows > own)  # the copy of the head that products take
         at_once = min((config.loss.tile or self.tokens) * plan.tp, self.tokens)
         chunk = min(config.loss.chunk or at_once, at_once)
         # Four fp32 tensors: scores, exponentials, gradients, and those where there is a target. Compiled: none.
         self.loss = max(aligned, 0.0 if config.compile else 4.0 * MASTER_BYTES * chunk * own)
-        self.logits = self.element * self.tokens * rows
+        self.logits = self.tokens * head.total("saved", "loss")
         if config.loss.tile:  # what is left of a tile is added to gradients in fp32
             self.loss += self.element * at_once * rows + self.stream + aligned
             self.logits = MASTER_BYTES * rows * columns
@@ -177,35 +181,33 @@ class ModelBytes:
         # Bytes of a layer in fp8 on their way.
         self.narrow = max(gathered_in_float8(config, spec, plan), default=0.0)
 
-    def of_layer(self, work: LayerWork, left: RecomputeEffect, keys: float, groups: int) -> float:
-        """What the backward pass of a layer holds beside: what it computes again, gradients of the hidden states and of
-        the widest products, and the whole tokens where ranks share them. With tiles: the more of that of both halves.
+    def of_layer(self, layer: Program, left: RecomputeEffect, keys: float, groups: int) -> float:
+        """What the backward pass of a layer holds besides: what it computes again, gradients of the hidden states and
+        of the widest GEMMs, and the whole tokens where ranks share them. With tiles: the more of that of both halves.
         In any case no less than while attention's kernel runs. keys: bytes of gathered keys and their gradients;
         groups: of heads, one after the other."""
         whole = self.plan.tp if self.plan.tp > 1 else 0
-        attending = work.saved - work.feed - left.saved - left.host + (1 + whole) * work.input
-        attending += self.of_attention(work, groups)
-        first, saved = work.outputs, work.saved
-        if self.tile:
-            first = {name: size for name, size in work.outputs.items() if not is_feed_forward(name)}
-            saved -= work.feed
-        computed = saved - left.saved - left.host + (2 + whole) * work.input + 2 * max(first.values())
+        stream, second = layer.input.result, layer.second_half
+        attending = layer.saved - second.saved - left.saved - left.host + (1 + whole) * stream
+        attending += self.of_attention(layer, groups)
+        first = {name: op.result for name, op in layer.computed.items() if not (self.tile and name in second.gemms)}
+        saved = layer.saved - second.saved * bool(self.tile)
+        computed = saved - left.saved - left.host + (2 + whole) * stream + 2 * max(first.values())
         working = self.tokens * max(computed, attending) + keys
         if not self.tile:
             return working
-        second = {name: size for name, size in work.outputs.items() if is_feed_forward(name)}
-        tokens = self.tile * self.plan.tp
-        tile = tokens * (work.feed + (2 + whole) * work.input + 2 * max(second.values()))
-        weights = sum(prod(shape) for name, shape in work.shapes.items() if is_feed_forward(name))
+        widest = max(gemm.result for gemm in second.gemms.values())
+        tile = self.tile * self.plan.tp * (second.saved + (2 + whole) * stream + 2 * widest)
+        weights = sum(prod(gemm.shape) for gemm in second.gemms.values())
         return max(working, 2 * self.stream + tile + MASTER_BYTES * weights)
 
-    def of_attention(self, work: LayerWork, groups: int) -> float:
+    def of_attention(self, layer: Program, groups: int) -> float:
         """Bytes of a token in the backward kernel of attention: the gradients of its output and of its inputs, and what
         cuDNN and FlashAttention-2 take to add them up, of a group of heads: those of the queries in fp32, and those of
         shared keys and values for each head that reads them."""
-        if "attention.q" not in work.outputs:  # a registered block
+        if "attention.q" not in layer.gemms:  # a registered block
             return 0.0
-        queries, keys, values = (work.outputs[f"attention.{name}"] for name in "qkv")
+        queries, keys, values = (layer.gemms[f"attention.{name}"].result for name in "qkv")
         added_up = (MASTER_BYTES / self.element + 2 * (keys < queries)) * queries
         return 2 * queries + keys + values + added_up / groups
 

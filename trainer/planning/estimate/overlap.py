@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from trainer.planning.cost.layers import LayerWork
+from trainer.planning.layer import Program
 
 GATHERED, SENT = (1.135, 20e-6), (1.07, 130e-6)
 """Triton: times of its products over cuBLAS's, and seconds that each takes besides, where input is gathered and where
@@ -151,7 +151,7 @@ class LayerPasses(NamedTuple):
 
 def layer_passes(
     way: CollectiveOverlap,
-    work: LayerWork,
+    program: Program,
     products: Mapping[str, float],
     for_weights: Mapping[str, float],
     again: Mapping[str, float],
@@ -161,7 +161,7 @@ def layer_passes(
     too, and of that for its weight's gradient; again: which are repeated, and what share of each; apart: whether
     weights' gradients have a pass of their own, behind whose products their factors are gathered."""
     forward, backward, repeated = [], [], []
-    for names in work.gathers:
+    for names in (op.gemms for op in program.gathers):
         to_input, to_weights = (sum(seconds[name] for name in names) for seconds in (products, for_weights))
         forward.append(way.gathered(to_input))
         backward += (
@@ -172,7 +172,7 @@ def layer_passes(
         if share := max(again.get(name, 0.0) for name in names):
             took = way.gathered(sum(again.get(name, 0.0) / share * products[name] for name in names))
             repeated.append(OverlapTime(share * took.products, share * took.exposed))
-    for name in work.reduces:
+    for (name,) in (op.gemms for op in program.scatters):
         product, to_weight, share = products[name], for_weights[name], again.get(name, 0.0)
         took = way.reduced(product)
         forward.append(took)
@@ -180,7 +180,7 @@ def layer_passes(
             [way.gathered(product), hidden_behind_gemm(way, to_weight)] if apart else [way.rows(product, to_weight)]
         )
         repeated.append(OverlapTime(share * took.products, share * took.exposed))
-    calls = len(forward) + 2 * len(work.gathers) + len(work.reduces) * (1 + apart)
+    calls = len(forward) + 2 * len(program.gathers) + len(program.scatters) * (1 + apart)
     calls += sum(took.products > 0 for took in repeated)
     return LayerPasses(sum_times(forward), sum_times(backward), sum_times(repeated), calls * way.moving)
 

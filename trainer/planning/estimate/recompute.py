@@ -24,13 +24,13 @@ from typing import Any, NamedTuple
 from trainer.config import Config
 from trainer.config.hardware import HardwareConfig
 from trainer.parallel.pipeline.plan import resolve_pipeline
-from trainer.planning.cost.layers import LayerWork, model_work
 from trainer.planning.cost.memory import ELEMENT_BYTES
-from trainer.planning.cost.saved import ALL, entries_of
 from trainer.planning.estimate.memory import FRAGMENTS, find_peaks
 from trainer.planning.estimate.seconds import step_seconds
 from trainer.planning.estimate.throughput import DeviceRates
 from trainer.planning.estimate.timing import time_units
+from trainer.planning.layer import Program, model_programs
+from trainer.planning.recompute import ALL, entries_of
 from trainer.planning.resolve import Layout
 from trainer.planning.schedules.ir import split_overlaps
 
@@ -169,14 +169,14 @@ class _Table:
         self.config, self.layout, self.hardware = config, layout, hardware
         element = ELEMENT_BYTES[config.precision.compute]
         length, tp_overlap = layout.batch.sequence_length, config.parallel.tp_overlap
-        self.works = model_work(layout.spec, length, layout.plan.tp, element, tp_overlap)
+        self.programs = model_programs(layout.spec, length, layout.plan.tp, element, tp_overlap)
         self.known: dict[SavedOperations, tuple[list[float], tuple[float, ...]]] = {}
         self.kinds: dict[int, list[int]] = defaultdict(list)  # layers that are equal
-        for layer, work in enumerate(self.works):
-            self.kinds[id(work)].append(layer)
-        self.order = [*dict.fromkeys(name for work in self.works for name in ("attention", *work.flops)), ALL]
+        for layer, program in enumerate(self.programs):
+            self.kinds[id(program)].append(layer)
+        self.order = [*dict.fromkeys(name for program in self.programs for name in ("attention", *program.gemms)), ALL]
         self.ladders = {
-            kind: list(self.ladder(self.works[layers[0]], layers[len(layers) // 2]))
+            kind: list(self.ladder(self.programs[layers[0]], layers[len(layers) // 2]))
             for kind, layers in self.kinds.items()
         }
 
@@ -194,12 +194,12 @@ class _Table:
             self.known[kept] = seconds, timing.costs.activation[1:-1]
         return self.known[kept]
 
-    def ladder(self, work: LayerWork, layer: int) -> Iterator[SavedOperations]:
+    def ladder(self, program: Program, layer: int) -> Iterator[SavedOperations]:
         """What a layer may keep, in the order of bytes. Steps that save no time are left out."""
         (seconds, sizes), gains = self.of(()), {}
-        for name in work.flops:
+        for name, op in program.computed.items():
             faster, larger = self.of((name,))
-            if name in work.needed and faster[layer] < seconds[layer] and larger[layer] > sizes[layer]:
+            if op.read and faster[layer] < seconds[layer] and larger[layer] > sizes[layer]:
                 gains[name] = (seconds[layer] - faster[layer]) / (larger[layer] - sizes[layer])
         order = sorted(gains, key=lambda name: -float(f"{gains[name]:.2e}"))  # of equal ones the first
         rungs = [tuple(order[:count]) for count in range(len(order) + 1)]
@@ -236,7 +236,7 @@ class _Table:
         for layers, less, more, late in (share for point in points for share in point.shares):
             first = len(layers) - late
             kept |= dict.fromkeys(layers[:first], less) | dict.fromkeys(layers[first:], more)
-        return with_saved_operations(self.config, [kept[layer] for layer in range(len(self.works))], self.order)
+        return with_saved_operations(self.config, [kept[layer] for layer in range(len(self.programs))], self.order)
 
 
 def pareto_front(groups: Iterable[Iterable[list[CostPoint]]]) -> list[CostPoint]:

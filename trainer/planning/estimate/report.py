@@ -10,12 +10,12 @@ import yaml
 
 from trainer.config import Config
 from trainer.config.typed import flatten_values
-from trainer.planning.cost.flops import parameter_counts
 from trainer.planning.decide import describe_measures, describe_recompute
 from trainer.planning.estimate.plans import PlanRanking
 from trainer.planning.estimate.step import GIB, ErrorBand, StepEstimate
 from trainer.planning.estimate.timing import AXES
 from trainer.planning.float8 import numeric_types
+from trainer.planning.layer import parameter_counts
 from trainer.planning.resolve import collect_warnings, communication_summary, communication_table
 from trainer.util import tables
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from trainer.config import Config
-from trainer.planning.cost.flops import muon_flops
 from trainer.planning.cost.memory import MASTER_BYTES, local_parameters
-from trainer.planning.cost.updates import UpdateSettings, moment_count
+from trainer.planning.cost.updates import UpdateSettings, moment_count, muon_flops
 from trainer.planning.estimate.throughput import DeviceRates
 from trainer.planning.estimate.timing import AXES, TERMS, ModelTiming
 from trainer.planning.resolve import Layout

@@ -14,7 +14,6 @@ from trainer.config import ConfigError, PrecisionConfig
 from trainer.config.hardware import HardwareConfig, LinkConfig
 from trainer.parallel.context.plan import KERNELS
 from trainer.planning.cost.devices import peak_flops, product_type
-from trainer.planning.cost.layers import ring_seconds
 from trainer.planning.float8_settings import float8_settings
 from trainer.planning.plan import Plan
 
@@ -100,7 +99,7 @@ class RingTimes:
 
     def seconds(self, size: float) -> float:
         """Of an all-gather or reduce-scatter whose whole tensor has `size` bytes; an all-reduce takes twice as long."""
-        return ring_seconds(size, self.ranks, self.bandwidth, self.latency)
+        return (self.ranks - 1) * (self.latency + size / self.ranks / self.bandwidth)
 
     def transfer(self, size: float) -> float:
         """Of `size` bytes from one rank to the next."""

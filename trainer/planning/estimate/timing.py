@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import hypot
+from math import hypot, prod
 
 from trainer.config import Config
 from trainer.config.hardware import HardwareConfig
@@ -15,22 +15,15 @@ from trainer.parallel.compress.plan import reduces_at_step_end
 from trainer.parallel.context.plan import PassElements, computed_share, context_traffic
 from trainer.parallel.pipeline.plan import estimated_costs
 from trainer.planning.cost.collectives import of_states
-from trainer.planning.cost.flops import gemm_flops
-from trainer.planning.cost.layers import (
-    ATTENTION_BACKWARD,
-    EagerExtra,
-    LayerWork,
-    RecomputeEffect,
-    left_by_recompute,
-    model_work,
-)
 from trainer.planning.cost.memory import ELEMENT_BYTES, sent_parameters
-from trainer.planning.cost.parameters import head_matrix, layer_specs
+from trainer.planning.cost.parameters import layer_specs
 from trainer.planning.documents import documents_of
 from trainer.planning.estimate.codec_bytes import wire_formats
 from trainer.planning.estimate.overlap import OVERLAP_MODELS, CollectiveOverlap, TensorGroupLink, layer_passes
 from trainer.planning.estimate.throughput import DeviceRates, RingTimes
 from trainer.planning.float8 import WIDE, float8_linears, gathered_in_float8
+from trainer.planning.layer import ATTENTION_BACKWARD, Op, Program, embedding_program, head_program, model_programs
+from trainer.planning.recompute import EagerExtra, RecomputeEffect, left_by_recompute
 from trainer.planning.resolve import Layout
 from trainer.planning.schedules.costs import LayerCosts
 
@@ -179,18 +172,18 @@ class _Timer:
     def timing(self) -> ModelTiming:
         spec, plan, batch = self.spec, self.plan, self.batch
         costs = estimated_costs(self.config, spec, plan, batch, self.element)
-        works = model_work(spec, batch.sequence_length, plan.tp, self.element, self.config.parallel.tp_overlap)
-        left = left_by_recompute(works, self.config.activation, self.config.compile)
+        programs = model_programs(spec, batch.sequence_length, plan.tp, self.element, self.config.parallel.tp_overlap)
+        left = left_by_recompute(programs, self.config.activation, self.config.compile)
         known: dict[tuple[int, int, frozenset[tuple[str, str]]], UnitTimes] = {}
         layers, float8 = [], float8_linears(self.config.precision, spec)
         travelling = gathered_in_float8(self.config, spec, plan)
-        for index, (work, remaining, layer) in enumerate(zip(works, left, layer_specs(spec))):
-            places = {name: f"layers.{index}.{name}" for name in work.shapes}
+        for index, (program, remaining, layer) in enumerate(zip(programs, left, layer_specs(spec))):
+            places = {name: f"layers.{index}.{name}" for name in program.gemms}
             narrow = frozenset((name, float8[place].recipe) for name, place in places.items() if place in float8)
-            key = id(work), id(remaining), narrow  # of layers that are equal, and keep the same
+            key = id(program), id(remaining), narrow  # of layers that are equal, and keep the same
             if key not in known:
                 sent = self.sent.layers[index]
-                known[key] = self._layer(work, remaining, layer.attention, narrow, sent, travelling[index])
+                known[key] = self._layer(program, remaining, layer.attention, narrow, sent, travelling[index])
             layers.append(known[key])
         units = (self._embedding(), *layers, self._head())
         return ModelTiming(
@@ -208,20 +201,21 @@ class _Timer:
             ),
         )
 
-    def _product(self, flops: float, outputs: float, inputs: float, float8: bool = False) -> float:
+    def _product(self, gemm: Op, float8: bool = False) -> float:
         """float8: whether the operands are cast to fp8 first: read for their scale, read again and written."""
-        elements, pace = self.tokens * (outputs + inputs) + outputs * inputs, self.pace
+        (outputs, inputs), flops, pace = gemm.shape, self.tokens * gemm.flops, self.pace
+        elements = self.tokens * (outputs + inputs) + outputs * inputs
         if not float8 or pace.float8 is None:
             return hypot(flops / pace.products, self.element * elements / pace.memory) + pace.kernel
         casts = elements * 2 / 3 * (2 * self.element + 1)  # of a layer's three products, each has two of the three
         moved = elements / 3 * (self.element + 2)
         return hypot(flops / pace.float8, moved / pace.memory) + pace.kernel + self.fused * casts / pace.memory
 
-    def _attention(self, work: LayerWork, attention: AttentionSpec) -> float:
+    def _attention(self, program: Program, attention: AttentionSpec) -> float:
         """The forward pass of attention, on the rank that has most of it."""
         shape = self.context, self.batch.sequence_length, self.batch.micro_size
         by, share = computed_share(attention, *shape, self.documents, self.on_cpu)
-        return self.tokens * work.attention / self.pace.attention[by] * share
+        return self.tokens * program.total("flops", "attention") / self.pace.attention[by] * share
 
     def _shared(self, attention: AttentionSpec, behind: float, again: float) -> tuple[Terms, Terms, float]:
         """What ranks that share sequences add to a layer's forward and backward pass, exposed, and all of it. Keys but
@@ -242,7 +236,7 @@ class _Timer:
 
     def _layer(
         self,
-        work: LayerWork,
+        program: Program,
         left: RecomputeEffect,
         spec: AttentionSpec,
         float8: frozenset[tuple[str, str]],
@@ -254,22 +248,19 @@ class _Timer:
         tokens, pace = self.tokens, self.pace
 
         def products_of(narrow: set[str]) -> dict[str, float]:
-            return {
-                name: self._product(tokens * work.flops[name], rows, columns, name in narrow)
-                for name, (rows, columns) in work.shapes.items()
-            }
+            return {name: self._product(gemm, name in narrow) for name, gemm in program.gemms.items()}
 
         products = products_of({name for name, _ in float8})
         for_weights = products_of({name for name, recipe in float8 if recipe != WIDE})
-        took = layer_passes(self.way, work, products, for_weights, left.again, self.apart)
-        attention = self._attention(work, spec)
+        took = layer_passes(self.way, program, products, for_weights, left.again, self.apart)
+        attention = self._attention(program, spec)
         kernels = KERNELS[self.config.compile]
-        bound = self.fused * tokens * work.saved / pace.memory + kernels * pace.kernel
+        bound = self.fused * tokens * program.saved / pace.memory + kernels * pace.kernel
         unread = EagerExtra() if self.config.compile else left.eager
         sent = unread.calls * self.way.moving
         again = took.again.products + sum(products[name] for name in unread.again)
         again += left.again.get("attention", 0.0) * attention
-        again += self.fused * tokens * max(0.0, work.saved - left.saved - left.host) / pace.memory
+        again += self.fused * tokens * max(0.0, program.saved - left.saved - left.host) / pace.memory
         to_weights = sum(for_weights.values())
         forward = {
             "matrix products": took.forward.products,
@@ -295,8 +286,8 @@ class _Timer:
 
     def _embedding(self) -> UnitTimes:
         """The look-up, and the gradient of the whole table, most of which is zero."""
-        stream = self.element * self.tokens * self.spec.width / self.plan.tp
-        table = self.spec.vocab_size * self.spec.width / self.plan.tp
+        (lookup, _) = embedding_program(self.spec, self.plan.tp, self.element).ops
+        stream, table = self.tokens * lookup.result, prod(lookup.shape)
         collective = self.off.moving
         forward = {"memory-bound kernels": 3 * stream / self.pace.memory, "tensor collectives": collective}
         weight = {
@@ -307,11 +298,9 @@ class _Timer:
 
     def _head(self) -> UnitTimes:
         """Norm, logits and loss, whose compiled chunks read the logits twice and write their gradient over them."""
-        matrix = head_matrix(self.spec)
-        rows, columns = matrix.multiplied(self.plan.tp)
-        product = self._product(self.tokens * gemm_flops(matrix, self.plan.tp), rows, columns)
-        passes = 3 * self.fused
-        loss = passes * self.element * self.tokens * rows / self.pace.memory
+        head = head_program(self.spec, self.plan.tp, self.element).gemms["head"]
+        product = self._product(head)
+        loss = 3 * self.fused * self.tokens * head.result / self.pace.memory
         first, back, collective = self.way.gathered(product), self.off.columns(product, product), self.off.moving
         forward = {"matrix products": first.products, "memory-bound kernels": loss, "tensor collectives": first.exposed}
         backward = {"matrix products": product, "tensor collectives": back.exposed}

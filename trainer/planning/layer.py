@@ -1,0 +1,331 @@
+"""A transformer layer as data: the operations that it runs, in order, with what each costs.
+
+`layer_program` is the only description of what a layer does. FLOPs, memory, seconds, recompute, the shapes that advice
+is given on and those that a probe measures are sums over its operations. A new kind of block is one function in
+`INNER_OPS` here, beside its parameters in `planning/cost/parameters.py`.
+
+All quantities are of one token on one of the tensor-parallel ranks that share the layer, with sequence parallelism: the
+ranks share the tokens of the residual stream, all-gather the input of the projections and reduce-scatter the output of
+a block (Korthikanti et al., arXiv 2205.05198)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from types import MappingProxyType
+from typing import Literal
+
+from trainer.config import registry
+from trainer.config.model import AttentionSpec, LayerSpec, ModelSpec
+from trainer.planning.cost.parameters import (
+    ROLES,
+    ParameterInfo,
+    by_value,
+    declare_parameters,
+    head_matrix,
+    head_rows,
+    layer_specs,
+    layer_table,
+    layer_tables,
+)
+
+ATTENTION_BACKWARD = 2.5
+"""FLOPs of attention's backward pass over those of its forward pass: flash attention computes the scores again, which
+makes five matrix products where the forward pass has two."""
+
+Kind = Literal["residual", "norm", "all_gather", "gemm", "attention", "elementwise", "reduce_scatter", "lookup", "loss"]
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation, for one token on one rank.
+
+    name: the name of the module that runs it, within the layer: `attention.q`; `attention` is the attention kernel.
+    shape: of a GEMM's matrix, [outputs, inputs]. flops: of the forward pass.
+    result: bytes of the result where recompute is told to keep it.
+    saved: bytes held for backward where nothing is recomputed. fused: those of `saved` that a compiled layer computes
+    again in any case, as a part of another kernel. eager: bytes that an eager layer over several ranks holds besides: a
+    norm over the heads of several ranks, and the terms of a sum.
+    deferred: bytes held for a deferred weight gradient, from the gradient of the input to that of the weight.
+    read: whether backward reads the result.
+    sends: bytes of the whole tensor of a collective; axis: of the mesh, along which it is sent.
+    gemms: the GEMMs that read what a collective gathers, or write what it sums; it can overlap with these.
+    """
+
+    name: str
+    kind: Kind
+    shape: tuple[float, ...] = ()
+    flops: float = 0.0
+    result: float = 0.0
+    saved: float = 0.0
+    fused: float = 0.0
+    eager: float = 0.0
+    deferred: float = 0.0
+    read: bool = True
+    sends: float = 0.0
+    axis: str = ""
+    gemms: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Program:
+    """The operations of a unit of the model, or of a part of it, and sums over them.
+
+    overlapped: whether the GEMMs that share an input are one operation with the collective that gathers it
+    (`parallel.tp_overlap`).
+    """
+
+    ops: tuple[Op, ...]
+    overlapped: bool = False
+
+    def select(self, *kinds: Kind) -> Iterator[Op]:
+        return (op for op in self.ops if op.kind in kinds)
+
+    def total(self, field: str, *kinds: Kind) -> float:
+        """The sum of a field over all operations, or over those of some kinds."""
+        return sum(getattr(op, field) for op in (self.select(*kinds) if kinds else self.ops))
+
+    def block(self, name: str) -> Program:
+        """The operations inside of a module of the layer: of `attention`, `feed_forward`, or a projection."""
+        return replace(self, ops=tuple(op for op in self.ops if f"{op.name}.".startswith(f"{name}.")))
+
+    @cached_property
+    def gemms(self) -> Mapping[str, Op]:
+        return MappingProxyType({op.name: op for op in self.select("gemm")})
+
+    @cached_property
+    def computed(self) -> Mapping[str, Op]:
+        """What recompute can keep: the GEMMs in the order in which they run, then the attention kernel."""
+        return MappingProxyType({**self.gemms, **{op.name: op for op in self.select("attention")}})
+
+    @cached_property
+    def gathers(self) -> tuple[Op, ...]:
+        return tuple(self.select("all_gather"))
+
+    @cached_property
+    def scatters(self) -> tuple[Op, ...]:
+        return tuple(self.select("reduce_scatter"))
+
+    @cached_property
+    def second_half(self) -> Program:
+        """The feed-forward block and its norms, which a tile of tokens passes through."""
+        return replace(self, ops=tuple(op for op in self.ops if op.name.startswith("feed_forward")))
+
+    @cached_property
+    def flops(self) -> float:
+        return self.total("flops")
+
+    @cached_property
+    def saved(self) -> float:
+        return self.total("saved")
+
+    @cached_property
+    def deferred(self) -> float:
+        return self.total("deferred")
+
+    @property
+    def input(self) -> Op:
+        """The residual stream."""
+        return self.ops[0]
+
+    @property
+    def middle(self) -> Op:
+        """The residual stream between attention and the feed-forward block; empty where both read the input."""
+        return next(op for op in self.ops if op.name == "middle")
+
+
+@by_value
+def model_programs(
+    spec: ModelSpec, length: int, tp: int, element_bytes: int, tp_overlap: str = "off", causal: bool = True
+) -> tuple[Program, ...]:
+    """The program of each layer; layers that are equal share one. The arguments are those of `layer_program`."""
+    common = spec.width, spec.parallel_residual, length, tp, element_bytes, tp_overlap, causal
+    return tuple(layer_program(layer, *common) for layer in layer_specs(spec))
+
+
+@by_value
+def layer_program(
+    layer: LayerSpec,
+    width: int,
+    parallel_residual: bool,
+    length: int,
+    tp: int,
+    element_bytes: int,
+    tp_overlap: str,
+    causal: bool,
+) -> Program:
+    """The program of one layer.
+
+    width: of the residual stream. length: tokens of a sequence. causal: whether a token attends to the keys that it
+    sees (averaged over the sequence and within the window), or to all. element_bytes: of the compute type."""
+    placement = layer.norm.placement
+    whole, stream = element_bytes * width, element_bytes * width / tp
+    statistics = (4.0 if layer.norm.kind == "rms" else 8.0) / tp  # fp32, of each token
+    matrices = {
+        name.removesuffix(".weight"): info for name, info in layer_table(layer, width).items() if info.role == "matrix"
+    }
+    keys = seen_keys(length, layer.attention.window) if causal else float(length)
+    sends = float(whole) if tp > 1 else 0.0
+    partial = float(whole) if tp > 1 and tp_overlap == "off" else 0.0
+
+    def norm(name: str, wanted: bool) -> Iterator[Op]:
+        if wanted:  # its output is kept for the projections behind it; behind a block it keeps its input
+            yield Op(name, "norm", saved=stream + statistics)
+
+    def block(name: str, kinds: registry.KindRegistry, kind: str) -> Iterator[Op]:
+        infos = {matrix: info for matrix, info in matrices.items() if matrix.startswith(f"{name}.")}
+        ends = [matrix for matrix, info in infos.items() if info.cut == 1]  # the ranks' results are summed
+        starts = [matrix for matrix in infos if matrix not in ends]
+        own = kind not in kinds.registered
+        gemms = {}
+        for matrix, info in infos.items():
+            rows, columns = shape = info.multiplied(tp)
+            result, reads = (stream, element_bytes * columns) if matrix in ends else (element_bytes * rows, 0.0)
+            gemms[matrix] = Op(
+                matrix,
+                "gemm",
+                shape,
+                gemm_flops(info, tp),
+                result,
+                saved=result if own and matrix in starts else 0.0,
+                deferred=result + reads,
+                # An addition needs none of its terms, a norm behind the block needs its input.
+                read=matrix != "feed_forward.down" or placement != "pre",
+            )
+        yield from norm(f"{name}_norm", placement in ("pre", "both"))
+        if starts:
+            yield Op(
+                f"{name}.all_gather", "all_gather", deferred=stream, gemms=tuple(starts), sends=sends, axis="tensor"
+            )
+        yield from (gemms[matrix] for matrix in starts)
+        inner = INNER_OPS[kind] if own else registered_ops(kinds[kind].facts["saved"], name, stream)
+        yield from inner(layer, gemms, tp, keys)
+        for matrix in ends:
+            yield gemms[matrix]
+            yield Op(
+                f"{name}.reduce_scatter", "reduce_scatter", eager=partial, gemms=(matrix,), sends=sends, axis="tensor"
+            )
+        yield from norm(f"{name}_post_norm", placement in ("post", "both"))
+
+    ops = (
+        Op("input", "residual", result=stream, saved=stream),
+        *block("attention", registry.ATTENTION, layer.attention.kind),
+        Op("middle", "residual", result=stream, saved=0.0 if parallel_residual else stream),
+        *block("feed_forward", registry.FEED_FORWARD, layer.feed_forward.kind),
+    )
+    return Program(ops, overlapped=tp_overlap != "off")
+
+
+InnerOps = Callable[[LayerSpec, Mapping[str, Op], int, float], Iterator[Op]]
+"""(layer, the block's GEMMs by name, tensor-parallel ranks, keys that a token attends to) -> the operations of a block
+between the projections that read its input and those that write its output."""
+
+
+def softmax_ops(layer: LayerSpec, gemms: Mapping[str, Op], tp: int, keys: float) -> Iterator[Op]:
+    """The norms of queries and keys, which keep their inputs, and the kernel, which keeps its output and, in fp32, the
+    log-sum-exp of each head's scores."""
+    a = layer.attention
+    for name in ("q", "k") if a.qk_norm != "none" else ():
+        size = gemms[f"attention.{name}"].result
+        yield Op(f"attention.{name}_norm", "norm", saved=size, eager=size if tp > 1 and a.qk_norm == "full" else 0.0)
+    kept = gemms["attention.q"].result + 4.0 * a.heads / tp
+    yield Op("attention", "attention", flops=attention_flops(a, keys, tp), result=kept, saved=kept)
+
+
+def gated_ops(layer: LayerSpec, gemms: Mapping[str, Op], tp: int, keys: float) -> Iterator[Op]:
+    """The activation function's result, which follows from the projection, and its product with the second one."""
+    gate, up = (gemms[f"feed_forward.{name}"].result for name in ("gate", "up"))
+    yield Op("feed_forward.activation", "elementwise", saved=gate + up, fused=gate)
+
+
+def plain_ops(layer: LayerSpec, gemms: Mapping[str, Op], tp: int, keys: float) -> Iterator[Op]:
+    """The activation function's result."""
+    yield Op("feed_forward.activation", "elementwise", saved=gemms["feed_forward.up"].result)
+
+
+INNER_OPS: dict[str, InnerOps] = {"softmax": softmax_ops, "gated": gated_ops, "plain": plain_ops}
+
+
+def registered_ops(
+    saved: Callable[[LayerSpec, Mapping[str, float]], float] | None, block: str, stream: float
+) -> InnerOps:
+    """Those of a registered kind of block as one operation. saved: what its declaration says that it holds for
+    backward, from the bytes of each projection's result; None: twice these."""
+
+    def inner(layer: LayerSpec, gemms: Mapping[str, Op], tp: int, keys: float) -> Iterator[Op]:
+        sizes = {name: op.result for name, op in gemms.items()}
+        held = saved(layer, {**sizes, "attention": stream}) if saved else 2 * sum(sizes.values())
+        if block == "attention":
+            yield Op(block, "attention", flops=attention_flops(layer.attention, keys, tp), result=stream, saved=held)
+        else:
+            yield Op(f"{block}.activation", "elementwise", saved=held)
+
+    return inner
+
+
+def embedding_program(spec: ModelSpec, tp: int, element_bytes: int) -> Program:
+    """The look-up of tokens, whose indices are kept. Each rank has a part of the vocabulary."""
+    whole = float(element_bytes * spec.width)
+    lookup = Op("embedding", "lookup", (spec.vocab_size / tp, spec.width), result=whole / tp, saved=8.0)
+    return Program((lookup, Op("embedding.reduce_scatter", "reduce_scatter", sends=whole, axis="tensor")))
+
+
+def head_program(spec: ModelSpec, tp: int, element_bytes: int) -> Program:
+    """The final norm, which keeps its input and output, the head and the loss, which keeps the logits: they become
+    their own gradient."""
+    matrix, whole = head_matrix(spec), float(element_bytes * spec.width)
+    rows, _ = shape = matrix.multiplied(tp)
+    return Program(
+        (
+            Op("norm", "norm", saved=2 * whole / tp),
+            Op("head.all_gather", "all_gather", sends=whole, axis="tensor", gemms=("head",)),
+            Op("head", "gemm", shape, gemm_flops(matrix, tp), element_bytes * rows),
+            Op("loss", "loss", saved=element_bytes * head_rows(rows)),
+        )
+    )
+
+
+def gemm_flops(matrix: ParameterInfo, ranks: int = 1) -> float:
+    """Forward FLOPs of one token in the GEMM with a matrix, on one of `ranks` tensor-parallel ranks."""
+    return 2.0 * matrix.active * prod(matrix.multiplied(ranks))
+
+
+def attention_flops(a: AttentionSpec, keys: float, ranks: int = 1) -> float:
+    """Forward FLOPs of one token that attends to `keys` keys, on one of `ranks` tensor-parallel ranks: scores, and
+    their product with the values."""
+    if entry := registry.ATTENTION.registered.get(a.kind):
+        return entry.facts["flops"](entry.chosen(a.settings), a, keys) / ranks
+    return 4.0 * (a.heads * a.head_dim / ranks) * keys
+
+
+def seen_keys(length: int, window: int = 0) -> float:
+    """Keys that a token sees under causal attention, on average over the positions of a sequence."""
+    window = min(window or length, length)
+    # The first `window` positions see 1, 2, ... window keys; the others see `window`.
+    return window * (length - (window - 1) / 2) / length
+
+
+@by_value
+def parameter_counts(spec: ModelSpec) -> Mapping[str, int]:
+    """Numbers of parameters: `total`; `embedding` (token and position tables); `matmul`, those that a token is
+    multiplied with. A tied head is counted once in `total`, and in `matmul` as well as in `embedding`."""
+    sizes = dict.fromkeys(ROLES, 0)
+    for info in declare_parameters(spec).values():
+        sizes[info.role] += info.size
+    matrices = [info for table in layer_tables(spec) for info in table.values() if info.role == "matrix"]
+    matmul = round(sum(info.active * info.size for info in [*matrices, head_matrix(spec)]))
+    return MappingProxyType({"total": sum(sizes.values()), "embedding": sizes["embedding"], "matmul": matmul})
+
+
+@by_value
+def flops_per_token(spec: ModelSpec, length: int, causal: bool) -> float:
+    """Floating-point operations of one training step per token of a sequence of `length`: the forward pass and twice as
+    much for the backward pass, matrix products only, recompute not counted (PaLM, arXiv 2204.02311, appendix B).
+
+    causal: whether attention counts the keys that a token sees, averaged over the positions and within the window, or
+    all `length` keys (as published MFU figures often do).
+    """
+    programs = *model_programs(spec, length, 1, 1, causal=causal), head_program(spec, 1, 1)
+    return 3.0 * sum(program.flops for program in programs)
