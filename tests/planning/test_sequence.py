@@ -172,3 +172,21 @@ def test_documented_balances_are_those_of_today():
             load_imbalance(ContextPlan(1, int(ranks), order, 128, False, 1), 2**17, 0, packs) for packs, order in cases
         ]
         assert found == pytest.approx([float(cell) for cell in cells], abs=0.006)
+
+
+BLOCKS = ("", ".attention", ".feed_forward", ".attention.q", ".feed_forward.up", ".feed_forward.down", ".*", ".feed_*")
+
+
+@pytest.mark.parametrize("pattern", [f"layers.{layer}{block}" for layer in ("*", "0") for block in BLOCKS])
+@pytest.mark.parametrize("name", ["tiny", "gpt2"])
+def test_modules_are_estimated_with_tiles_or_refused(name, pattern):
+    """A tile recomputes the feed-forward block: patterns that match a part of it are refused, others are estimated."""
+    changes = {"activation__mode": "selective", "activation__modules": [pattern], "activation__tile": 256}
+    config = settings(shipped(name), batch__sequence_length=1024, **changes)
+    try:
+        found = estimated(config, 1, h200())
+    except ConfigError as error:
+        assert "activation.modules" in str(error) and ("feed" in pattern or "*" in pattern.rpartition(".")[2])
+    else:
+        assert found.seconds > 0 and all(size >= 0 for size in found.fullest.categories.values())
+        assert "feed" not in pattern

@@ -229,12 +229,6 @@ def check_recompute(model: Stage, config: ActivationConfig) -> None:
         raise ConfigError(
             f"activation.modules={unmatched} match no submodule; names look like: {', '.join(list(inside)[:8])}"
         )
-    fed = [name for name in inside if ".feed_forward" in name and any(fnmatchcase(name, p) for p in config.modules)]
-    if config.tile and fed:
-        raise ConfigError(
-            f"activation.modules={config.modules} match {fed[0]}, which activation.tile={config.tile} recomputes by "
-            "itself; take it out of activation.modules"
-        )
 
 
 def recomputes_attention(model: Stage, config: ActivationConfig) -> bool:

@@ -13,6 +13,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from trainer.config import ConfigError
+from trainer.config.model import ModelSpec
+from trainer.planning.cost.parameters import declare_parameters
 from trainer.planning.layer import Program
 
 if TYPE_CHECKING:
@@ -68,6 +70,21 @@ def entry_problems(save: Sequence[str], depth: int | None = None) -> Iterator[st
             continue
         if depth is not None and layers is not None and layers[-1] >= depth:
             yield f"activation.save: '{entry}' names layers that are not there; the model has 0 to {depth - 1}"
+
+
+def tile_problems(config: ActivationConfig, spec: ModelSpec) -> Iterator[str]:
+    """What is recomputed twice: by `activation.modules`, and in tiles of tokens."""
+    if not config.tile or config.mode != "selective":
+        return
+    parts = (name.split(".") for name in declare_parameters(spec) if ".feed_forward." in name)
+    modules = dict.fromkeys(".".join(part[:end]) for part in parts for end in range(3, len(part)))
+    for name in modules:
+        if any(fnmatchcase(name, pattern) for pattern in config.modules):
+            yield (
+                f"activation.modules={config.modules} match {name}, which activation.tile={config.tile} recomputes "
+                "too; take it out of activation.modules, or set activation.tile=0"
+            )
+            return
 
 
 def saved_in(save: Sequence[str], layer: int) -> tuple[SaveEntry, ...]:

@@ -44,7 +44,7 @@ from trainer.planning.cost.updates import UpdateSettings
 from trainer.planning.float8 import check_float8
 from trainer.planning.float8_settings import float8_setting
 from trainer.planning.plan import BatchPlan, Plan, check_plan, node_size, resolve_batch, resolve_plan, training_steps
-from trainer.planning.recompute import entry_problems
+from trainer.planning.recompute import entry_problems, tile_problems
 
 # What a type does not say: ranges, and settings that contradict each other. Pure: needs neither torch nor a process
 # group, so that every refusal comes before either exists.
@@ -340,6 +340,8 @@ def _decide(
         if plan and config.run.tokens:
             problems = problems + list(check_length(config, training_steps(config.run, batch)))
         if plan and spec:
+            if found := list(tile_problems(config.activation, spec)):
+                raise ConfigError(found)
             context = resolve_context(config, spec, plan, node)
             layout = Layout(spec, plan, batch, resolve_pipeline(config, spec, plan, batch), context)
     except ConfigError as error:
