@@ -45,8 +45,9 @@ from trainer.planning.cost.masks import block_size
 from trainer.planning.cost.parameters import layer_specs
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.throughput import link_bandwidth
+from trainer.planning.features import resolve_plan
 from trainer.planning.layer import ATTENTION_BACKWARD, model_programs
-from trainer.planning.plan import Plan, resolve_plan
+from trainer.planning.plan import Plan
 
 WAYS = {  # method, order, groups of heads
     "gather": ("allgather", "zigzag", 4),

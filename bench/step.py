@@ -34,7 +34,8 @@ from trainer.model.attention import kernel_priority
 from trainer.parallel.pipeline.plan import PipelinePlan, resolve_pipeline
 from trainer.planning import layer as cost
 from trainer.planning.cost.devices import peak_flops
-from trainer.planning.plan import BatchPlan, node_size, resolve_plan
+from trainer.planning.features import resolve_plan
+from trainer.planning.plan import BatchPlan, node_size
 from trainer.planning.resolve import Layout
 from trainer.training.auto import AutoSchedule
 from trainer.training.cuda_graph import CUDAGraphStep

@@ -137,7 +137,10 @@ PRIVATE = [
         "causal attention from the lower right in what is compiled",
     ),
     Private(
-        "_foreach_copy_", ("parallel/tensor.py", "parallel/zero/copy_engine.py"), "torch", "one kernel for many tensors"
+        "_foreach_copy_",
+        ("parallel/tensor/apply.py", "parallel/zero/copy_engine.py"),
+        "torch",
+        "one kernel for many tensors",
     ),
     Private(
         "_functorch _inductor _dynamo",

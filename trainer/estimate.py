@@ -18,7 +18,7 @@ from trainer.planning.estimate import report
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.plans import rank_plans
 from trainer.planning.estimate.step import StepEstimate, estimate_step, most_certain
-from trainer.planning.plan import resolve_plan
+from trainer.planning.features import resolve_plan
 from trainer.planning.plan_overrides import (
     build_variant,
     compose_variant,

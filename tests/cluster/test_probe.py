@@ -13,7 +13,7 @@ from trainer.config import ParallelConfig
 from trainer.parallel.context.plan import KERNELS
 from trainer.planning.estimate.calibrate import COLLECTIVES
 from trainer.planning.estimate.hardware import load_hardware
-from trainer.planning.plan import resolve_plan
+from trainer.planning.features import resolve_plan
 from trainer.probe import main
 
 FACTOR = 3.0

@@ -16,8 +16,8 @@ from trainer.model.transformer import Transformer
 from trainer.parallel.parallelize import check_model
 from trainer.parallel.pipeline.plan import layer_costs
 from trainer.planning.cost.parameters import declare_parameters
+from trainer.planning.features import check_plan
 from trainer.planning.layer import flops_per_token, model_programs, parameter_counts
-from trainer.planning.plan import check_plan
 from trainer.planning.resolve import compose
 
 AVERAGE = """

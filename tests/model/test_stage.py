@@ -29,7 +29,7 @@ USERS = (
     "parallel/zero/fsdp_internals.py",
     "parallel/parallelize.py",
     "parallel/pipeline/timing.py",
-    "parallel/tensor.py",
+    "parallel/tensor/apply.py",
     "training/state.py",
     "training/step.py",
 )

@@ -18,9 +18,9 @@ from workers.parallel_runs import run
 from trainer.config import Config, ConfigError, ParallelConfig
 from trainer.parallel.zero.deepspeed import import_engine
 from trainer.parallel.zero.deepspeed_config import generate_config
-from trainer.parallel.zero.deepspeed_plan import check_settings
 from trainer.parallel.zero.fsdp import ENGINES, Engine, load_engine
-from trainer.planning.plan import check_plan, resolve_plan
+from trainer.parallel.zero.plan import check_settings
+from trainer.planning.features import check_plan, resolve_plan
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from trainer.distributed.mesh import join_world
 from trainer.parallel.compress.reduction import compression_of
 from trainer.parallel.zero.fsdp import ENGINES, FSDPSharding
 from trainer.parallel.zero.fsdp_internals import fsdp_units, is_set_up, parameter_group, sharded_sizes
-from trainer.planning.plan import resolve_plan
+from trainer.planning.features import resolve_plan
 
 PACKAGE = Path(__file__).parents[2] / "trainer"
 MESH = {"pp": 1, "replicate": 1, "shard": 1, "tp": 1}

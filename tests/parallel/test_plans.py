@@ -13,7 +13,8 @@ from support.reference import settings, tiny_spec
 
 from trainer.config import Config, ConfigError, ParallelConfig
 from trainer.parallel.pipeline.plan import check_pipeline
-from trainer.planning.plan import check_plan, nearby_worlds, resolve_batch, resolve_plan
+from trainer.planning.features import check_plan, resolve_plan
+from trainer.planning.plan import nearby_worlds, resolve_batch
 from trainer.planning.resolve import check_config
 
 

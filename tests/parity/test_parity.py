@@ -17,7 +17,8 @@ from trainer.parity.cli import main, parse_arguments
 from trainer.parity.compare import TOLERANCES, coarsest_tolerance, compare_runs, error_limits, judge_plan
 from trainer.parity.plans import generate_plans
 from trainer.parity.reference import Trajectory
-from trainer.planning.plan import resolve_batch, resolve_plan
+from trainer.planning.features import resolve_plan
+from trainer.planning.plan import resolve_batch
 from trainer.planning.plan_overrides import fit_batch, global_size, override_key
 
 DATA = [

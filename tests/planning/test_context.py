@@ -27,7 +27,7 @@ from trainer.planning.estimate.plans import rank_plans
 from trainer.planning.estimate.report import print_estimate
 from trainer.planning.estimate.step import estimate_step
 from trainer.planning.estimate.timing import time_units
-from trainer.planning.plan import resolve_plan
+from trainer.planning.features import resolve_plan
 from trainer.planning.resolve import check_config, collect_warnings, resolve_layout
 
 CPU = torch.device("cpu")

@@ -14,10 +14,11 @@ from trainer.planning.estimate.overlap import OVERLAP_MODELS, TensorGroupLink, l
 from trainer.planning.estimate.plans import rank_plans
 from trainer.planning.estimate.step import StepEstimate
 from trainer.planning.estimate.timing import time_units
+from trainer.planning.features import communication_table
 from trainer.planning.layer import model_programs
 from trainer.planning.plan_overrides import compose_variant
 from trainer.planning.recompute import recompute_effect
-from trainer.planning.resolve import communication_table, resolve_layout
+from trainer.planning.resolve import resolve_layout
 
 PRODUCTS = {
     # docs/kernels.md, 8,192 tokens, forward: milliseconds of the product and of the collective; how many times as fast

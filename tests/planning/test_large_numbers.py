@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from trainer import estimate, plot
 from trainer.config import ConfigError, ParallelConfig, typed
 from trainer.config.model import DEEPEST
-from trainer.planning.plan import MOST_MICRO_BATCHES, MOST_PROCESSES, check_plan
+from trainer.planning.features import check_plan
+from trainer.planning.plan import MOST_MICRO_BATCHES, MOST_PROCESSES
 from trainer.planning.resolve import compose
 
 SECONDS, MEMORY = 30, 2 << 30

@@ -25,8 +25,8 @@ from trainer.model.transformer import Transformer
 from trainer.parallel.parallelize import multiply_in_float8
 from trainer.parity.reference import Trajectory, train_reference
 from trainer.planning.estimate.hardware import load_hardware
+from trainer.planning.features import resolve_plan
 from trainer.planning.float8 import float8_linears, gathered_in_float8
-from trainer.planning.plan import resolve_plan
 from trainer.planning.resolve import check_config, compose
 from trainer.precision.float8 import E4M3, E5M2, Float8Multiply, check_device, quantise_operand
 from trainer.precision.products import GEMMRole, Multiply, matmul

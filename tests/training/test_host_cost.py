@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.distributed.mesh import join_world
 from trainer.parallel.pipeline.plan import resolve_pipeline
-from trainer.planning.plan import BatchPlan, resolve_plan
+from trainer.planning.features import resolve_plan
+from trainer.planning.plan import BatchPlan
 from trainer.training.state import TrainState
 from trainer.training.step import train_step
 

@@ -14,7 +14,8 @@ from trainer.config import ConfigError
 from trainer.distributed.mesh import join_world
 from trainer.distributed.tensors import local_values
 from trainer.parallel.pipeline.plan import resolve_pipeline
-from trainer.planning.plan import BatchPlan, resolve_plan
+from trainer.planning.features import resolve_plan
+from trainer.planning.plan import BatchPlan
 from trainer.training.cuda_graph import WARM, CUDAGraphStep
 from trainer.training.state import TrainState
 from trainer.training.step import ControlFlag, train_step

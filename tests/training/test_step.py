@@ -11,7 +11,8 @@ from trainer.config import Float8Config
 from trainer.distributed.mesh import join_world
 from trainer.distributed.tensors import local_values
 from trainer.parallel.pipeline.plan import resolve_pipeline
-from trainer.planning.plan import BatchPlan, resolve_plan
+from trainer.planning.features import resolve_plan
+from trainer.planning.plan import BatchPlan
 from trainer.training.state import TrainState
 from trainer.training.step import train_step
 

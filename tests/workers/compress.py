@@ -42,7 +42,8 @@ from trainer.parity.reference import train_reference
 from trainer.parity.watch import StateRecorder
 from trainer.planning.cost.feedback import feedback_bytes
 from trainer.planning.cost.parameters import declare_parameters
-from trainer.planning.plan import BatchPlan, Plan, resolve_plan
+from trainer.planning.features import resolve_plan
+from trainer.planning.plan import BatchPlan, Plan
 from trainer.precision.dtypes import DTYPES
 from trainer.training.session import numeric_mode
 from trainer.training.state import TrainState

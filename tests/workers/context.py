@@ -44,8 +44,8 @@ from trainer.parallel.context.apply import share_sequences
 from trainer.parallel.context.plan import ContextPlan, context_traffic
 from trainer.parallel.parallelize import compile_layers, keep_buffers
 from trainer.parallel.recompute import apply_recompute
+from trainer.planning.features import resolve_plan
 from trainer.planning.layer import model_programs
-from trainer.planning.plan import resolve_plan
 from trainer.planning.recompute import left_by_recompute
 
 LENGTH, RANKS = 32, 4

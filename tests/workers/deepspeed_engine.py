@@ -27,7 +27,8 @@ from trainer.parallel.zero.deepspeed import import_engine
 from trainer.parity.compare import coarsest_tolerance, compare_runs, judge_plan
 from trainer.parity.reference import train_reference
 from trainer.parity.watch import StateRecorder
-from trainer.planning.plan import BatchPlan, resolve_plan
+from trainer.planning.features import resolve_plan
+from trainer.planning.plan import BatchPlan
 from trainer.precision.dtypes import DTYPES
 from trainer.training.out_of_memory import memory_breakdown
 from trainer.training.state import TrainState

@@ -27,7 +27,8 @@ from trainer.model.transformer import Transformer
 from trainer.parallel.pipeline.plan import resolve_pipeline
 from trainer.parity.reference import train_reference
 from trainer.parity.watch import StateRecorder, assemble_tensors
-from trainer.planning.plan import BatchPlan, resolve_plan
+from trainer.planning.features import resolve_plan
+from trainer.planning.plan import BatchPlan
 from trainer.training.session import numeric_mode
 from trainer.training.state import TrainState
 from trainer.training.step import evaluate, train_step

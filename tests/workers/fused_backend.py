@@ -26,7 +26,7 @@ from trainer.kernels.experimental import tensor_parallel as kernels
 from trainer.model.linear import DeferredGrads
 from trainer.parallel.context.apply import make_member
 from trainer.parallel.recompute import apply_recompute
-from trainer.planning.plan import resolve_plan
+from trainer.planning.features import resolve_plan
 
 TAKEN: Counter[str] = Counter()
 """Of this process: the calls of each kind, and how often memory was shared."""

@@ -18,7 +18,7 @@ from trainer.checkpointing.loading import read_tensors
 from trainer.config import ConfigError
 from trainer.distributed.mesh import join_world
 from trainer.parity.cli import main as compare_plans
-from trainer.planning.plan import resolve_plan
+from trainer.planning.features import resolve_plan
 from trainer.training.hooks import HookFailed
 
 SEEN: list[list] = []

@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from trainer.parallel.tensor import SharedParameters
+from trainer.parallel.tensor.apply import SharedParameters
 from trainer.parity.cli import main
 
 if __name__ == "__main__":

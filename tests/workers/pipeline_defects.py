@@ -21,7 +21,8 @@ from trainer.parallel.pipeline.plan import resolve_pipeline
 from trainer.parity.compare import compare_runs
 from trainer.parity.reference import train_reference
 from trainer.parity.watch import StateRecorder
-from trainer.planning.plan import BatchPlan, resolve_plan
+from trainer.planning.features import resolve_plan
+from trainer.planning.plan import BatchPlan
 from trainer.training.state import TrainState
 from trainer.training.step import evaluate, train_step
 

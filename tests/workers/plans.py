@@ -45,7 +45,8 @@ from trainer.parity.compare import RunComparison, coarsest_tolerance, compare_ru
 from trainer.parity.reference import Trajectory, train_reference
 from trainer.parity.watch import train_plan
 from trainer.planning.cost import parameters as cost_parameters
-from trainer.planning.plan import BatchPlan, resolve_plan
+from trainer.planning.features import resolve_plan
+from trainer.planning.plan import BatchPlan
 from trainer.planning.schedules import ir
 from trainer.planning.schedules.templates import build_schedule
 from trainer.precision import scaler

@@ -15,7 +15,7 @@ import trainer
 import trainer.cluster.probe  # before processes are forked
 from trainer.distributed.mesh import join_world
 from trainer.observe import metrics
-from trainer.planning.plan import resolve_plan
+from trainer.planning.features import resolve_plan
 from trainer.probe import main
 
 RECIPE = [

@@ -10,7 +10,7 @@ from support.launch import fork, leave
 
 import trainer
 from trainer.distributed.mesh import join_world
-from trainer.planning.plan import resolve_plan
+from trainer.planning.features import resolve_plan
 
 COMMON = [
     "+config=debug",

@@ -24,7 +24,7 @@ from trainer.config import ConfigError
 from trainer.distributed.mesh import join_world
 from trainer.distributed.tensors import local_values
 from trainer.observe.deferred import DeferredScalars, Ready
-from trainer.planning.plan import resolve_plan
+from trainer.planning.features import resolve_plan
 from trainer.training.metrics_tracker import NonFiniteError
 from trainer.training.replicas import ReplicaMismatch
 

@@ -39,9 +39,10 @@ from trainer.model.linear import DeferredGrads
 from trainer.model.transformer import Transformer
 from trainer.parallel.pipeline.plan import layer_costs, resolve_pipeline
 from trainer.parallel.recompute import apply_recompute, recompute_all
-from trainer.parallel.tensor import shard_model
+from trainer.parallel.tensor.apply import shard_model
 from trainer.planning.cost.memory import symmetric_buffer_bytes
-from trainer.planning.plan import resolve_batch, resolve_plan
+from trainer.planning.features import resolve_plan
+from trainer.planning.plan import resolve_batch
 from trainer.precision.products import GEMMRole, Multiply, matmul, matmul_sum
 from trainer.training.state import TrainState
 

@@ -19,7 +19,7 @@ import trainer.training.trainer
 from trainer.checkpointing.loading import read_tensors
 from trainer.config import ConfigError
 from trainer.distributed.mesh import join_world
-from trainer.planning.plan import resolve_plan
+from trainer.planning.features import resolve_plan
 from trainer.training.metrics_tracker import NonFiniteError
 
 train_step = trainer.training.trainer.train_step

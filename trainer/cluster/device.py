@@ -28,7 +28,7 @@ from trainer.model.transformer import Transformer
 from trainer.optim.optimizer import Optimizer, parameter_policies
 from trainer.parallel.context.plan import KERNELS, attention_kernel
 from trainer.parallel.parallelize import compile_layers, keep_buffers
-from trainer.parallel.tensor import squared_norms
+from trainer.parallel.tensor.apply import squared_norms
 from trainer.planning.cost.memory import ELEMENT_BYTES, MASTER_BYTES
 from trainer.planning.cost.parameters import layer_specs
 from trainer.planning.documents import DocumentLengths, computed_keys, document_ranges, documents_of

@@ -19,8 +19,8 @@ from trainer.planning.decide import GIB, SHARE, TILE, MemoryLimit, decide
 from trainer.planning.estimate.memory import can_replay
 from trainer.planning.estimate.report import left_out
 from trainer.planning.estimate.step import StepEstimate, estimate_within
+from trainer.planning.features import resolve_plan
 from trainer.planning.fit import MachineMemory, find_missing_memory, persistent_bytes
-from trainer.planning.plan import resolve_plan
 from trainer.planning.plan_overrides import fit_batch
 from trainer.planning.resolve import Layout, check_config, resolve_layout
 

@@ -7,7 +7,7 @@ usable, so that what is called between the two overlaps. All of them are visible
 Products whose input is gathered, or whose result is reduce-scattered, are methods too (`gather_matmul`,
 `matmul_scatter_sum`), and so are all products of a layer's backward pass (`columns_gradients`, `rows_gradients`): here
 one after the other, and in a backend that fuses them at once. Another backend is a class with these methods;
-`parallel/tensor.py` gives it to the model.
+`parallel/tensor/apply.py` gives it to the model.
 """
 
 from __future__ import annotations

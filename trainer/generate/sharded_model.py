@@ -25,7 +25,8 @@ from trainer.model.transformer import Transformer
 from trainer.parallel.context.apply import make_member
 from trainer.parallel.parallelize import keep_buffers, parallelize
 from trainer.parallel.zero.fsdp import FSDP
-from trainer.planning.plan import node_size, resolve_plan
+from trainer.planning.features import resolve_plan
+from trainer.planning.plan import node_size
 from trainer.precision.dtypes import DTYPES
 
 PADDED = {"cuda": BLOCK, "cpu": 8}

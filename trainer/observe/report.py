@@ -29,12 +29,13 @@ from trainer.planning.estimate.hardware import load_hardware, shipped_for
 from trainer.planning.estimate.memory import MemoryPeak, can_replay, find_peaks
 from trainer.planning.estimate.report import memory_band, summarise_step
 from trainer.planning.estimate.step import StepEstimate, estimate_within, fullest_rank
+from trainer.planning.features import communication_table
 from trainer.planning.fit import MachineMemory
 from trainer.planning.float8 import float8_linears, numeric_types
 from trainer.planning.layer import flops_per_token, model_programs, parameter_counts
 from trainer.planning.plan import node_size
 from trainer.planning.recompute import left_by_recompute
-from trainer.planning.resolve import Layout, collect_warnings, communication_table
+from trainer.planning.resolve import Layout, collect_warnings
 from trainer.util import tables
 
 

@@ -22,9 +22,9 @@ from trainer.model.linear import DeferredGrads
 from trainer.model.loss import loss_terms
 from trainer.model.stage import Make, Stage
 from trainer.model.transformer import Transformer
-from trainer.parallel import tensor
 from trainer.parallel.context.apply import share_sequences
 from trainer.parallel.recompute import apply_recompute, check_recompute, recomputes_attention
+from trainer.parallel.tensor.apply import BACKENDS, shard_model
 from trainer.parallel.zero.fsdp import Engine
 from trainer.planning.cost.parameters import declare_parameters
 from trainer.planning.float8 import float8_linears
@@ -115,7 +115,7 @@ def parallelize(
         model = make(spec, layers)
     loss = config.loss
     model.set_loss(loss.z_loss, loss.chunk, config.compile, loss.tile or 0, loss_terms(loss))
-    backend = tensor.BACKENDS[config.parallel.tp_overlap]
+    backend = BACKENDS[config.parallel.tp_overlap]
     apply_recompute(model, config.activation, backend)
     if deferred is not None:
         model.defer(deferred)
@@ -126,7 +126,7 @@ def parallelize(
     multiply_in_float8(model, spec, config.precision, casts)
     if config.compile:
         compile_layers(model, deferred is not None)
-    tensor.shard_model(model, world.dimensions["tp"], backend)
+    shard_model(model, world.dimensions["tp"], backend)
     share_sequences(model, config, spec, plan, world)
     engine.shard(model)
     engine.materialize(model)

@@ -13,8 +13,9 @@ from trainer.config.model import ModelSpec
 from trainer.parallel.compress.plan import describe_codecs
 from trainer.parallel.parallelize import check_compiler, check_model
 from trainer.parallel.zero.fsdp import check_engine
+from trainer.planning.features import check_plan, resolve_plan
 from trainer.planning.float8 import numeric_types
-from trainer.planning.plan import check_plan, node_size, resolve_plan
+from trainer.planning.plan import node_size
 from trainer.planning.plan_overrides import build_variant, fit_batch
 from trainer.planning.resolve import Layout, check_config, resolve_layout
 

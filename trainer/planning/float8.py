@@ -12,7 +12,7 @@ from trainer.config.model import ModelSpec
 from trainer.planning.cost.parameters import ROLES, ParameterInfo, layer_tables
 from trainer.planning.cost.updates import UpdateSettings
 from trainer.planning.float8_settings import float8_setting, float8_settings
-from trainer.planning.plan import Plan
+from trainer.planning.plan import Feature, Plan
 
 MULTIPLE = 16
 """The tensor cores take fp8 operands whose rows have a multiple of so many elements."""
@@ -67,8 +67,10 @@ def _projections(index: int, table: Mapping[str, ParameterInfo]) -> Iterator[tup
             yield f"layers.{index}.{name}".removesuffix(".weight"), info
 
 
-def check_float8(config: Config, spec: ModelSpec, plan: Plan) -> Iterator[str]:
+def check_float8(config: Config, spec: ModelSpec | None, plan: Plan, node: int = 0) -> Iterator[str]:
     """What of the chosen linear layers cannot be multiplied in fp8, one sentence each."""
+    if spec is None:
+        return
     float8, settings = config.precision.float8, float8_settings(config.precision)
     chosen = float8_linears(config.precision, spec)
     if float8.gather:
@@ -160,3 +162,12 @@ def _tokens(config: Config, plan: Plan, chosen: Mapping[str, Float8Linear]) -> I
             f"activation.tile={tile} on parallel.tp={plan.tp} ranks: fp8 adds up weight gradients over multiples of "
             f"{MULTIPLE} tokens; set activation.tile={-(-tile // MULTIPLE) * MULTIPLE}, {instead}"
         )
+
+
+def describe_float8(config: Config, plan: Plan) -> list[tuple[str, str]]:
+    """What has no effect where no ranks share states."""
+    unused = config.precision.float8.gather and plan.shard == 1
+    return [("without effect", "precision.float8.gather=true: no ranks share states")] * unused
+
+
+FEATURE = Feature("float8", check_plan=check_float8, describe=describe_float8)

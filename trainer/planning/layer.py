@@ -329,3 +329,12 @@ def flops_per_token(spec: ModelSpec, length: int, causal: bool) -> float:
     """
     programs = *model_programs(spec, length, 1, 1, causal=causal), head_program(spec, 1, 1)
     return 3.0 * sum(program.flops for program in programs)
+
+
+def registered_blocks(spec: ModelSpec) -> list[tuple[registry.KindRegistry, registry.RegisteredKind]]:
+    """The kinds of blocks of the user's packages that the layers have."""
+    used = {registry.ATTENTION: {layer.attention.kind for layer in layer_specs(spec)}}
+    used[registry.FEED_FORWARD] = {layer.feed_forward.kind for layer in layer_specs(spec)}
+    return [
+        (kinds, entry) for kinds, names in used.items() for entry in kinds.registered.values() if entry.name in names
+    ]

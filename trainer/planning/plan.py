@@ -1,4 +1,5 @@
-"""The plan: how one model is laid over the ranks. Which plans are legal is decided here and nowhere else.
+"""The plan: how one model is laid over the ranks, and which meshes are legal. What else makes a plan illegal, each
+feature says itself (`planning/features.py`).
 
 Pure functions of the configuration and the number of processes; no process group is needed to check a plan.
 """
@@ -7,16 +8,14 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from trainer.config import BatchConfig, ConfigError, ParallelConfig, RunConfig
+from trainer.config import BatchConfig, Config, ConfigError, ParallelConfig, RunConfig
 from trainer.config.fields import list_divisors
 from trainer.config.model import ModelSpec
-from trainer.config.registry import ATTENTION, FEED_FORWARD, KindRegistry, RegisteredKind
 from trainer.config.typed import out_of_range
-from trainer.parallel.zero.deepspeed_plan import check_parallel
-from trainer.planning.cost.parameters import layer_specs
 
 MOST_PROCESSES = 1 << 16
 """Processes of a run. Whoever asks for more has probably typed a digit too many, and tables of all ranks would fill the
@@ -87,31 +86,41 @@ class Plan:
         )
 
 
-def check_plan(
-    parallel: ParallelConfig, world: int, spec: ModelSpec | None = None, node: int | None = None
-) -> list[str]:
-    """Everything that makes the plan impossible on `world` processes, one sentence each.
+class Feature(NamedTuple):
+    """One way to divide a model, its states or its data over ranks, or to compute it: what planning asks of each, in
+    the order of `planning.features.FEATURES`. Each has a folder in `parallel/` with a pure `plan.py`, which answers,
+    beside what applies it to a model. A question that a feature has nothing to say to is left out.
 
-    spec: the model, where it is known; node: processes on this machine, all of them if None.
+    check_model: (settings of `parallel`, model where it is known, processes, processes of a node) -> what makes it
+    impossible, one sentence each. check_ranks: (settings of `parallel`, ranks that hold the same part of the model,
+    processes, processes of a node) -> the same, where the mesh fits the processes. check_plan: (configuration, model,
+    plan, processes of a node) -> the same of the whole configuration. collect_warnings: the same arguments -> what is
+    legal and may be a mistake. describe: (configuration, plan) -> rows of a table of how its ranks communicate.
     """
+
+    name: str
+    check_model: Callable[[ParallelConfig, ModelSpec | None, int, int], Iterable[str]] = lambda *_: ()
+    check_ranks: Callable[[ParallelConfig, int, int, int], Iterable[str]] = lambda *_: ()
+    check_plan: Callable[[Config, ModelSpec | None, Plan, int], Iterable[str]] = lambda *_: ()
+    collect_warnings: Callable[[Config, ModelSpec, Plan, int], Iterable[str]] = lambda *_: ()
+    describe: Callable[[Config, Plan], Iterable[tuple[str, str]]] = lambda *_: ()
+
+
+def check_degrees(parallel: ParallelConfig, world: int) -> list[str]:
+    """Settings of `parallel` that no number of processes could have, one sentence each."""
     problems = out_of_range(parallel, "parallel")
     if world > MOST_PROCESSES:
-        problems.append(f"{world} processes are more than any plan is made for; legal: up to {MOST_PROCESSES}")
-        return problems
+        return [*problems, f"{world} processes are more than any plan is made for; legal: up to {MOST_PROCESSES}"]
     if parallel.dp != -1 and parallel.dp < 1:
         problems.append(f"parallel.dp={parallel.dp} must be positive, or -1 for the processes that are left")
-    if min(parallel.tp, parallel.pp, parallel.cp, abs(parallel.dp)) < 1 or parallel.dp < -1:
-        return problems
-    problems += _check_tensor(parallel, spec, world, node or world) + _check_depth(parallel, spec)
-    problems += _check_fusion(parallel)
-    cp, dp, stage = parallel.cp, parallel.dp, parallel.zero.stage
-    if spec is not None and cp > 1:
-        problems += [
-            f"parallel.cp={cp}: the attention block '{entry.name}' ({entry.home}) sees the tokens of its own rank "
-            "alone; set parallel.cp=1"
-            for kinds, entry in registered_blocks(spec)
-            if kinds is ATTENTION
-        ]
+    return problems
+
+
+def check_mesh(parallel: ParallelConfig, world: int, node: int | None = None) -> list[str]:
+    """What keeps legal degrees from making a mesh of `world` processes.
+
+    node: processes on a machine, all of them if None."""
+    cp, dp = parallel.cp, parallel.dp
     model, context = parallel.tp * parallel.pp * cp, f" parallel.cp={cp}" if cp > 1 else ""
     degrees = f"parallel.tp={parallel.tp} x parallel.pp={parallel.pp}" + (context and f" x{context}")
     degrees += "" if dp == -1 else f" x parallel.dp={dp}"
@@ -125,62 +134,7 @@ def check_plan(
             if cp > 1 and (shorter := [n for n in list_divisors(cp) if world % (model // cp * n) == 0]):
                 ways.append(f"set parallel.cp={shorter[-1]}")
         needs = f"needs {model * dp} processes" if dp != -1 else f"needs a multiple of {model} processes"
-        return [*problems, f"{degrees} {needs}, but {world} run; {', or '.join(ways)}"]
-    dp = world // model * cp  # all that hold the same part of the model
-    if parallel.shard != -1 and parallel.shard not in list_divisors(dp):
-        kinds = "data- and context-parallel" if cp > 1 else "data-parallel"
-        problems.append(
-            f"parallel.shard={parallel.shard} does not divide the {dp} {kinds} ranks; legal: "
-            f"{', '.join(map(str, list_divisors(dp)))}, or -1 for all"
-        )
-    if stage == 0 and parallel.shard not in (-1, 1):
-        problems.append(
-            f"parallel.shard={parallel.shard} has nothing to share at parallel.zero.stage=0; set "
-            "parallel.zero.stage=1, 2 or 3, or parallel.shard=-1"
-        )
-    if stage == 0 and parallel.zero.offload:
-        problems.append(
-            "parallel.zero.offload=true keeps sharded state in host memory, and parallel.zero.stage=0 shards none; "
-            "set parallel.zero.stage=1, 2 or 3"
-        )
-    if parallel.zero.sum_on_host and not (parallel.zero.offload and stage >= 2 and parallel.zero.engine == "torch"):
-        problems.append(
-            "parallel.zero.sum_on_host=true is for gradients that FSDP offloads after every micro-batch; set "
-            "parallel.zero.offload=true, parallel.zero.stage=2 or 3 and parallel.zero.engine=torch, or "
-            "parallel.zero.sum_on_host=false"
-        )
-    elif parallel.zero.sum_on_host and parallel.shard not in (-1, dp):
-        problems.append(
-            f"parallel.zero.sum_on_host=true: with replicas (parallel.shard={parallel.shard} of {dp} ranks) FSDP adds "
-            "up on the device; set parallel.shard=-1, or parallel.zero.sum_on_host=false"
-        )
-    problems += _check_transport(parallel, dp, node or world)
-    return problems + check_parallel(parallel, dp, world // (node or world))
-
-
-def _check_transport(parallel: ParallelConfig, dp: int, node: int) -> list[str]:
-    """dp: ranks that hold the same part of the model; node: processes on a machine."""
-    zero, setting = parallel.zero, f"parallel.zero.collectives={parallel.zero.collectives}"
-    if zero.collectives == "nccl":
-        return []
-    if zero.stage == 0:
-        return [
-            f"{setting} is for what ranks share, and parallel.zero.stage=0 shares nothing; set "
-            "parallel.zero.stage=1, 2 or 3, or parallel.zero.collectives=nccl"
-        ]
-    if zero.offload:
-        return [
-            f"{setting} copies between GPUs, and parallel.zero.offload=true keeps parameters and gradients in host "
-            "memory; set parallel.zero.collectives=nccl, or parallel.zero.offload=false"
-        ]
-    shard, within = parallel.shard, [n for n in list_divisors(dp) if node % (n * parallel.tp) == 0]
-    if within and (dp if shard == -1 else shard) not in within:
-        return [
-            f"{setting} needs ranks that share memory, and the {dp if shard == -1 else shard} ranks that share states"
-            + f", of parallel.tp={parallel.tp} each," * (parallel.tp > 1)
-            + f" span nodes of {node} processes; set parallel.shard={within[-1]}, which keeps replicas on other nodes, "
-            "or parallel.zero.collectives=nccl"
-        ]
+        return [f"{degrees} {needs}, but {world} run; {', or '.join(ways)}"]
     return []
 
 
@@ -199,68 +153,6 @@ def nearby_worlds(world: int, model: int, node: int) -> list[int]:
     return [count for count in (world // unit * unit, world // unit * unit + unit) if count]
 
 
-def _check_tensor(parallel: ParallelConfig, spec: ModelSpec | None, world: int, node: int) -> list[str]:
-    """What keeps the model from being cut into parallel.tp parts, or those from staying inside a node of `node`
-    processes."""
-    tp, problems = parallel.tp, []
-    if spec is not None and tp > 1:
-        shapes = [(layer.attention.heads, layer.attention.kv_heads) for layer in layer_specs(spec)]
-        wrong = next(((heads, keys) for heads, keys in shapes if not divides_heads(heads, keys, tp)), None)
-        if wrong is not None:
-            legal = [n for n in list_divisors(wrong[0]) if all(divides_heads(heads, keys, n) for heads, keys in shapes)]
-            problems.append(
-                f"parallel.tp={tp} does not divide model.attention.heads={wrong[0]} with kv_heads={wrong[1]}; legal: "
-                f"{', '.join(map(str, legal))}"
-            )
-        sizes = {
-            "model.vocab_size": spec.vocab_size,
-            "model.feed_forward.width": min(layer.feed_forward.width for layer in layer_specs(spec)),
-        }
-        problems += [
-            f"parallel.tp={tp}: the {kinds.kind} '{entry.name}' ({entry.home}) does not say that its parameters can be "
-            "cut; register it with tensor_parallel=True if they can, or set parallel.tp=1"
-            for kinds, entry in registered_blocks(spec)
-            if not entry.facts["tensor_parallel"]
-        ]
-        problems += [
-            f"parallel.tp={tp} leaves ranks without a part of {name}={size}; legal: up to "
-            f"{max(n for n in range(1, min(tp, world + 1)) if fills_all_ranks(size, n))}"
-            for name, size in sizes.items()
-            if not fills_all_ranks(size, tp)
-        ]
-    if node < world and node % tp and not parallel.tp_across_nodes:
-        problems.append(
-            f"parallel.tp={tp} spans nodes of {node} processes, and tensor parallelism is slow over their links; set "
-            f"parallel.tp={max(n for n in list_divisors(node) if n <= tp)} and use parallel.pp, or force it with "
-            "parallel.tp_across_nodes=true"
-        )
-    return problems
-
-
-def _check_fusion(parallel: ParallelConfig) -> list[str]:
-    if parallel.tp_overlap != "off" and parallel.tp == 1:
-        return [
-            f"parallel.tp_overlap={parallel.tp_overlap} is for the collectives of tensor-parallel ranks, and "
-            "parallel.tp=1 has none; set parallel.tp_overlap=off, or parallel.tp=2 or more"
-        ]
-    if parallel.tp_overlap != "off" and parallel.tp_across_nodes:
-        return [
-            f"parallel.tp_overlap={parallel.tp_overlap} needs ranks that share memory, and "
-            "parallel.tp_across_nodes=true allows groups over several nodes; leave that out, or set "
-            "parallel.tp_overlap=off"
-        ]
-    return []
-
-
-def registered_blocks(spec: ModelSpec) -> list[tuple[KindRegistry, RegisteredKind]]:
-    """The kinds of blocks of the user's packages that the layers have."""
-    used = {ATTENTION: {layer.attention.kind for layer in layer_specs(spec)}}
-    used[FEED_FORWARD] = {layer.feed_forward.kind for layer in layer_specs(spec)}
-    return [
-        (kinds, entry) for kinds, names in used.items() for entry in kinds.registered.values() if entry.name in names
-    ]
-
-
 def node_size(world: int) -> int:
     """Processes on this machine: of the launcher's LOCAL_WORLD_SIZE, else all. Raises `ConfigError`."""
     given = os.environ.get("LOCAL_WORLD_SIZE", str(world))
@@ -272,32 +164,8 @@ def node_size(world: int) -> int:
     return int(given)
 
 
-def divides_heads(heads: int, kv_heads: int, tp: int) -> bool:
-    """Whether each of `tp` ranks gets as many heads, with the key-value heads that they look at."""
-    return heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
-
-
-def fills_all_ranks(size: int, tp: int) -> bool:
-    """Whether each of `tp` ranks has a part when `size` is cut into equal parts, the last ones smaller."""
-    return -(-size // tp) * (tp - 1) < size
-
-
-def _check_depth(parallel: ParallelConfig, spec: ModelSpec | None) -> list[str]:
-    if spec is None or parallel.pp <= spec.depth:
-        return []
-    return [f"parallel.pp={parallel.pp} exceeds the {spec.depth} layers of the model; legal: up to {spec.depth}"]
-
-
-def resolve_plan(parallel: ParallelConfig, world: int, spec: ModelSpec | None = None, node: int | None = None) -> Plan:
-    """The plan on `world` processes. Raises `ConfigError` with all problems."""
-    problems = check_plan(parallel, world, spec, node)
-    if problems:
-        raise ConfigError(problems)
-    return build_plan(parallel, world)
-
-
 def build_plan(parallel: ParallelConfig, world: int) -> Plan:
-    """The plan of settings that `check_plan` has nothing against."""
+    """The plan of settings that `planning.features.check_plan` has nothing against."""
     stage, dp = parallel.zero.stage, world // (parallel.tp * parallel.pp)  # cp ranks among them
     shard = 1 if stage == 0 else dp if parallel.shard == -1 else parallel.shard
     return Plan(

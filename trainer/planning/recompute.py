@@ -16,6 +16,7 @@ from trainer.config import ConfigError
 from trainer.config.model import ModelSpec
 from trainer.planning.cost.parameters import declare_parameters
 from trainer.planning.layer import Program
+from trainer.planning.plan import Feature
 
 if TYPE_CHECKING:
     from trainer.config.schema import ActivationConfig
@@ -72,9 +73,9 @@ def entry_problems(save: Sequence[str], depth: int | None = None) -> Iterator[st
             yield f"activation.save: '{entry}' names layers that are not there; the model has 0 to {depth - 1}"
 
 
-def tile_problems(config: ActivationConfig, spec: ModelSpec) -> Iterator[str]:
+def tile_problems(config: ActivationConfig, spec: ModelSpec | None) -> Iterator[str]:
     """What is recomputed twice: by `activation.modules`, and in tiles of tokens."""
-    if not config.tile or config.mode != "selective":
+    if spec is None or not config.tile or config.mode != "selective":
         return
     parts = (name.split(".") for name in declare_parameters(spec) if ".feed_forward." in name)
     modules = dict.fromkeys(".".join(part[:end]) for part in parts for end in range(3, len(part)))
@@ -203,7 +204,7 @@ def recompute_effect(layer: Program, index: int, config: ActivationConfig | None
         again = [name for name in matched if name not in ends]  # recompute ends before a block's last GEMM
         # A block's input is a norm's output, which is saved. The result of a single projection is its reader's to save.
         blocks = [block for block in ("attention", "feed_forward") if matches_module(index, block, config.modules)]
-        saved = whole - sum(layer.block(block).saved for block in blocks)
+        saved = whole - sum(layer.block(block).saved for block in blocks if not (tiled and block == "feed_forward"))
         attends = "attention" in blocks
         summed = tuple(ends) if layer.total("eager", "reduce_scatter") else ()
         eager = EagerExtra(spread.saved * (not attends), summed, len(summed))
@@ -257,3 +258,6 @@ def matches_module(index: int, name: str, patterns: list[str]) -> bool:
     """Whether `activation.modules` names a block or projection of layer `index`, or a module around it."""
     parts = f"layers.{index}.{name}".split(".")
     return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(3, len(parts) + 1) for pattern in patterns)
+
+
+FEATURE = Feature("recompute", check_plan=lambda config, spec, plan, node: tile_problems(config.activation, spec))

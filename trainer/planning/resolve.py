@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 from trainer.config import (
     ActivationConfig,
@@ -25,26 +25,17 @@ from trainer.config import (
 from trainer.config.compose import gather_values, to_config
 from trainer.config.registry import ATTENTION, FEED_FORWARD, OPTIMIZERS, SCHEDULES, SOURCES, KindRegistry
 from trainer.config.typed import join_path, out_of_range
-from trainer.parallel.compress.plan import check_grad_comm, enabled_codecs
-from trainer.parallel.context.plan import (
-    BETWEEN_NODES,
-    ContextPlan,
-    ContextRequest,
-    build_context,
-    context_cost,
-    length_multiple,
-    request_of,
-    resolve_context,
-)
+from trainer.parallel.compress.plan import enabled_codecs
+from trainer.parallel.context.plan import ContextPlan, resolve_context
 from trainer.parallel.pipeline.plan import PipelinePlan, resolve_pipeline
-from trainer.parallel.zero.deepspeed_plan import check_settings
+from trainer.parallel.zero.plan import check_settings
 from trainer.planning import documents
 from trainer.planning.cost.parameters import declare_parameters, layer_specs
 from trainer.planning.cost.updates import UpdateSettings
-from trainer.planning.float8 import check_float8
+from trainer.planning.features import FEATURES, check_plan, check_whole_plan, resolve_plan
 from trainer.planning.float8_settings import float8_setting
-from trainer.planning.plan import BatchPlan, Plan, check_plan, node_size, resolve_batch, resolve_plan, training_steps
-from trainer.planning.recompute import entry_problems, tile_problems
+from trainer.planning.plan import BatchPlan, Plan, node_size, resolve_batch, training_steps
+from trainer.planning.recompute import entry_problems
 
 # What a type does not say: ranges, and settings that contradict each other. Pure: needs neither torch nor a process
 # group, so that every refusal comes before either exists.
@@ -340,19 +331,15 @@ def _decide(
         if plan and config.run.tokens:
             problems = problems + list(check_length(config, training_steps(config.run, batch)))
         if plan and spec:
-            if found := list(tile_problems(config.activation, spec)):
-                raise ConfigError(found)
             context = resolve_context(config, spec, plan, node)
             layout = Layout(spec, plan, batch, resolve_pipeline(config, spec, plan, batch), context)
     except ConfigError as error:
         problems = problems + error.problems
     if spec:
         problems = problems + UpdateSettings.of(config).problems(declare_parameters(spec))
-    if plan and spec:
-        problems = problems + list(check_float8(config, spec, plan))
     if plan:
         problems = problems + check_optimizers(config, plan) + check_graphs(config, plan, world_size)
-        problems = problems + check_grad_comm(config.parallel.grad_comm, config.precision.types, plan, node)
+        problems = problems + check_whole_plan(config, spec, plan, node)
     return layout, problems
 
 
@@ -393,9 +380,8 @@ def check_values(values: dict, problems: typed.Problems, world: int | None) -> C
 def collect_warnings(config: Config, layout: Layout, node: int) -> list[str]:
     """Sentences on a run with nodes of `node` processes."""
     found = list(_positions(layout.spec, layout.batch.sequence_length))
-    if layout.context is not None:
-        request = request_of(config, layout.spec, layout.plan, node)
-        found += [*_between_nodes(request, layout.context), *_not_dealt(request, layout.context)]
+    for feature in FEATURES:
+        found += feature.collect_warnings(config, layout.spec, layout.plan, node)
     return found
 
 
@@ -412,61 +398,3 @@ def _positions(spec: ModelSpec, length: int) -> Iterator[str]:
             f"are new to the model; for one that is read set model.extend={extend}, and for one that is trained from "
             f"its beginning model.max_length={length}"
         )
-
-
-def _between_nodes(request: ContextRequest, context: ContextPlan) -> Iterator[str]:
-    if context.inner > 1 and request.inside % context.inner:
-        within = [n for n in request.legal if 1 < n < request.plan.cp and request.inside % n == 0]
-        other = f"hybrid parallel.context.inner={within[-1]}" if within else "allgather"
-        yield (
-            f"heads are exchanged over {context.inner} ranks on several nodes of {request.node} processes, between "
-            f"which a byte takes some {BETWEEN_NODES:g} times as long; parallel.context.method={other} exchanges none "
-            "between them"
-        )
-
-
-def _not_dealt(request: ContextRequest, context: ContextPlan) -> Iterator[str]:
-    """Blocks that `order=auto` would take if they divided the length."""
-    blocks = length_multiple(replace(context, order="blocks"), request.plan)
-    if request.asked.order != "auto" or context.order != "zigzag" or request.length % blocks == 0:
-        return
-    below = request.length // blocks * blocks
-    near = [request.set({"batch.sequence_length": length}) for length in (below, below + blocks) if length]
-    slower = f"{context_cost(near[-1], context) / context_cost(near[-1], build_context(near[-1], context.inner)):.1f}"
-    if slower != "1.0":
-        yield (
-            f"batch.sequence_length={request.length} cannot be dealt out in blocks of {context.block}: in zigzag order "
-            f"attention takes about {slower} times as long on GPUs; "
-            f"batch.sequence_length={' or '.join(str(one.length) for one in near)} can"
-        )
-
-
-# How the ranks of a plan communicate, and which settings of that have no effect, for people.
-
-
-def communication_table(config: Config, plan: Plan) -> list[tuple[str, str]]:
-    """Rows of a table: what tensor-parallel products and shared states go by where a setting says it, and settings that
-    a recipe has for more ranks than there are."""
-    parallel, alone = config.parallel, plan.shard == 1
-    copied = parallel.zero.collectives != "nccl"
-    rows = []
-    if plan.tp > 1:
-        rows.append(("tensor products", f"parallel.tp_overlap={parallel.tp_overlap}"))
-    if copied and not alone:
-        rows.append(("shared states", f"parallel.zero.collectives={parallel.zero.collectives}"))
-    unused = {
-        f"parallel.zero.collectives={parallel.zero.collectives}": copied,
-        "precision.float8.gather=true": config.precision.float8.gather,
-    }
-    rows += [("without effect", f"{name}: no ranks share states") for name, given in unused.items() if given and alone]
-    return rows
-
-
-def communication_summary(config: Config, plan: Plan) -> str:
-    """What is not by collectives alone, to stand behind a plan."""
-    products = plan.tp > 1 and config.parallel.tp_overlap != "off"
-    states = plan.shard > 1 and config.parallel.zero.collectives != "nccl"
-    return (
-        f", products: {config.parallel.tp_overlap}" * products
-        + f", states: {config.parallel.zero.collectives}" * states
-    )

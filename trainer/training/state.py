@@ -26,7 +26,7 @@ from trainer.parallel.compress.reduction import Compression, NoCompression
 from trainer.parallel.parallelize import parallelize
 from trainer.parallel.pipeline.plan import PipelinePlan
 from trainer.parallel.pipeline.runtime import PipelineRuntime
-from trainer.parallel.tensor import SharedParameters
+from trainer.parallel.tensor.apply import SharedParameters
 from trainer.parallel.zero.fsdp import Engine, EngineOptimizer, load_engine
 from trainer.planning.plan import Plan
 from trainer.planning.schedules.ir import Schedule

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainer.config import GradCommConfig, HopConfig, ParameterTypes
-from trainer.planning.plan import Plan
+from trainer.planning.plan import Feature, Plan
 
 BLOCK = {"int8": 256, "int4": 128, "fp8": 256, "bf16": 256}
 """Elements of a block where the settings name none (research with small models: int4 loses with blocks of
@@ -141,3 +141,11 @@ def _check_hop(path: str, hop: HopConfig) -> list[str]:
                 "int4, or leave it out"
             )
     return problems
+
+
+FEATURE = Feature(
+    "compress",
+    check_plan=lambda config, spec, plan, node: check_grad_comm(
+        config.parallel.grad_comm, config.precision.types, plan, node
+    ),
+)

@@ -18,12 +18,14 @@ from trainer.config import Config, ConfigError, ContextConfig, ParallelConfig
 from trainer.config.fields import list_divisors
 from trainer.config.hardware import AchievedConfig
 from trainer.config.model import AttentionSpec, ModelSpec
+from trainer.config.registry import ATTENTION
 from trainer.config.schema import BatchConfig
+from trainer.parallel.tensor.plan import divides_heads
 from trainer.planning.cost.masks import block_size
 from trainer.planning.cost.parameters import layer_specs
 from trainer.planning.documents import USUAL, DocumentLengths, computed_keys, draw_documents
-from trainer.planning.layer import ATTENTION_BACKWARD, attention_flops, seen_keys
-from trainer.planning.plan import Plan, check_plan, divides_heads, resolve_batch
+from trainer.planning.layer import ATTENTION_BACKWARD, attention_flops, registered_blocks, seen_keys
+from trainer.planning.plan import Feature, Plan, check_degrees, check_mesh, resolve_batch
 
 # Context parallelism, decided: which ranks exchange heads and which gather keys, who holds which tokens, what is
 # sent. Of cp ranks, runs of `inner` neighbours exchange heads (DeepSpeed-Ulysses, arXiv 2309.14509), after which each
@@ -266,7 +268,7 @@ class ContextRequest(NamedTuple):
     def possible(self) -> bool:
         """Whether plan and batch are, however sequences are shared."""
         plan = self.plan
-        if check_plan(self.parallel, plan.world, node=self.node):
+        if check_degrees(self.parallel, plan.world) or check_mesh(self.parallel, plan.world, self.node):
             return False
         try:
             resolve_batch(self.batch, plan.dp, plan.tp, plan.pp, plan.cp)
@@ -495,3 +497,54 @@ def _halo(request: ContextRequest, chosen: ContextPlan) -> Iterator[ContextFault
     )
     longer = [{"batch.sequence_length": -(-needed // step) * step}] if windows else []
     yield ContextFault(text, [GATHER, longer, _smaller(request)])
+
+
+def check_blocks(parallel: ParallelConfig, spec: ModelSpec | None, world: int, node: int) -> list[str]:
+    """Registered kinds of attention, which cannot share sequences."""
+    if spec is None or parallel.cp == 1:
+        return []
+    return [
+        f"parallel.cp={parallel.cp}: the attention block '{entry.name}' ({entry.home}) sees the tokens of its own rank "
+        "alone; set parallel.cp=1"
+        for kinds, entry in registered_blocks(spec)
+        if kinds is ATTENTION
+    ]
+
+
+def warn_of_context(config: Config, spec: ModelSpec, plan: Plan, node: int) -> list[str]:
+    """What is legal and slow, on nodes of `node` processes."""
+    context = resolve_context(config, spec, plan, node)
+    if context is None:
+        return []
+    request = request_of(config, spec, plan, node)
+    return [*_between_nodes(request, context), *_not_dealt(request, context)]
+
+
+def _between_nodes(request: ContextRequest, context: ContextPlan) -> Iterator[str]:
+    if context.inner > 1 and request.inside % context.inner:
+        within = [n for n in request.legal if 1 < n < request.plan.cp and request.inside % n == 0]
+        other = f"hybrid parallel.context.inner={within[-1]}" if within else "allgather"
+        yield (
+            f"heads are exchanged over {context.inner} ranks on several nodes of {request.node} processes, between "
+            f"which a byte takes some {BETWEEN_NODES:g} times as long; parallel.context.method={other} exchanges none "
+            "between them"
+        )
+
+
+def _not_dealt(request: ContextRequest, context: ContextPlan) -> Iterator[str]:
+    """Blocks that `order=auto` would take if they divided the length."""
+    blocks = length_multiple(replace(context, order="blocks"), request.plan)
+    if request.asked.order != "auto" or context.order != "zigzag" or request.length % blocks == 0:
+        return
+    below = request.length // blocks * blocks
+    near = [request.set({"batch.sequence_length": length}) for length in (below, below + blocks) if length]
+    slower = f"{context_cost(near[-1], context) / context_cost(near[-1], build_context(near[-1], context.inner)):.1f}"
+    if slower != "1.0":
+        yield (
+            f"batch.sequence_length={request.length} cannot be dealt out in blocks of {context.block}: in zigzag order "
+            f"attention takes about {slower} times as long on GPUs; "
+            f"batch.sequence_length={' or '.join(str(one.length) for one in near)} can"
+        )
+
+
+FEATURE = Feature("context", check_model=check_blocks, collect_warnings=warn_of_context)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trainer.config import ActivationConfig, Config, ConfigError, PipelineConfig
+from trainer.config import ActivationConfig, Config, ConfigError, ParallelConfig, PipelineConfig
 from trainer.config.model import ModelSpec
 from trainer.planning.cost.parameters import head_rows
 from trainer.planning.layer import ATTENTION_BACKWARD, embedding_program, head_program, model_programs
-from trainer.planning.plan import BatchPlan, Plan
+from trainer.planning.plan import BatchPlan, Feature, Plan
 from trainer.planning.recompute import left_by_recompute
 from trainer.planning.schedules import ir
 from trainer.planning.schedules.costs import LayerCosts
@@ -221,3 +221,13 @@ def resolve_split(setting: object, costs: LayerCosts, placement: tuple[int, ...]
         if setting == "even"
         else partition_layers(costs, len(placement), placement)
     )
+
+
+def check_depth(parallel: ParallelConfig, spec: ModelSpec | None, world: int, node: int) -> list[str]:
+    """Whether each pipeline rank gets a layer."""
+    if spec is None or parallel.pp <= spec.depth:
+        return []
+    return [f"parallel.pp={parallel.pp} exceeds the {spec.depth} layers of the model; legal: up to {spec.depth}"]
+
+
+FEATURE = Feature("pipeline", check_model=check_depth)

@@ -21,7 +21,7 @@ from trainer.distributed.mesh import World
 from trainer.distributed.tensors import Fragment, local_extent
 from trainer.model.initial import Weights
 from trainer.optim.optimizer import Optimizer, ParameterPolicy
-from trainer.parallel.tensor import SharedParameters
+from trainer.parallel.tensor.apply import SharedParameters
 from trainer.parallel.zero.deepspeed_config import generate_config
 from trainer.planning.cost.parameters import ParameterInfo
 from trainer.planning.cost.updates import moment_count

@@ -40,7 +40,7 @@ from trainer.model.initial import Weights, reset_buffers
 from trainer.model.stage import Stage
 from trainer.optim.optimizer import ParameterPolicy
 from trainer.parallel.compress.reduction import NoCompression
-from trainer.parallel.tensor import SharedParameters, is_split
+from trainer.parallel.tensor.apply import SharedParameters, is_split
 from trainer.parallel.zero.deepspeed_base import DeepSpeedScaler, DeepSpeedZero, NoSharding, prepare_deepspeed
 from trainer.parallel.zero.deepspeed_config import generate_config
 from trainer.planning.cost.parameters import ParameterInfo

@@ -33,7 +33,7 @@ from trainer.model.stage import Stage
 from trainer.optim.optimizer import Optimizer, ParameterPolicy
 from trainer.parallel.compress.reduction import Compression, NoCompression, compression_of
 from trainer.parallel.pipeline.runtime import StageSharding
-from trainer.parallel.tensor import SharedParameters
+from trainer.parallel.tensor.apply import SharedParameters
 from trainer.parallel.zero import deepspeed
 from trainer.parallel.zero.float8_all_gather import gather_in_float8
 from trainer.parallel.zero.fsdp_internals import (

@@ -20,7 +20,7 @@ from trainer.config.hardware import HardwareConfig
 from trainer.parallel.compress.plan import enabled_codecs
 from trainer.parallel.context.plan import ContextPlan, resolve_context
 from trainer.parallel.pipeline.plan import PipelinePlan, check_pipeline, estimated_costs, resolve_split
-from trainer.parallel.zero.deepspeed_plan import check_settings
+from trainer.parallel.zero.plan import check_settings
 from trainer.planning.cost.memory import ELEMENT_BYTES, state_bytes
 from trainer.planning.cost.updates import UpdateSettings
 from trainer.planning.decide import TILE, MemoryLimit, decide, memory_choices
@@ -29,10 +29,11 @@ from trainer.planning.estimate.seconds import update_bytes
 from trainer.planning.estimate.step import GIB, StepEstimate, estimate_within
 from trainer.planning.estimate.throughput import DeviceRates
 from trainer.planning.estimate.timing import ModelTiming, time_units
+from trainer.planning.features import check_plan
 from trainer.planning.float8 import check_float8
 from trainer.planning.float8_settings import float8_settings
 from trainer.planning.layer import parameter_counts
-from trainer.planning.plan import BatchPlan, Plan, build_plan, check_plan
+from trainer.planning.plan import BatchPlan, Plan, build_plan
 from trainer.planning.resolve import Layout
 from trainer.planning.schedules.ir import Schedule
 

@@ -14,9 +14,10 @@ from trainer.planning.decide import describe_measures, describe_recompute
 from trainer.planning.estimate.plans import PlanRanking
 from trainer.planning.estimate.step import GIB, ErrorBand, StepEstimate
 from trainer.planning.estimate.timing import AXES
+from trainer.planning.features import communication_summary, communication_table
 from trainer.planning.float8 import numeric_types
 from trainer.planning.layer import parameter_counts
-from trainer.planning.resolve import collect_warnings, communication_summary, communication_table
+from trainer.planning.resolve import collect_warnings
 from trainer.util import tables
 
 DAY = 86400.0

@@ -1,7 +1,5 @@
-"""parallel.zero.engine=deepspeed: what it cannot run, DeepSpeed's configuration from ours, and its import.
-
-Imports neither torch nor DeepSpeed but in `load`, so that refusals come before any process group.
-"""
+"""Sharding of states (ZeRO) as it is planned: what is possible on which ranks, and what DeepSpeed's engine cannot
+run."""
 
 from __future__ import annotations
 
@@ -12,6 +10,7 @@ from trainer.config import Config, ParallelConfig
 from trainer.config.fields import list_divisors
 from trainer.planning.cost.updates import UpdateSettings
 from trainer.planning.float8_settings import float8_setting
+from trainer.planning.plan import Feature, Plan
 
 FLAG, COUNT, SIZE, NAMES = "true or false", "a whole number from 0 on", "a whole number from 1 on", "a list of names"
 
@@ -278,3 +277,74 @@ def check_settings(config: Config) -> Iterator[str]:
             "parallel.pipeline.schedule=auto may cut the model anew, which DeepSpeed cannot; name a schedule (a run "
             f"with {TORCH} finds one), such as interleaved"
         )
+
+
+def check_zero(parallel: ParallelConfig, ranks: int, world: int, node: int) -> list[str]:
+    """What keeps `ranks` that hold the same part of the model from sharing its states."""
+    problems, stage = [], parallel.zero.stage
+    if parallel.shard != -1 and parallel.shard not in list_divisors(ranks):
+        kinds = "data- and context-parallel" if parallel.cp > 1 else "data-parallel"
+        problems.append(
+            f"parallel.shard={parallel.shard} does not divide the {ranks} {kinds} ranks; legal: "
+            f"{', '.join(map(str, list_divisors(ranks)))}, or -1 for all"
+        )
+    if stage == 0 and parallel.shard not in (-1, 1):
+        problems.append(
+            f"parallel.shard={parallel.shard} has nothing to share at parallel.zero.stage=0; set "
+            "parallel.zero.stage=1, 2 or 3, or parallel.shard=-1"
+        )
+    if stage == 0 and parallel.zero.offload:
+        problems.append(
+            "parallel.zero.offload=true keeps sharded state in host memory, and parallel.zero.stage=0 shards none; "
+            "set parallel.zero.stage=1, 2 or 3"
+        )
+    if parallel.zero.sum_on_host and not (parallel.zero.offload and stage >= 2 and parallel.zero.engine == "torch"):
+        problems.append(
+            "parallel.zero.sum_on_host=true is for gradients that FSDP offloads after every micro-batch; set "
+            "parallel.zero.offload=true, parallel.zero.stage=2 or 3 and parallel.zero.engine=torch, or "
+            "parallel.zero.sum_on_host=false"
+        )
+    elif parallel.zero.sum_on_host and parallel.shard not in (-1, ranks):
+        problems.append(
+            f"parallel.zero.sum_on_host=true: with replicas (parallel.shard={parallel.shard} of {ranks} ranks) FSDP "
+            "adds up on the device; set parallel.shard=-1, or parallel.zero.sum_on_host=false"
+        )
+    return problems + check_transport(parallel, ranks, node) + check_parallel(parallel, ranks, world // node)
+
+
+def check_transport(parallel: ParallelConfig, dp: int, node: int) -> list[str]:
+    """What `parallel.zero.collectives` cannot go with. dp: ranks that hold the same part of the model; node: processes
+    on a machine."""
+    zero, setting = parallel.zero, f"parallel.zero.collectives={parallel.zero.collectives}"
+    if zero.collectives == "nccl":
+        return []
+    if zero.stage == 0:
+        return [
+            f"{setting} is for what ranks share, and parallel.zero.stage=0 shares nothing; set "
+            "parallel.zero.stage=1, 2 or 3, or parallel.zero.collectives=nccl"
+        ]
+    if zero.offload:
+        return [
+            f"{setting} copies between GPUs, and parallel.zero.offload=true keeps parameters and gradients in host "
+            "memory; set parallel.zero.collectives=nccl, or parallel.zero.offload=false"
+        ]
+    shard, within = parallel.shard, [n for n in list_divisors(dp) if node % (n * parallel.tp) == 0]
+    if within and (dp if shard == -1 else shard) not in within:
+        return [
+            f"{setting} needs ranks that share memory, and the {dp if shard == -1 else shard} ranks that share states"
+            + f", of parallel.tp={parallel.tp} each," * (parallel.tp > 1)
+            + f" span nodes of {node} processes; set parallel.shard={within[-1]}, which keeps replicas on other nodes, "
+            "or parallel.zero.collectives=nccl"
+        ]
+    return []
+
+
+def describe_zero(config: Config, plan: Plan) -> list[tuple[str, str]]:
+    """What ranks that share states communicate by, and what has no effect where none do."""
+    setting = f"parallel.zero.collectives={config.parallel.zero.collectives}"
+    if config.parallel.zero.collectives == "nccl":
+        return []
+    return [("shared states", setting) if plan.shard > 1 else ("without effect", f"{setting}: no ranks share states")]
+
+
+FEATURE = Feature("zero", check_ranks=check_zero, describe=describe_zero)
