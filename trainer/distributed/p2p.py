@@ -209,14 +209,14 @@ class FailureStore:
     def __init__(self, store: dist.Store):
         self._store = store
 
-    def tell(self, failure: str) -> str:
+    def report(self, failure: str) -> str:
         """Leaves `failure` for the others; the answer is the first one told, by any rank."""
         try:
             return self._store.compare_set("failure", "", failure).decode()
         except RuntimeError:  # the store has gone too
             return failure
 
-    def told(self, patience: float = 0.0) -> str | None:
+    def find_first(self, patience: float = 0.0) -> str | None:
         """The first failure told, waiting up to `patience` seconds for one."""
         FAILING.set()
         end = time.monotonic() + patience
