@@ -152,6 +152,8 @@ class Checkpointer:
         parts = {
             name: part
             for name, tensor in tensors.items()
+            # DeepSpeed's fragments say themselves which copy is saved, because replicas may be cut at different
+            # elements.
             if getattr(tensor, "counted", True) and (part := TensorPart.of(tensor)) is not None
         }
         layout = {(name, *part.boxes): part.local.nbytes for name, part in parts.items()}

@@ -66,6 +66,7 @@ class StoredTensor:
         if not isinstance(name, str) or name not in DTYPES:
             raise ValueError(f"its dtype is {format_foreign(name)}; known are {', '.join(DTYPES)}")
         dtype, shape = DTYPES[name], _sizes(shape)
+        # Zero counts as one: a shape such as [0, 2^62] must not hide a huge dimension.
         if prod(size or 1 for size in shape) * dtype.itemsize > LARGEST:
             raise ValueError(f"its shape {format_foreign(list(shape))} is too large for any memory")
         if not isinstance(chunks, list):
@@ -102,24 +103,26 @@ class StoredTensor:
         return found
 
 
-def any_overlap(boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+def any_overlap(rectangles: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
     """Whether any two rectangles (low, high) of one space have an element in common.
 
     A sweep: they are visited in the order in which they begin along the dimension with most distinct beginnings, and
     each is compared with those that have not ended. For chunks of one split that is few, where comparing all pairs
     would be quadratic.
     """
-    boxes = list(boxes)
-    dimensions = range(len(boxes[0][0])) if boxes else range(0)
+    rectangles = list(rectangles)
+    dimensions = range(len(rectangles[0][0])) if rectangles else range(0)
     if not dimensions:
-        return len(boxes) > 1
-    axis = max(dimensions, key=lambda dimension: len({low[dimension] for low, _ in boxes}))
-    begun: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-    for low, high in sorted(boxes, key=lambda box: box[0][axis]):
-        begun = [other for other in begun if other[1][axis] > low[axis]]
-        if any(all(low[i] < last[i] and first[i] < high[i] for i in dimensions) for first, last in begun):
+        return len(rectangles) > 1
+    # Chunks of one split differ in few dimensions. Sweeping along the most divided one leaves the fewest to compare.
+    axis = max(dimensions, key=lambda dimension: len({low[dimension] for low, _ in rectangles}))
+    active: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    for low, high in sorted(rectangles, key=lambda rectangle: rectangle[0][axis]):
+        # Rectangles that have ended before this one begins cannot overlap with it or with any later one.
+        active = [other for other in active if other[1][axis] > low[axis]]
+        if any(all(low[i] < last[i] and first[i] < high[i] for i in dimensions) for first, last in active):
             return True
-        begun.append((low, high))
+        active.append((low, high))
     return False
 
 
@@ -192,6 +195,8 @@ def write_parts(path: Path, parts: dict[str, TensorPart]) -> tuple[dict[str, Any
             chunks = []
             for offset, values in part.boxes.items():
                 start = file.size
+                # Parts in host memory are not copied by `cpu()`. In a synchronous save this moves one part at a time
+                # off the GPU.
                 file.write(tensor_bytes(values.cpu().contiguous()))
                 if values.numel():
                     chunks.append(Chunk(tuple(offset), tuple(values.shape), path.name, start, file.size - start))
@@ -231,6 +236,7 @@ def assign_writers(layouts: list[dict[Hashable, int]]) -> list[set[Hashable]]:
             holders.setdefault(part, []).append(rank)
     load = [0] * len(layouts)
     assigned: list[set[Hashable]] = [set() for _ in layouts]
+    # Parts without a choice go first, so that replicated ones can even out what these leave.
     for part, ranks in sorted(holders.items(), key=lambda item: (len(item[1]) > 1, -layouts[item[1][0]][item[0]])):
         rank = min(ranks, key=lambda rank: load[rank])
         load[rank] += layouts[rank][part]

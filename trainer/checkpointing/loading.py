@@ -85,6 +85,7 @@ class CheckpointContents:
         """The reads that fill this rank's parts of `tensors`. The checkpoint has to have all of them, with their shape
         and dtype."""
         reads = self._locate(tensors)
+        # A set: several pieces of one chunk are read separately, but its bytes count once.
         self._check_files({(read.name, read.piece.chunk) for read in reads})
         return reads
 
@@ -116,6 +117,7 @@ class CheckpointContents:
             if chunk.start + chunk.length > self.files[chunk.file]["bytes"]:
                 raise DamagedCheckpoint(f"{self.path / chunk.file} is too short for what should be in it")
         for name, length in needed.items():
+            # Refuses names that lead out of the folder by links.
             with open_inside(self.path, name) as file:
                 size = file.seek(0, 2)
             if size != self.files[name]["bytes"] or length > size:
@@ -137,8 +139,11 @@ def read_rows(file: BinaryIO, read: PlannedRead) -> None:
     chunk, out = read.piece.chunk, read.out
     first, *inner = read.piece.within(chunk.offsets) or (slice(0, 1),)
     sizes = chunk.sizes[1:]
+    # Then the rows of the file are the rows of `out`, and no second copy is needed.
     whole = out.is_contiguous() and out.device.type == "cpu" and out.shape[1:] == sizes
     rows = out if whole else torch.empty((first.stop - first.start, *sizes), dtype=out.dtype)
+    # Only the rows that contain the piece are read. Within a row everything is read, since rows are contiguous in the
+    # file.
     file.seek(chunk.start + first.start * prod(sizes) * out.dtype.itemsize)
     if file.readinto(tensor_bytes(rows)) != rows.nbytes:
         raise ValueError("the file ends before its values do")
@@ -185,6 +190,7 @@ def run_together(action: Callable[[], T]) -> T:
     except ConfigError as error:
         problems = error.problems
     if dist.is_initialized():
+        # A collective on every path: a rank with an error comes here too, so no rank waits for it in vain.
         problems = list(dict.fromkeys(problem for rank in gather_objects(problems) for problem in rank))
     if problems:
         raise ConfigError(problems)

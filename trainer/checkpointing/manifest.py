@@ -64,6 +64,7 @@ def write_manifest(path: Path, content: dict[str, Any]) -> None:
     """Writes the manifest of the folder `path`: `content` (JSON data), the format, the time and a checksum, with one
     key on each line."""
     content = {"format": FORMAT, "saved": time.time(), **content}
+    # Last in the file, where `read_digest` finds it without parsing the manifest.
     content["sha256"] = _digest(content)
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items())
     with open(path / MANIFEST, "w", encoding="utf-8") as file:

@@ -100,6 +100,8 @@ class TensorGroup:
 
     def gather(self, x: Tensor) -> Tensor:
         """Starts an all-gather: [tokens / t, ...] of each rank -> [tokens, ...] on every rank."""
+        # Functional collectives return a tensor that is not valid before `wait_tensor`, and are traceable, unlike
+        # `dist.all_gather_into_tensor`.
         return c10d.all_gather_into_tensor(x.contiguous(), self.size, self.name)
 
     def scatter_sum(self, x: Tensor) -> Tensor:
@@ -123,6 +125,7 @@ class TensorGroup:
 
     def own(self, x: Tensor) -> Tensor:
         """This rank's part [tokens / t, ...] of `x` [tokens, ...]."""
+        # Contiguous parts in the order of ranks, as `gather` concatenates them.
         return x.tensor_split(self.size)[self.rank]
 
 

@@ -140,6 +140,7 @@ class ContextGroup:
         for number, run in enumerate(runs):
             start, fetched = run * size, before * (run > 0)
             places = torch.arange(fetched, fetched + size, device=first.device)
+            # Places within this run's keys: they begin at place `start - fetched` of the sequence.
             seen = (first[:, start : start + size] - (start - fetched)).clamp(min=0)
             keys = stop, stop + fetched + size
             parts.append(HaloPart((number * size, (number + 1) * size), keys, mask_of(seen, places, fetched + size)))
@@ -152,15 +153,17 @@ class ContextGroup:
         # Both ends sort by the other rank and then by place, so the order of the tokens between two ranks is the same
         # on both.
         sent = sorted((self.holder(run + 1), place) for place, run in enumerate(runs) if run < last)
-        came = sorted((self.holder(run - 1), place) for place, run in enumerate(runs) if run > 0)
-        behind, inside = torch.arange(before, device=device), torch.arange(size, device=device)
+        received = sorted((self.holder(run - 1), place) for place, run in enumerate(runs) if run > 0)
+        offsets, inside = torch.arange(before, device=device), torch.arange(size, device=device)
         fetches = [run > 0 for run in runs]
+        # Where each run's keys begin in the result: earlier runs take `size` keys each, and `before` more where they
+        # fetch.
         starts = [place * size + before * sum(fetches[:place]) for place in range(len(runs))]
         return HaloExchange(
-            torch.cat([behind[:0], *((place + 1) * size - before + behind for _, place in sent)]),
+            torch.cat([offsets[:0], *((place + 1) * size - before + offsets for _, place in sent)]),
             [before * sum(to == rank for to, _ in sent) for rank in ranks],
-            [before * sum(of == rank for of, _ in came) for rank in ranks],
-            torch.cat([behind[:0], *(starts[place] + behind for _, place in came)]),
+            [before * sum(of == rank for of, _ in received) for rank in ranks],
+            torch.cat([offsets[:0], *(starts[place] + offsets for _, place in received)]),
             torch.cat([start + before * fetch + inside for start, fetch in zip(starts, fetches)]),
         )
 
@@ -384,6 +387,7 @@ def attend_parts(
 def to_heads(group: TensorGroup, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
     """[batch, heads, tokens / c, head_dim] -> [batch, heads / c, tokens, head_dim] for query, key and value. Where
     there are fewer key-value heads than ranks, several ranks get a copy of one head."""
+    # An all-to-all gives each rank an equal part of the heads, so there have to be as many as ranks.
     copies = group.size // key.shape[1]
     if copies > 1:
         key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)

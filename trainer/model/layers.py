@@ -75,6 +75,7 @@ class Linear(DeclaredModule):
 def project_input(x: Tensor, *linears: Linear) -> Sequence[Tensor]:
     """The products of one input [tokens / t, inputs] with several linear layers that are split alike: [tokens, outputs
     / t] each. The input is gathered once, unless the layers multiply differently (fp8 for some of them)."""
+    # Operands in different types cannot share a gather of converted tokens.
     if any(linear.multiply is not linears[0].multiply for linear in linears):
         return [project_input(x, linear)[0] for linear in linears]
     return column_parallel(
@@ -185,6 +186,7 @@ class Attention(Block):
         # needs no communication.
         query, key, value = project_input(x, self.q, self.k, self.v)
         if self.qk_norm == "full":
+            # `full` normalises over all heads together, which tensor-parallel ranks share.
             query, key = self.q_norm(query), self.k_norm(key)
         query, key, value = (
             y.view(*shape, -1, self.head_dim) for y in (query, key, value)
@@ -193,6 +195,7 @@ class Attention(Block):
             query, key = self.q_norm(query), self.k_norm(key)
         if self.rotary:
             query, key = rotate_heads(query, *rotation), rotate_heads(key, *rotation)
+        # Kernels take [batch, heads, length, head_dim].
         query, key, value = (y.transpose(1, 2) for y in (query, key, value))
         attend = ATTENTION_BACKENDS.get(type(mask), causal_attention)
         attended = attend(query, key, value, mask, self.scale, self.soft_cap)
@@ -275,6 +278,7 @@ class Layer(nn.Module):
         # With tiles, `run` computed attention only. The feed-forward half treats tokens alone, so it runs a tile at a
         # time and needs no memory for all of its intermediate results.
         between, attention_report = output
+        # With parallel residuals (GPT-NeoX) both halves read the layer's input.
         source = x if self.parallel_residual else between
         with self.keep(source, 1):
             result = apply_tiled(self.run_tile, self.feed_parameters, self.tile, source)

@@ -222,6 +222,8 @@ class ColumnParallel(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple:
         x, *operands = ctx.saved_tensors
         group, multiply, weights, numbers = ctx.group, ctx.multiply, operands[: ctx.count], operands[ctx.count :]
+        # A bias belongs to this rank's outputs, and the output gradient has all tokens, so its gradient needs no
+        # reduction.
         to_biases = [gradient.sum(0) if biased else None for gradient, biased in zip(gradients, ctx.biased)]
         if numbers:
             # The weights got their gradients inside of the operator, so autograd receives None for them.
@@ -246,6 +248,8 @@ class RowParallel(torch.autograd.Function):
         ctx: Any, group: TensorGroup, multiply: Multiply, x: Tensor, weight: Tensor, number: Tensor | None
     ) -> Tensor:
         ctx.group, ctx.multiply, ctx.numbered = group, multiply, number is not None
+        # x is this rank's part of the inputs for all tokens: it needs no gather in backward, the output's gradient
+        # does.
         ctx.save_for_backward(x, weight, *([number] if ctx.numbered else []))
         return group.wait(group.matmul_scatter_sum([x], [weight], GEMMRole.OUTPUT, multiply))
 

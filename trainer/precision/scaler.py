@@ -61,6 +61,8 @@ class GradScaler:
         """found_inf: fp32 scalar, 1 where the step overflowed on any rank."""
         if self.enabled:
             previous = self.value.clone(), self.growth_tracker.clone()
+            # torch's own operator reads and writes device scalars, so the host does not learn here whether the step
+            # overflowed.
             torch._amp_update_scale_(self.value, self.growth_tracker, found_inf, GROWTH, BACKOFF, self.growth_interval)
             if held is not None:
                 # Whether to hold is known on the device only, so the update is made first and undone by selection.

@@ -81,6 +81,7 @@ class RunStart:
         in_memory = find_in_memory(nodes, identity, config.checkpoint.verify, mine, any_launch, world)
         known = None if in_memory is None else in_memory[0]
         path, warnings = world.agree(lambda: find_newer(config.checkpoint, folder, mine, proven, known))
+        # `find_newer` returns no path where the in-memory checkpoint is at least as good.
         newer = in_memory is not None and path is None
         path = in_memory[1] if newer else path
         manifest: dict[str, Any] = {}
@@ -195,7 +196,9 @@ def restore_state(state: TrainState, path: Path, step: int, scaler: dict[str, An
     averaged: whether the checkpoint has an average of the weights, if the state wants one."""
     tensors = state.tensors()
     load_tensors(path, {name: value for name, value in tensors.items() if averaged or not name.startswith(PREFIX)})
+    # Copies of tied embeddings are not in the checkpoint.
     state.after_load()
+    # The average was created from the initial weights. It has to start from the loaded ones.
     if state.average is not None and not averaged:
         state.average.begin()
     state.step = step

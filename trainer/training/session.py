@@ -83,6 +83,7 @@ def least_memory(world: World) -> MachineMemory:
     Host: that of the smallest machine. All ranks call it together."""
     free = None
     if world.device.type == "cuda":
+        # torch's cache counts as free: a run that follows another in one process reuses it.
         free = torch.cuda.mem_get_info(world.device)[0] + torch.cuda.memory_reserved(world.device)
     everyone = world.gather((free, host_memory()))
     return MachineMemory(
@@ -167,6 +168,7 @@ def compare_ranks(config: Config, layout: Layout, corpus: Corpus, world: World) 
             "LOCAL_WORLD_SIZE, the processes of a machine, for every process, as torchrun does"
         )
     if problems:
+        # All ranks have gathered the same values, so all raise the same error.
         raise ConfigError(problems[:5])
 
 
@@ -178,6 +180,7 @@ def start_watchdog(config: Config, world: World) -> Iterator[Watchdog]:
     try:
         yield watchdog
     except BaseException:
+        # Other ranks then know that this one failed, and do not wait for its heartbeat.
         watchdog.close(orderly=False)
         raise
     watchdog.close(orderly=True)
@@ -276,6 +279,7 @@ class RunClock:
     def next_pass(self) -> None:
         """Marks the end of a pass and the start of the next."""
         now = time.monotonic()
+        # The first pass compiles, so it says nothing of the others.
         if self.passes > 1:
             self.longest = max(self.longest, now - self.entered)
         self.passes, self.entered = self.passes + 1, now

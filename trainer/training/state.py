@@ -89,6 +89,8 @@ class TrainState:
     ) -> TrainState:
         """Builds the parallel model on every rank, with `weights` or with freshly drawn ones. All ranks call it
         together."""
+        # The order below is the engine's contract: shard and materialize each stage, then one optimizer over all of
+        # them.
         engine = load_engine(plan.engine, world.device)(config, plan, world)
         deferred = DeferredGrads()
         # Interleaved and V-shaped schedules place several stages on one rank, and each is a module of its own.
@@ -193,6 +195,7 @@ class TrainState:
     def averaged(self) -> Iterator[None]:
         """Context in which the average of the weights takes their place. No parameter may be gathered when it begins or
         ends, since a gathered copy would still have the old values."""
+        # `swap` leaves copies of tied embeddings as they are, so they are set afterwards.
         self.average.swap()
         self.after_load()
         try:

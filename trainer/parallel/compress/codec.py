@@ -129,8 +129,8 @@ class ErrorFeedback:
     (LoCo, arXiv 2407.04480). Errors are in units of the gradient without the loss scale, and rotated as the codec
     rotates.
 
-    kept: the errors that the next step adds. left: the errors of the step in progress. `end_step` makes them the kept
-    ones, unless the step's update was skipped.
+    kept: the errors that the next step adds. pending: the errors of the step in progress. `end_step` makes them the
+    kept ones, unless the step's update was skipped.
     """
 
     DECAY = 0.8
@@ -140,8 +140,9 @@ class ErrorFeedback:
     def __init__(self, kind: str, blocks: BlockLayout):
         self.kind = kind
         shape = blocks.rows, blocks.count, blocks.block
+        # Two sets: whether the step's update is applied is known only after the errors have been computed.
         self.kept = self._zeros(shape, blocks.device)
-        self.left = self._zeros(shape, blocks.device)
+        self.pending = self._zeros(shape, blocks.device)
 
     def _zeros(self, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
         if self.kind == "classic":
@@ -153,23 +154,23 @@ class ErrorFeedback:
         values = self.kept[0].float()
         return values if self.kind == "classic" else values * self.kept[1].unsqueeze(-1)
 
-    def write(self, left: Tensor) -> None:
+    def write(self, error: Tensor) -> None:
         """Stores the errors of the step in progress: [rows, count, block]."""
         if self.kind == "classic":
-            self.left[0].copy_(left)
+            self.pending[0].copy_(error)
             return
-        average = self.DECAY * self.read() + (1 - self.DECAY) * left
+        average = self.DECAY * self.read() + (1 - self.DECAY) * error
         scale, inverse = scale_of(average, 127.0)
-        self.left[0].copy_((average * inverse.unsqueeze(-1) + 0.5).floor_().clamp_(-127, 127))
-        self.left[1].copy_(scale)
+        self.pending[0].copy_((average * inverse.unsqueeze(-1) + 0.5).floor_().clamp_(-127, 127))
+        self.pending[1].copy_(scale)
 
     def end_step(self, found_inf: Tensor, step: int) -> None:
         """After step number `step`: keeps its errors, unless its update was skipped (`found_inf`, a scalar tensor, is
         1). Selects on the device, so the host waits for nothing."""
         reset = self.kind == "average8" and step % self.RESET == 0
-        for kept, left in zip(self.kept, self.left):
+        for kept, pending in zip(self.kept, self.pending):
             # A skipped step is run again or dropped. Its errors belong to gradients that were never applied.
-            kept.copy_(torch.where(found_inf > 0, kept, torch.zeros_like(left) if reset else left))
+            kept.copy_(torch.where(found_inf > 0, kept, torch.zeros_like(pending) if reset else pending))
 
 
 def pack_blocks(
@@ -191,8 +192,8 @@ def pack_blocks(
     if errors is None:
         return encode_blocks(codec, values, seed)[0]
     # The gradient contains this step's loss scale and the errors do not, because the scale may change between steps.
-    payload, left = encode_blocks(codec, values + errors.read() * unit, seed)
-    errors.write(left / unit)
+    payload, error = encode_blocks(codec, values + errors.read() * unit, seed)
+    errors.write(error / unit)
     return payload
 
 
@@ -219,7 +220,7 @@ def triton_pack(
 
     payload = torch.empty(blocks.rows, codec.row_bytes(blocks.count), dtype=torch.uint8, device=flat.device)
     feedback = (
-        {"feedback": errors.kind, "decay": errors.DECAY, "kept": errors.kept, "left": errors.left, "unit": unit}
+        {"feedback": errors.kind, "decay": errors.DECAY, "kept": errors.kept, "left": errors.pending, "unit": unit}
         if errors
         else {}
     )
@@ -323,6 +324,7 @@ def hadamard_rotate(blocks: Tensor, size: int) -> Tensor:
         return blocks
     values, half = blocks, 1
     while half < size:
+        # One butterfly step. After log2(size) steps every element is a signed sum of all elements of its run.
         low, high = values.view(-1, 2, half).unbind(1)
         values = torch.stack([low + high, low - high], 1)
         half *= 2
@@ -346,6 +348,7 @@ def mix_seed(seed: int) -> int:
 
 
 def _finalised(word: T) -> T:
+    # The constants of lowbias32. In Python integers the mask stands for the overflow of 32 bits.
     for shift, multiplier in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         word = ((word ^ word >> shift) * multiplier) & 0xFFFFFFFF
     return word ^ word >> 16

@@ -382,7 +382,7 @@ class Compression:
     @property
     def errors(self) -> Iterator[Tensor]:
         """All tensors of error feedback."""
-        return (part for message in self.messages for one in message.errors for part in (*one.kept, *one.left))
+        return (part for message in self.messages for one in message.errors for part in (*one.kept, *one.pending))
 
     def tensors(self) -> dict[str, Tensor]:
         """The error feedback of this rank, as a checkpoint holds it."""

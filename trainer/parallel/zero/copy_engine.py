@@ -73,6 +73,8 @@ class CopyEngineShards:
         buffers, peers = buffers_of("shards", self.group, wholes[0].dtype), other_ranks(self.rank, self.size)
         for piece in split_pieces([len(shard) for shard in shards], MAX_IN_FLIGHT):
             length = sum(stop - start for _, start, stop in piece)
+            # Each piece is an epoch with its own flags, so a rank may be one piece ahead of another. A half is written
+            # again two epochs later.
             buffers.begin(length, self.size, wholes[0].device)
             # A gather pulls: each rank casts its shard into its own buffer, signals, and the others copy from there.
             own = place_parts(buffers.buffer(self.rank, (1, length)), piece)
@@ -102,6 +104,7 @@ class CopyEngineShards:
                 return [whole[rank * own :][:own][start:stop] for whole, own, start, stop in wholes]
 
             for to in peers:
+                # Row d - 1 of a buffer is for the rank d places after its owner.
                 place = buffers.buffer(to, shape)[(self.rank - to - 1) % self.size]
                 with buffers.label_sends():
                     copy_tensors(shorten_places(place.split(lengths), sent := rows_of(to)), sent)
@@ -130,6 +133,7 @@ def run_on_side_stream(use: str, device: torch.device, work: Callable[[], None])
         work()
         return None
     side = side_stream(use, device)
+    # The inputs may have been written by kernels that are still queued on the current stream.
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
         work()

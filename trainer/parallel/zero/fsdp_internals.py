@@ -221,6 +221,8 @@ def copy_shards(units: list[FSDPModule], group: dist.ProcessGroup) -> None:
         unit.set_custom_all_gather(comm)
         unit.set_custom_reduce_scatter(comm)
         if following is not None:
+            # Copies begin with the work that the current stream has queued so far. So the next gather has to be
+            # requested before this unit's kernels are queued.
             unit.set_modules_to_forward_prefetch([following])
 
 
@@ -231,6 +233,7 @@ def cast_shards(units: list[FSDPModule]) -> None:
     for unit in units:
         unit.set_custom_reduce_scatter(WholeShardReduce())
         if (group := parameter_group(unit)) is not None:
+            # An attribute of the instance hides the method of the class for this group alone.
             group.wait_for_unshard = partial(cast_parameters, group)
 
 
