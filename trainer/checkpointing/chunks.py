@@ -139,7 +139,7 @@ def _chunk(entry: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk:
     ):
         raise ValueError("one of its chunks lies outside of it")
     if not isinstance(file, str):
-        raise ValueError("one of its chunks is in no file")
+        raise ValueError("one of its chunks names no file")
     return Chunk(offsets, sizes, file, check_count(start), prod(sizes) * dtype.itemsize)
 
 

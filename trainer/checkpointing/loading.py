@@ -56,7 +56,7 @@ class CheckpointContents:
             tensor = self._guard(self._place(name), StoredTensor.parse, self._entries[name])
             if unknown := [chunk.file for chunk in tensor.chunks if chunk.file not in self.files]:
                 raise DamagedCheckpoint(
-                    f"{self.path / MANIFEST} does not vouch for {format_foreign(unknown[0])}, where "
+                    f"{self.path / MANIFEST} does not list the file {format_foreign(unknown[0])}, where "
                     f"{format_foreign(name)} lies"
                 )
             self._found[name] = tensor
@@ -115,13 +115,13 @@ class CheckpointContents:
         for _, chunk in chunks:
             needed[chunk.file] = needed.get(chunk.file, 0) + chunk.length
             if chunk.start + chunk.length > self.files[chunk.file]["bytes"]:
-                raise DamagedCheckpoint(f"{self.path / chunk.file} is too short for what should be in it")
+                raise DamagedCheckpoint(f"{self.path / chunk.file} is too short for its tensors")
         for name, length in needed.items():
             # Refuses names that lead out of the folder by links.
             with open_inside(self.path, name) as file:
                 size = file.seek(0, 2)
             if size != self.files[name]["bytes"] or length > size:
-                raise DamagedCheckpoint(f"{self.path / name} has {size} bytes, which cannot be what should be in it")
+                raise DamagedCheckpoint(f"{self.path / name} has {size} bytes, which does not fit its tensors")
 
     def _place(self, name: str) -> str:
         return f"{MANIFEST}: {format_foreign(name)}"
@@ -378,10 +378,12 @@ def check_model(contents: CheckpointContents, spec: ModelSpec, prefix: str) -> N
     try:
         wanted = {prefix + name: info.shape for name, info in declare_parameters(spec).items()}
     except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
-        raise DamagedCheckpoint(f"{where}: a model that cannot be: {format_foreign(str(error))}") from None
+        raise DamagedCheckpoint(f"{where}: an impossible model: {format_foreign(str(error))}") from None
     stored = {name: tensor for name in wanted if (tensor := contents.find(name)) is not None}
     if differing := [name for name, shape in wanted.items() if name not in stored or stored[name].shape != shape]:
-        raise DamagedCheckpoint(f"{where}: the model in it has a {differing[0]} that is not here, or of another shape")
+        raise DamagedCheckpoint(
+            f"{where}: its model has a parameter {differing[0]}, which the checkpoint lacks or has in another shape"
+        )
     contents.check_whole(stored)
     if problems := spec.check():
         raise DamagedCheckpoint(f"{where}: {problems[0]}")

@@ -80,8 +80,10 @@ def allocate_symmetric(size: int, device: torch.device, group: dist.ProcessGroup
 
     def reach() -> list[Tensor]:
         parts = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(dist.get_world_size(group))]
+        # Kernels and copies compute addresses from the start of each part, so `get_buffer` has to return exactly what
+        # was allocated.
         if parts[dist.get_rank(group)].data_ptr() != own.data_ptr():
-            raise RuntimeError(f"torch {torch.__version__} does not say where it begins")
+            raise RuntimeError(f"torch {torch.__version__} maps this rank's own memory at another address")
         # Flags have to be zero before any rank raises one. The agreement in `run_on_all` follows, so none does so
         # earlier.
         own.zero_()
@@ -142,7 +144,7 @@ def await_flag(flag: Tensor, epoch: int) -> None:
         if read_flags(flag).item() >= epoch:
             return
         if number == MAX_POLLS:
-            raise TimeoutError(f"after {MAX_POLLS} looks")
+            raise TimeoutError(f"after {MAX_POLLS} polls")
         time.sleep(POLL_SECONDS)
 
 
@@ -233,8 +235,8 @@ class SymmetricBuffers:
         return self.shared.parts[rank][self.bytes :].view(torch.int32)
 
     def signal(self, to: int) -> None:
-        """Tells rank `to` that everything that the current stream has written to it so far is complete. A rank has one
-        flag for each source."""
+        """Tells rank `to` that everything that the current stream has written so far, in its own memory or in that of
+        `to`, may be read. A rank has one flag for each source."""
         raise_flag(self.flag(to, self.rank), self.epoch)
 
     def wait(self, source: int) -> None:

@@ -230,7 +230,8 @@ def check_recompute(model: Stage, config: ActivationConfig) -> None:
     reporting = [name for name, module in model.named_modules() if config.tile and getattr(module, "reports", None)]
     if blocks := [name for name in reporting if name.endswith(".feed_forward")]:
         raise ConfigError(
-            f"activation.tile={config.tile}: {blocks[0]} reports of all its tokens at once; set activation.tile=0"
+            f"activation.tile={config.tile}: {blocks[0]} computes its report over all of its tokens at once; set "
+            "activation.tile=0"
         )
     if config.mode != "selective":
         return

@@ -85,8 +85,8 @@ def shard_parameter(parameter: torch.Tensor, dimension: int, mesh: DeviceMesh) -
 
 
 def is_split(parameter: torch.Tensor) -> bool:
-    """Whether each tensor-parallel rank holds its own part of a parameter. FSDP's mesh of a split parameter has the
-    dimension `tp` too."""
+    """Whether each tensor-parallel rank holds its own part of a parameter. The mesh of such a parameter has the
+    dimension `tp`."""
     return isinstance(parameter, DTensor) and "tp" in parameter.device_mesh.mesh_dim_names
 
 

@@ -166,6 +166,6 @@ def check_device(precision: PrecisionConfig, device: torch.device) -> None:
     name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
     if torch.version.hip or capability < CAPABILITY:
         raise ConfigError(
-            f"{narrow}: {name} has no products in fp8, which begin with NVIDIA's compute capability 8.9 (L40S, H100); "
-            f"set {plain}"
+            f"{narrow}: {name} cannot multiply in fp8, which NVIDIA GPUs can from compute capability 8.9 on (L40S, "
+            f"H100); set {plain}"
         )

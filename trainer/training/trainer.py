@@ -248,7 +248,7 @@ class Trainer:
         if not (self.ledger.take(ControlFlag.EVALUATE) or due) or self.ledger.stop:
             return
         if not len(self.corpus.eval) and not self.corpus.sets:
-            self.ledger.log.event("an evaluation was asked for, and nothing is held out: set data.eval_fraction")
+            self.ledger.log.event("an evaluation was requested, but no documents are held out: set data.eval_fraction")
             return
         # This waits for the device. Otherwise the rest of the step would be counted as a part of the pause.
         self.read_back(everything=True)

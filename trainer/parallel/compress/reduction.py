@@ -232,6 +232,8 @@ class UnitMessage:
             output[offset : offset + length] = part
 
     def _check(self, output: Tensor) -> None:
+        """FSDP leaves parameters without a gradient out of the buffer, which would shift the offsets of all parameters
+        behind them."""
         if output.numel() != self.chunk:
             raise RuntimeError(
                 f"a message of {self.chunk} elements was reduced with {output.numel()}: a parameter had no gradient"

@@ -73,8 +73,8 @@ class CopyEngineShards:
         buffers, peers = buffers_of("shards", self.group, wholes[0].dtype), other_ranks(self.rank, self.size)
         for piece in split_pieces([len(shard) for shard in shards], MAX_IN_FLIGHT):
             length = sum(stop - start for _, start, stop in piece)
-            # Each piece is an epoch with its own flags, so a rank may be one piece ahead of another. A half is written
-            # again two epochs later.
+            # Each piece is an epoch. Epochs use the two halves of the buffers in turn, so ranks need not be at the same
+            # piece.
             buffers.begin(length, self.size, wholes[0].device)
             # A gather pulls: each rank casts its shard into its own buffer, signals, and the others copy from there.
             own = place_parts(buffers.buffer(self.rank, (1, length)), piece)
