@@ -169,8 +169,8 @@ def join_world(shape: Mapping[str, int], device: torch.device, timeout: float = 
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        # torch warns that transfers on a communicator that is opened early are serialised. Here every direction of a
-        # pipeline has a communicator of its own, on which they shall be.
+        # torch warns that transfers on an eagerly opened communicator run one after the other. That is intended here:
+        # every direction of a pipeline has a communicator of its own.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "0")
     # Host objects (gathers of Python values, checkpoints) travel over gloo also on GPUs, so they do not queue behind
     # kernels.
