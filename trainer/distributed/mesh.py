@@ -126,7 +126,7 @@ class World:
             try:
                 answer = [decide()]
             except Exception as error:
-                # Broadcast as well: if rank 0 raised alone, the others would wait in the broadcast for ever.
+                # Broadcast as well: if rank 0 raised alone, the others would wait in the broadcast forever.
                 answer = [error]
         dist.broadcast_object_list(answer, src=0)
         if isinstance(answer[0], Exception):

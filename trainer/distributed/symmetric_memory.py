@@ -56,7 +56,7 @@ def first_line(error: Exception) -> str:
 
 def run_on_all(group: dist.ProcessGroup, step: Callable[[], Made]) -> Made:
     """The result of `step`, which all ranks of a group run. If it fails on one, all raise: a rank that went on alone
-    would wait for the others for ever."""
+    would wait for the others forever."""
     failure = ""
     try:
         made = step()
@@ -203,7 +203,7 @@ class SymmetricBuffers:
         return self.epoch
 
     def grow(self, half: int, flags: int, device: torch.device) -> None:
-        """Allocates larger buffers, on all ranks together. Epochs begin anew, since the new flags are zero."""
+        """Allocates larger buffers, on all ranks together. Epochs restart, since the new flags are zero."""
         self.free()
         # Two halves of elements, rounded up so that the flags behind them are aligned.
         self.bytes = -(-2 * half * self.dtype.itemsize // 256) * 256

@@ -170,7 +170,7 @@ def compile_layers(model: Stage, deferring: bool) -> None:
 
 
 def keep_buffers(model: Stage, device: torch.device) -> None:
-    """Puts the buffers of rotary positions onto the device in fp32, and computes them anew. They stay with the
+    """Puts the buffers of rotary positions onto the device in fp32, and recomputes them. They stay with the
     computation when parameters are offloaded. In a lower precision the frequencies would be rounded, which changes the
     angles more the longer a sequence is; a model that was cast has rounded them already."""
     for rotary in model.rotaries:

@@ -98,7 +98,7 @@ def run(config: Config) -> RunResult:
     if config.guard.stall_factor:
         # torch reads the recorder's settings when it creates a process group, so this comes before the first.
         flight.enable_recorder(folder / "flight")
-    # The timeout is twice the watchdog's allowance: on a hang the watchdog shall report first, with the rank that
+    # The timeout is twice the watchdog's allowance: on a hang the watchdog has to report first, with the rank that
     # causes it.
     world = join_world(layout.plan.mesh, device, max(1200.0, 2 * config.guard.stall_allowance), layout.plan.cp)
     try:

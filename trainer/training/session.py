@@ -231,7 +231,7 @@ class StopRequest:
         self.signals.stop, self.signals.leave = self.ask, leave
         if not self.signals.own:
             self.signals.handle()
-        # Background jobs of a script ignore SIGINT, and go on doing so.
+        # Background jobs of a script ignore SIGINT, and have to keep ignoring it.
         if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
             self.signals.before[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
 

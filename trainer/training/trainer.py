@@ -209,7 +209,7 @@ class Trainer:
         first: the numbers of the step's first execution.
         """
         suspect, *behind = self.repeats.rewind(first[0])
-        # The queued numbers belong to executions that are void. All of them are produced anew below.
+        # The queued numbers belong to discarded executions. The steps below produce new ones.
         self.ledger.deferred.discard()
         self.ledger.begin_step()
         self.take_step(suspect)

@@ -288,7 +288,7 @@ class Compression:
     """
 
     adds_replicas = True
-    """It also sums over replicas, so FSDP shall reduce within the shard group only."""
+    """It also sums over replicas, so FSDP only has to reduce within the shard group."""
 
     def __init__(self, settings: GradCommConfig, plan: Plan, world: World):
         self.settings, self.device, self.rank = settings, world.device, world.rank

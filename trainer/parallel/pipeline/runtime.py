@@ -165,7 +165,7 @@ class PipelineRuntime:
         times = None
         # Events that a CUDA graph captures cannot be timed, so a captured step has no times.
         if self.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-            # The oldest step's events are recorded anew: creating CUDA events in each step costs host time.
+            # The oldest step's events are reused: creating CUDA events in each step costs host time.
             times = self._times.popleft() if len(self._times) == STEPS_TIMED else StepTimes(self.device)
             times.restart()
             self._times.append(times)
