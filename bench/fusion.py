@@ -121,7 +121,7 @@ def both(group: TensorGroup, case: Case) -> Tensor:
 def added_up(group: CopyEngineGroup, case: Case) -> Tensor:
     """The product of inputs that come by copies, part by part."""
     out, columns = case.x.new_empty(len(case.x), len(case.weight)), case.weight.chunk(group.size, 1)
-    for number, (source, (part,)) in enumerate(PendingGather("inputs", [case.x], group).arriving()):
+    for number, (source, (part,)) in enumerate(PendingGather("inputs", [case.x], group).receive_parts()):
         matmul_into(out, part, columns[source], OUTPUT, out if number else None)
     copy_stream(out.device).end()
     return out

@@ -151,7 +151,7 @@ def test_inputs_leave_the_device_and_come_back_in_time(schedule, monkeypatch):
     on_device = []
 
     def count(*_: Any) -> None:
-        on_device.append(sum(kept is not None and kept.there is not None for kept in (ref() for ref in alive)))
+        on_device.append(sum(kept is not None and kept.on_device is not None for kept in (ref() for ref in alive)))
         on_device.append(sum(not storage.expired() for storage in inputs))  # whoever else holds them
 
     for layer in model.layers.values():

@@ -68,7 +68,7 @@ class Without:
             self.part(boxes, *arguments)
 
 
-HELPERS = ("arriving", "send", "total", "__init__", "<listcomp>")
+HELPERS = ("receive_parts", "send", "total", "__init__", "<listcomp>")
 """Functions that do it for others."""
 
 

@@ -135,7 +135,7 @@ def main(out: str) -> None:
             with patch.object(SymmetricBuffers, "wait", wait), patch.object(SymmetricBuffers, "signal", signal):
                 found["copied"] = {name: calls.worst(copied, name, seeds, (wait, signal)) for name in NUMBERS}
             symmetric_memory.ALL_BUFFERS.clear()
-            with patch.object(SymmetricBuffers, "box", one_half(SymmetricBuffers.box)):
+            with patch.object(SymmetricBuffers, "buffer", one_half(SymmetricBuffers.buffer)):
                 found["without"] = {"halves": calls.worst(copied, "float32", seeds)}
         for left_out, (numbers, kind) in wait.seen.items():
             symmetric_memory.ALL_BUFFERS.clear()

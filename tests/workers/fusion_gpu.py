@@ -35,7 +35,7 @@ from trainer.distributed.sharded_kv import OUT_OF_REACH, NodeShardedKVGroup, Sha
 from trainer.distributed.symmetric_memory import SymmetricMemory, allocate_symmetric
 from trainer.kernels import decode
 from trainer.parallel.context.apply import make_member
-from trainer.parallel.zero.copy_engine import CopyEngineShards, go_on
+from trainer.parallel.zero.copy_engine import CopyEngineShards, wait_for_event
 from trainer.precision.float8 import Float8Multiply
 from trainer.precision.products import GEMMRole, Multiply, matmul
 
@@ -147,14 +147,14 @@ def share_states(world: World, epochs: int, late: random.Random) -> None:
             torch.randn(shards.size, length, device=device, generator=draw) for length in (3_000_001, 48, 2**20)
         ]
         wholes = [torch.empty_like(one, dtype=torch.bfloat16) for one in everyone]
-        go_on(shards.gather([one[shards.rank] for one in everyone], wholes))
+        wait_for_event(shards.gather([one[shards.rank] for one in everyone], wholes))
         for whole, one in zip(wholes, everyone):
             assert torch.equal(whole, one.bfloat16()), f"epoch {epoch}: gathered {len(one[0])}"
         rows = (2047, 3, 1024)  # of which the last rank has fewer
         everyone = [torch.randn(shards.size, n, 1032, device=device, generator=draw).bfloat16() for n in rows]
         owns = [-(-count // shards.size) for count in rows]
         total = torch.empty(1032 * sum(owns), dtype=(torch.float32, torch.bfloat16)[epoch % 2], device=device)
-        go_on(shards.sum([one[shards.rank] for one in everyone], total))
+        wait_for_event(shards.sum([one[shards.rank] for one in everyone], total))
         for one, own, part in zip(everyone, owns, total.split([1032 * own for own in owns])):
             expected = one[0].float()
             for other in one[1:]:

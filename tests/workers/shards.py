@@ -100,7 +100,7 @@ def main(out: str) -> None:
                 for dtype in (torch.float32, torch.bfloat16):
                     found["right"][str(dtype)] = worst(mine, dtype)
             symmetric_memory.ALL_BUFFERS.clear()
-            with patch.object(SymmetricBuffers, "box", one_half(SymmetricBuffers.box)):
+            with patch.object(SymmetricBuffers, "buffer", one_half(SymmetricBuffers.buffer)):
                 found["without"]["halves"] = worst(mine, torch.float32)
         for left_out in wait.seen:
             symmetric_memory.ALL_BUFFERS.clear()

@@ -1,9 +1,10 @@
 """Saves the tensors of a run: sharded over the ranks, written in the background, readable under any plan.
 
-A save has two halves. In the training thread each rank learns what it has to write and copies that to host memory; then
-training goes on. In a background thread it writes its file into `step-N.tmp` while hashing, reads it back and compares;
-rank 0 writes the manifest and renames the folder. A failure on any rank becomes a message to the user, never an
-exception in the training loop, and leaves older checkpoints untouched."""
+A save has two halves. In the training thread each rank finds out what it has to write and copies that to host memory.
+Then training goes on. In a background thread it writes its file into `step-N.tmp` while hashing, reads it back and
+compares. Rank 0 writes the manifest and renames the folder. A failure on any rank becomes a message to the user, never
+an exception in the training loop, and leaves older checkpoints untouched.
+"""
 
 from __future__ import annotations
 
@@ -42,16 +43,17 @@ WRITE_TIMEOUT = timedelta(hours=2)
 
 
 class SaveFailed(Exception):
-    """A save that failed on at least one rank; the message says on which, and why."""
+    """A save that failed on at least one rank. The message names the ranks and the reasons."""
 
 
 class Checkpointer:
     """Writes the checkpoints of one run into `folder` and removes those that `config` does not keep.
 
-    Every rank constructs it, after the process group exists, and makes the same calls in the same order. Background
-    work uses a gloo group of its own, so that its collectives never mix with those of training. Attributes:
-    `stall_seconds`, how long the last `save` held up training; `longest`, the seconds that the longest save took, in
-    the background or not, or None; `saved_step`, the last step whose checkpoint is complete, or None."""
+    Every rank constructs it after the process group exists, and makes the same calls in the same order. Background work
+    uses a gloo group of its own, so its collectives never mix with those of training. stall_seconds: how long the last
+    `save` held up training. longest: seconds that the longest save took, in the background or not, or None. saved_step:
+    the last step whose checkpoint is complete, or None.
+    """
 
     kind = "checkpoint"
 
@@ -88,10 +90,10 @@ class Checkpointer:
         """Saves `tensors` by their global names, with rank 0's `manifest` (JSON data), as the checkpoint of `step`.
 
         The tensors may change as soon as this returns. A rank may pass tensors that others do not have. What several
-        ranks hold (replicas) is taken to be equal and written once. With `wait`, or without `checkpoint.asynchronous`,
-        the call returns when the checkpoint is complete, and no copies are made in host memory. A save that is still
-        running is waited for first. `keep_older` keeps checkpoints that `config` would remove. A failure is reported
-        by `poll`; `saved_step` says which step was saved last.
+        ranks hold (replicas) is assumed to be equal and written once. With `wait`, or without
+        `checkpoint.asynchronous`, the call returns when the checkpoint is complete, and makes no copies in host memory.
+        A save that is still running is waited for first. `keep_older` keeps checkpoints that `config` would remove. A
+        failure is reported by `poll`; `saved_step` says which step was saved last.
         """
         started = time.perf_counter()
         self.wait()
@@ -99,7 +101,7 @@ class Checkpointer:
         clash = manifest.keys() & set(OWN_KEYS) - {"step"}
         if clash:
             raise ValueError(f"the manifest's keys {sorted(clash)} belong to the checkpoint itself")
-        manifest = json.loads(json.dumps({**manifest, "step": step}))  # a copy, and what JSON makes of it
+        manifest = json.loads(json.dumps({**manifest, "step": step}))  # a deep copy, as it will be read back
         parts = self._own_parts(tensors)
         if wait or not self.config.asynchronous:
             self._run(step, parts, manifest, None)
@@ -107,8 +109,9 @@ class Checkpointer:
             failure = None
             try:
                 parts = self._copy_to_host(parts)
-            except RuntimeError as error:  # host memory is full; the other ranks must learn of it
+            except RuntimeError as error:  # host memory is full; the thread tells the other ranks
                 failure = error
+            # A daemon: a process that fails must be able to end while a write is stuck on a dead file system.
             self._thread = threading.Thread(
                 target=self._run, args=(step, parts, manifest, failure), name="checkpoint", daemon=True
             )
@@ -116,7 +119,8 @@ class Checkpointer:
         self.stall_seconds = time.perf_counter() - started
 
     def poll(self) -> list[str]:
-        """Messages for the user about saves that ended since the last call; empty on all ranks but 0. Never waits."""
+        """Messages for the user about saves that ended since the last call, on rank 0; empty on all others. Never
+        waits."""
         return [self._messages.popleft() for _ in range(len(self._messages))]
 
     def wait(self) -> None:
@@ -126,7 +130,7 @@ class Checkpointer:
             self._thread = None
 
     def forget(self, path: Path) -> None:
-        """Removes the newest checkpoint, which only served to rebuild the run. All ranks call it, after they have read
+        """Removes the newest checkpoint, which only served to rebuild the run. All ranks call it after they have read
         it."""
         self.saved_step = None
         if self._rank == 0:
@@ -136,7 +140,7 @@ class Checkpointer:
                 self._messages.append(f"the checkpoint {path} cannot be removed: {error}")
 
     def close(self) -> None:
-        """Waits for the last save and releases the process group and the host memory."""
+        """Waits for the last save, and releases the process group and the host memory."""
         self.wait()
         self._buffers.clear()
         if self._group is not None:
@@ -144,13 +148,16 @@ class Checkpointer:
             self._group = None
 
     def _own_parts(self, tensors: dict[str, Tensor | Fragment]) -> dict[str, TensorPart]:
-        """The parts that this rank has to write: assigned again only when the layout has changed on some rank."""
+        """The parts that this rank has to write. They are assigned again only if the layout has changed on some rank."""
         parts = {
             name: part
             for name, tensor in tensors.items()
+            # DeepSpeed's fragments say themselves which copy is saved, because replicas may be cut at different
+            # elements.
             if getattr(tensor, "counted", True) and (part := TensorPart.of(tensor)) is not None
         }
         layout = {(name, *part.boxes): part.local.nbytes for name, part in parts.items()}
+        # Assigning gathers all layouts on rank 0. One small all-reduce avoids that in every save but the first.
         changed = torch.tensor(int(layout != self._layout))
         if self._group is not None:
             dist.all_reduce(changed, dist.ReduceOp.MAX, group=self._group)
@@ -159,6 +166,7 @@ class Checkpointer:
         return {name: part for name, part in parts.items() if (name, *part.boxes) in self._mine}
 
     def _assign_writers(self, layout: dict[Hashable, int]) -> set[Hashable]:
+        """Lets rank 0 assign each part to one of the ranks that hold it. Returns this rank's parts."""
         if self._group is None:
             return set(layout)
         layouts = [None] * dist.get_world_size() if self._rank == 0 else None
@@ -168,7 +176,8 @@ class Checkpointer:
         return mine[0]
 
     def _copy_to_host(self, parts: dict[str, TensorPart]) -> dict[str, TensorPart]:
-        """Copies of `parts` in host memory (pinned where the original is on a GPU), which is kept for the next save."""
+        """Copies of `parts` in host memory, pinned where the original is on a GPU. The buffers are kept for the next
+        save, since allocating pinned memory is slow."""
         buffers, devices = {}, set()
         for name, part in parts.items():
             local, buffer = part.local, self._buffers.pop(name, None)
@@ -179,13 +188,14 @@ class Checkpointer:
                 devices.add(local.device)
         self._buffers = buffers
         for device in devices:
+            # The optimizer may change the tensors as soon as `save` returns, so the copies have to be complete.
             torch.cuda.current_stream(device).synchronize()
         return {name: part.copied(buffers[name]) for name, part in parts.items()}
 
     def _run(
         self, step: int, parts: dict[str, TensorPart], manifest: dict[str, Any], failure: Exception | None
     ) -> None:
-        """One save, from the parts to the finished folder; every error becomes a message."""
+        """One save, from the parts to the finished folder. Every error becomes a message."""
         started, path = time.perf_counter(), step_folder(self.folder, step)
         try:
             size = self._write(path, parts, manifest, failure)
@@ -204,11 +214,12 @@ class Checkpointer:
 
     @property
     def _leads(self) -> bool:
-        """Whether this rank makes, renames and removes the folders of checkpoints."""
+        """Whether this rank creates, renames and removes the folders of checkpoints."""
         return self._rank == 0
 
     def _make_folder(self, written: Path, failure: Exception | None) -> None:
-        """Makes the empty folder `written`. Raises the `failure` of this rank's copy to host memory, if any."""
+        """Creates the empty folder `written`. Raises `failure`, that of this rank's copy to host memory, if there was
+        one."""
         if failure is not None:
             raise failure
         if self._leads:
@@ -216,7 +227,7 @@ class Checkpointer:
             written.mkdir(parents=True)
 
     def _finish(self, step: int, size: int, seconds: float) -> None:
-        """Reports a checkpoint that is complete, and removes old ones."""
+        """Reports a complete checkpoint and removes old ones."""
         if self._rank == 0:
             path = step_folder(self.folder, step)
             self._messages.append(f"saved {path}: {size / 1e9:.2f} GB in {seconds:.1f} s")
@@ -234,6 +245,7 @@ class Checkpointer:
                 return {}, {}
             file = f"rank-{self._rank:05d}.bin"
             entry, stored = write_parts(written / file, parts)
+            # The checksum is of what should be written. Reading back finds what the disk or file system did to it.
             verify_checksums(written, {file: entry})
             return {file: entry}, stored
 
@@ -243,18 +255,21 @@ class Checkpointer:
             files = {name: entry for entries, _ in ranks for name, entry in entries.items()}
             tensors = {name: tensor.to_json() for name, tensor in join_parts([stored for _, stored in ranks]).items()}
             write_manifest(written, {**manifest, "torch": torch.__version__, "files": files, "tensors": tensors})
-            verify_checkpoint(written, checksums=False)  # whether this rank sees what the others wrote
+            verify_checkpoint(written, checksums=False)  # that rank 0 sees the files of all ranks
+            # The rename is what makes a checkpoint exist. It must not reach the disk before the files do.
             sync_folder(written)
             publish_checkpoint(written, path)
             return sum(file["bytes"] for file in files.values())
 
+        # Each of these is a barrier: no rank writes before the folder exists, and rank 0 commits only what all have
+        # written.
         self._together(lambda: self._make_folder(written, failure))
         ranks = self._together(write)
         return sum(self._together(commit))
 
     def _together(self, action: Callable[[], T]) -> list[T]:
-        """Runs `action` on every rank; if it fails on any, raises SaveFailed on all. Returns, on rank 0 alone, what
-        each rank's returned."""
+        """Runs `action` on every rank. If it fails on any of them, raises SaveFailed on all. Returns the results of all
+        ranks, on rank 0 alone."""
         try:
             outcome = (action(), None)
         except Exception as error:

@@ -1,8 +1,9 @@
-"""Where the values of a checkpoint's tensors lie: in chunks, which are rectangles of a tensor and runs of bytes of a
-file.
+"""Where the values of a checkpoint's tensors lie: in chunks. A chunk is a rectangle of a tensor, stored as a run of
+bytes of a file.
 
-What is read here may have been written by anybody: whatever does not make sense is a `ValueError`, before memory is
-asked for."""
+What is read here may have been written by anybody. Whatever is inconsistent raises `ValueError` before memory is
+allocated.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +23,13 @@ from trainer.distributed.tensors import Fragment, local_regions
 KINDS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 KINDS += ("int64", "int32", "int16", "int8", "uint8", "bool")
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in KINDS}
-"""Types of elements that a checkpoint may hold, by the names that it gives them."""
+"""Element types that a checkpoint may hold, by their names in the manifest."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A rectangle of a tensor. offsets: where it begins in the whole; sizes: its shape; file: in which its values lie,
-    in bytes `start` to `start + length`."""
+    """A rectangle of a tensor. offsets: where it begins in the whole tensor. sizes: its shape. file: the file that
+    holds its values, in bytes `start` to `start + length`."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -39,20 +40,20 @@ class Chunk:
 
 @dataclass(frozen=True)
 class ChunkPiece:
-    """What a chunk holds of another rectangle: the elements from `low` to `high` (not included) of the whole tensor."""
+    """The part of a chunk that lies in another rectangle: elements `low` to `high` (exclusive) of the whole tensor."""
 
     chunk: Chunk
     low: tuple[int, ...]
     high: tuple[int, ...]
 
     def within(self, offsets: Sequence[int]) -> tuple[slice, ...]:
-        """The same elements in a rectangle that begins at `offsets`."""
+        """The same elements as slices of a rectangle that begins at `offsets`."""
         return tuple(slice(low - begin, high - begin) for low, high, begin in zip(self.low, self.high, offsets))
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of `shape` in a checkpoint, and the chunks that it was cut into."""
+    """A tensor of `shape` in a checkpoint, and the chunks into which it was split."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -60,11 +61,12 @@ class StoredTensor:
 
     @classmethod
     def parse(cls, entry: Any) -> StoredTensor:
-        """The inverse of `to_json`."""
+        """The inverse of `to_json`. Raises ValueError."""
         shape, name, chunks = _fields(entry, ("shape", "dtype", "chunks"), "a tensor")
         if not isinstance(name, str) or name not in DTYPES:
             raise ValueError(f"its dtype is {format_foreign(name)}; known are {', '.join(DTYPES)}")
         dtype, shape = DTYPES[name], _sizes(shape)
+        # Zero counts as one: a shape such as [0, 2^62] must not hide a huge dimension.
         if prod(size or 1 for size in shape) * dtype.itemsize > LARGEST:
             raise ValueError(f"its shape {format_foreign(list(shape))} is too large for any memory")
         if not isinstance(chunks, list):
@@ -72,7 +74,7 @@ class StoredTensor:
         return cls(torch.Size(shape), dtype, tuple(_chunk(chunk, shape, dtype) for chunk in chunks))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data. How many bytes a chunk has follows from its sizes and the dtype."""
+        """JSON data. The number of bytes of a chunk is left out, as it follows from its sizes and the dtype."""
         return {
             "shape": list(self.shape),
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -83,7 +85,8 @@ class StoredTensor:
         }
 
     def pieces(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[ChunkPiece]:
-        """What chunks hold of the rectangle of `sizes` at `offsets`; ValueError unless they hold each element once."""
+        """The parts of chunks that lie in the rectangle of `sizes` at `offsets`. Raises ValueError unless they hold
+        each element exactly once."""
         found = []
         for chunk in self.chunks:
             low = tuple(map(max, offsets, chunk.offsets))
@@ -93,33 +96,38 @@ class StoredTensor:
             )
             if all(first < last for first, last in zip(low, high)):
                 found.append(ChunkPiece(chunk, low, high))
-        held, wanted = sum(prod(map(int.__sub__, piece.high, piece.low)) for piece in found), prod(sizes)
-        if held != wanted or any_overlap([(piece.low, piece.high) for piece in found]):
-            raise ValueError(f"its chunks hold {held} of {wanted} elements, or some of them twice")
+        count, wanted = sum(prod(map(int.__sub__, piece.high, piece.low)) for piece in found), prod(sizes)
+        # The right number of elements without overlaps means that each element is there exactly once.
+        if count != wanted or any_overlap([(piece.low, piece.high) for piece in found]):
+            raise ValueError(f"its chunks hold {count} of {wanted} elements, or some of them twice")
         return found
 
 
-def any_overlap(boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+def any_overlap(rectangles: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
     """Whether any two rectangles (low, high) of one space have an element in common.
 
-    They are passed in the order in which they begin in the dimension with most different beginnings; each is compared
-    with those that have not ended."""
-    boxes = list(boxes)
-    dimensions = range(len(boxes[0][0])) if boxes else range(0)
+    A sweep: they are visited in the order in which they begin along the dimension with most distinct beginnings, and
+    each is compared with those that have not ended. For chunks of one split that is few, where comparing all pairs
+    would be quadratic.
+    """
+    rectangles = list(rectangles)
+    dimensions = range(len(rectangles[0][0])) if rectangles else range(0)
     if not dimensions:
-        return len(boxes) > 1
-    axis = max(dimensions, key=lambda dimension: len({low[dimension] for low, _ in boxes}))
-    begun: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-    for low, high in sorted(boxes, key=lambda box: box[0][axis]):
-        begun = [other for other in begun if other[1][axis] > low[axis]]
-        if any(all(low[i] < last[i] and first[i] < high[i] for i in dimensions) for first, last in begun):
+        return len(rectangles) > 1
+    # Chunks of one split differ in few dimensions. Sweeping along the most divided one leaves the fewest to compare.
+    axis = max(dimensions, key=lambda dimension: len({low[dimension] for low, _ in rectangles}))
+    active: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    for low, high in sorted(rectangles, key=lambda rectangle: rectangle[0][axis]):
+        # Rectangles that have ended before this one begins cannot overlap with it or with any later one.
+        active = [other for other in active if other[1][axis] > low[axis]]
+        if any(all(low[i] < last[i] and first[i] < high[i] for i in dimensions) for first, last in active):
             return True
-        begun.append((low, high))
+        active.append((low, high))
     return False
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, not copied."""
+    """The bytes of a contiguous tensor on the CPU, without a copy."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
@@ -131,7 +139,7 @@ def _chunk(entry: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk:
     ):
         raise ValueError("one of its chunks lies outside of it")
     if not isinstance(file, str):
-        raise ValueError("one of its chunks is in no file")
+        raise ValueError("one of its chunks names no file")
     return Chunk(offsets, sizes, file, check_count(start), prod(sizes) * dtype.itemsize)
 
 
@@ -147,7 +155,7 @@ def _sizes(value: Any) -> tuple[int, ...]:
     return tuple(map(check_count, value))
 
 
-# What a rank holds of each tensor, which rank writes what of it, and a rank's file.
+# The parts of tensors that a rank holds, which rank writes which of them, and the file of a rank.
 
 
 class TensorPart:
@@ -165,20 +173,20 @@ class TensorPart:
 
     @classmethod
     def of(cls, tensor: Tensor | Fragment) -> TensorPart | None:
-        """The part of `tensor` that this rank holds, not copied; None where it holds nothing of it."""
+        """The part of `tensor` that this rank holds, without a copy; None where it holds nothing of it."""
         if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
             return None
         local = (tensor.to_local() if isinstance(tensor, (DTensor, Fragment)) else tensor).detach()
         return cls(tensor, local) if local.numel() or not tensor.shape.numel() else None
 
     def copied(self, local: Tensor) -> TensorPart:
-        """The same part, with its values in the tensor `local`."""
+        """The same part with its values in the tensor `local`."""
         return TensorPart(self.tensor, local)
 
 
 def write_parts(path: Path, parts: dict[str, TensorPart]) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
-    """Writes the values of `parts` one after the other into the new file `path`. Returns its size and SHA-256 as they
-    are meant to be, and where each part lies."""
+    """Writes the values of `parts` one after the other into the new file `path`. Returns the file's size and SHA-256 as
+    they should be, and where each part lies."""
     stored = {}
     if unknown := [name for name, part in parts.items() if part.local.dtype not in DTYPES.values()]:
         raise TypeError(f"{unknown[0]} is {parts[unknown[0]].local.dtype}; checkpoints hold {', '.join(DTYPES)}")
@@ -187,6 +195,8 @@ def write_parts(path: Path, parts: dict[str, TensorPart]) -> tuple[dict[str, Any
             chunks = []
             for offset, values in part.boxes.items():
                 start = file.size
+                # Parts in host memory are not copied by `cpu()`. In a synchronous save this moves one part at a time
+                # off the GPU.
                 file.write(tensor_bytes(values.cpu().contiguous()))
                 if values.numel():
                     chunks.append(Chunk(tuple(offset), tuple(values.shape), path.name, start, file.size - start))
@@ -195,7 +205,7 @@ def write_parts(path: Path, parts: dict[str, TensorPart]) -> tuple[dict[str, Any
 
 
 def join_parts(ranks: list[dict[str, StoredTensor]]) -> dict[str, StoredTensor]:
-    """All tensors, from what each rank has written of them. ValueError where that is not exactly the whole."""
+    """All tensors, from what each rank has written of them. Raises ValueError where that is not exactly the whole."""
     found: dict[str, list[StoredTensor]] = {}
     for written in ranks:
         for name, tensor in written.items():
@@ -214,10 +224,11 @@ def join_parts(ranks: list[dict[str, StoredTensor]]) -> dict[str, StoredTensor]:
 
 
 def assign_writers(layouts: list[dict[Hashable, int]]) -> list[set[Hashable]]:
-    """Assigns each part to one of the ranks that hold it, so that all ranks write about the same number of bytes.
+    """Assigns each part to one of the ranks that hold it, such that all ranks write about the same number of bytes.
 
-    `layouts[rank]` maps the parts that the rank holds to their bytes; equal keys are replicas. Parts that one rank
-    holds are assigned first; then each replicated one, the largest first, goes to the holder with the fewest bytes.
+    `layouts[rank]` maps the parts that the rank holds to their bytes; equal keys are replicas. Parts that only one rank
+    holds are assigned first. Then each replicated part, the largest first, goes to its holder with the fewest bytes so
+    far.
     """
     holders: dict[Hashable, list[int]] = {}
     for rank, layout in enumerate(layouts):
@@ -225,6 +236,7 @@ def assign_writers(layouts: list[dict[Hashable, int]]) -> list[set[Hashable]]:
             holders.setdefault(part, []).append(rank)
     load = [0] * len(layouts)
     assigned: list[set[Hashable]] = [set() for _ in layouts]
+    # Parts without a choice go first, so that replicated ones can even out what these leave.
     for part, ranks in sorted(holders.items(), key=lambda item: (len(item[1]) > 1, -layouts[item[1][0]][item[0]])):
         rank = min(ranks, key=lambda rank: load[rank])
         load[rank] += layouts[rank][part]

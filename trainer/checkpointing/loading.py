@@ -1,4 +1,4 @@
-"""Fills tensors from a checkpoint, whatever plan saved it; each rank reads the bytes that it needs."""
+"""Fills tensors from a checkpoint, whatever plan saved it. Each rank reads only the bytes that it needs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ T = TypeVar("T")
 
 
 class PlannedRead(NamedTuple):
-    """Elements of the tensor `name` to read. out: of them, as a view of the tensor that is filled."""
+    """Elements of the tensor `name` that have to be read. out: the same elements as a view of the tensor that is
+    filled."""
 
     name: str
     piece: ChunkPiece
@@ -38,9 +39,10 @@ class PlannedRead(NamedTuple):
 
 
 class CheckpointContents:
-    """The tensors in the checkpoint folder `path`: what there is, and their values. Runs no code that is in it.
+    """The tensors in the checkpoint folder `path`: which there are, and their values. Runs no code from the folder.
 
-    DamagedCheckpoint, here and in all methods, where the folder makes no sense; before memory is asked for."""
+    All methods raise DamagedCheckpoint where the folder is inconsistent, before memory is allocated.
+    """
 
     def __init__(self, path: Path):
         self.path, self.manifest = path, read_manifest(path)
@@ -49,25 +51,25 @@ class CheckpointContents:
         self._found: dict[str, StoredTensor] = {}
 
     def find(self, name: str) -> StoredTensor | None:
-        """What is known of the tensor `name`, if there is one."""
+        """What the manifest says of the tensor `name`, None if there is no such tensor."""
         if name in self._entries and name not in self._found:
             tensor = self._guard(self._place(name), StoredTensor.parse, self._entries[name])
             if unknown := [chunk.file for chunk in tensor.chunks if chunk.file not in self.files]:
                 raise DamagedCheckpoint(
-                    f"{self.path / MANIFEST} does not vouch for {format_foreign(unknown[0])}, where "
+                    f"{self.path / MANIFEST} does not list the file {format_foreign(unknown[0])}, where "
                     f"{format_foreign(name)} lies"
                 )
             self._found[name] = tensor
         return self._found.get(name)
 
     def check_whole(self, tensors: dict[str, StoredTensor]) -> None:
-        """Whether all of `tensors` can be there at once, as each has bytes of its own in the files."""
+        """Checks that each of `tensors` is complete, and that each has bytes of its own in the files."""
         for name, tensor in tensors.items():
             self._guard(self._place(name), tensor.pieces, (0,) * len(tensor.shape), tensor.shape)
         self._check_files((name, chunk) for name, tensor in tensors.items() for chunk in tensor.chunks)
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Whole tensors on the CPU."""
+        """Whole tensors on the CPU, by name."""
         stored = {name: tensor for name in names if (tensor := self.find(name)) is not None}
         self.check_whole(stored)
         tensors = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in stored.items()}
@@ -75,17 +77,21 @@ class CheckpointContents:
         return tensors
 
     def files_of(self, tensors: dict[str, Tensor | Fragment]) -> set[str]:
-        """The files that hold this rank's parts of `tensors`; tensors that are not there are left out."""
+        """The files that hold this rank's parts of `tensors`. Tensors that the checkpoint lacks are left out."""
         known = {name: tensor for name, tensor in tensors.items() if self.find(name) is not None}
         return {read.piece.chunk.file for read in self._locate(known)}
 
     def plan(self, tensors: dict[str, Tensor | Fragment]) -> list[PlannedRead]:
-        """What is to be read to fill this rank's parts of `tensors`, which are there with their shape and dtype."""
+        """The reads that fill this rank's parts of `tensors`. The checkpoint has to have all of them, with their shape
+        and dtype."""
         reads = self._locate(tensors)
+        # A set: several pieces of one chunk are read separately, but its bytes count once.
         self._check_files({(read.name, read.piece.chunk) for read in reads})
         return reads
 
     def _locate(self, tensors: dict[str, Tensor | Fragment]) -> list[PlannedRead]:
+        """For each rectangle of this rank's parts, the pieces of chunks that overlap with it. The saving and the
+        loading plan may split differently."""
         reads = []
         for name, tensor in tensors.items():
             stored, part = self.find(name), TensorPart.of(tensor)
@@ -95,7 +101,7 @@ class CheckpointContents:
         return reads
 
     def fill(self, reads: list[PlannedRead]) -> None:
-        """Reads file by file, in the order of bytes."""
+        """Reads file by file, in the order of bytes, since sequential reads are the fastest."""
         reads = sorted(reads, key=lambda read: (read.piece.chunk.file, read.piece.chunk.start))
         for name, of_file in groupby(reads, key=lambda read: read.piece.chunk.file):
             with open_inside(self.path, name) as file:
@@ -103,17 +109,19 @@ class CheckpointContents:
                     self._guard(name, read_rows, file, read)
 
     def _check_files(self, chunks: Iterable[tuple[str, Chunk]]) -> None:
-        """Whether the files are as long as the chunks of some tensors, each of which has bytes of its own."""
+        """Checks that files are as long as the manifest says and long enough for `chunks`. The chunks' lengths may not
+        add up to more than the file: a small file must not promise large tensors by chunks that share bytes."""
         needed: dict[str, int] = {}
         for _, chunk in chunks:
             needed[chunk.file] = needed.get(chunk.file, 0) + chunk.length
             if chunk.start + chunk.length > self.files[chunk.file]["bytes"]:
-                raise DamagedCheckpoint(f"{self.path / chunk.file} is too short for what should be in it")
+                raise DamagedCheckpoint(f"{self.path / chunk.file} is too short for its tensors")
         for name, length in needed.items():
+            # Refuses names that lead out of the folder by links.
             with open_inside(self.path, name) as file:
                 size = file.seek(0, 2)
             if size != self.files[name]["bytes"] or length > size:
-                raise DamagedCheckpoint(f"{self.path / name} has {size} bytes, which cannot be what should be in it")
+                raise DamagedCheckpoint(f"{self.path / name} has {size} bytes, which does not fit its tensors")
 
     def _place(self, name: str) -> str:
         return f"{MANIFEST}: {format_foreign(name)}"
@@ -126,12 +134,16 @@ class CheckpointContents:
 
 
 def read_rows(file: BinaryIO, read: PlannedRead) -> None:
-    """Reads the rows of a chunk that hold a piece of it; into the tensor itself, if it asks for whole rows."""
+    """Reads the rows of a chunk that contain a piece of it: directly into the tensor where that is made of whole rows
+    on the CPU, otherwise into a buffer, from which the piece is copied."""
     chunk, out = read.piece.chunk, read.out
     first, *inner = read.piece.within(chunk.offsets) or (slice(0, 1),)
     sizes = chunk.sizes[1:]
+    # Then the rows of the file are the rows of `out`, and no second copy is needed.
     whole = out.is_contiguous() and out.device.type == "cpu" and out.shape[1:] == sizes
     rows = out if whole else torch.empty((first.stop - first.start, *sizes), dtype=out.dtype)
+    # Only the rows that contain the piece are read. Within a row everything is read, since rows are contiguous in the
+    # file.
     file.seek(chunk.start + first.start * prod(sizes) * out.dtype.itemsize)
     if file.readinto(tensor_bytes(rows)) != rows.nbytes:
         raise ValueError("the file ends before its values do")
@@ -142,7 +154,7 @@ def read_rows(file: BinaryIO, read: PlannedRead) -> None:
 def load_tensors(path: Path, tensors: dict[str, Tensor | Fragment]) -> None:
     """Fills `tensors` in place from the checkpoint folder `path`, whatever plan saved it. All ranks call it together.
 
-    Ranks may name different tensors; other tensors of the checkpoint are ignored. Raises ConfigError on every rank if
+    Ranks may name different tensors. Other tensors of the checkpoint are ignored. Raises ConfigError on every rank if
     the checkpoint lacks a tensor of any rank, has it in another shape or dtype, or is damaged.
     """
 
@@ -152,12 +164,13 @@ def load_tensors(path: Path, tensors: dict[str, Tensor | Fragment]) -> None:
             raise ConfigError(problems)
         return contents, contents.plan(tensors)
 
+    # In two steps: nothing is overwritten unless all ranks have found everything they need.
     contents, reads = run_together(plan)
     run_together(lambda: contents.fill(reads))
 
 
 def read_tensors(path: Path, names: list[str] | None = None) -> dict[str, Tensor]:
-    """Whole tensors of the checkpoint folder `path` on the CPU: all, or those in `names`. Needs no other process."""
+    """Whole tensors of the checkpoint folder `path` on the CPU: all, or those in `names`. Needs no process group."""
     contents = CheckpointContents(path)
     if missing := [name for name in names or () if name not in contents.names]:
         raise ConfigError(f"{path} has no tensor {_first(missing)}")
@@ -177,6 +190,7 @@ def run_together(action: Callable[[], T]) -> T:
     except ConfigError as error:
         problems = error.problems
     if dist.is_initialized():
+        # A collective on every path: a rank with an error comes here too, so no rank waits for it in vain.
         problems = list(dict.fromkeys(problem for rank in gather_objects(problems) for problem in rank))
     if problems:
         raise ConfigError(problems)
@@ -184,12 +198,12 @@ def run_together(action: Callable[[], T]) -> T:
 
 
 def _mismatches(contents: CheckpointContents, wanted: dict[str, Tensor | Fragment]) -> list[str]:
-    held = {name: stored for name in wanted if (stored := contents.find(name)) is not None}
-    missing = [name for name in wanted if name not in held]
+    stored = {name: tensor for name in wanted if (tensor := contents.find(name)) is not None}
+    missing = [name for name in wanted if name not in stored]
     differing = [
-        f"{name} ({held[name].dtype} {list(held[name].shape)} there, {tensor.dtype} {list(tensor.shape)} here)"
+        f"{name} ({stored[name].dtype} {list(stored[name].shape)} there, {tensor.dtype} {list(tensor.shape)} here)"
         for name, tensor in wanted.items()
-        if name in held and (held[name].shape, held[name].dtype) != (tensor.shape, tensor.dtype)
+        if name in stored and (stored[name].shape, stored[name].dtype) != (tensor.shape, tensor.dtype)
     ]
     kinds = (missing, "are not in the checkpoint"), (differing, "differ from the checkpoint's")
     return [
@@ -204,12 +218,12 @@ def _first(names: list[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-# What a run saves about itself beside tensors: all of it plain data in the manifest, checked before it is used.
+# What a run saves about itself besides tensors: plain data in the manifest, checked before it is used.
 
 
 def read_states(path: Path) -> dict[str, Any]:
-    """The manifest of a run's checkpoint, whose states are of the kinds that `saving.describe_checkpoint` writes; its
-    `spec` is complete. DamagedCheckpoint names the first that is not."""
+    """The manifest of a run's checkpoint, checked to be what `saving.describe_checkpoint` writes. Its `spec` is
+    completed with defaults. Raises DamagedCheckpoint, which names the first wrong entry."""
     manifest = {"data": {}, "batch": {}, "callbacks": {}} | read_manifest(path)
     manifest["spec"] = saved_spec(path, manifest).to_dict()
     for name in ("data", "batch", "callbacks", "scaler"):
@@ -229,15 +243,15 @@ def read_states(path: Path) -> dict[str, Any]:
 
 
 def read_launchers(path: Path) -> list[str]:
-    """The launchers of the run that saved a checkpoint; see `session.list_launchers`."""
+    """The launchers of the run that saved a checkpoint. See `session.list_launchers`."""
     launchers = read_manifest(path).get("launchers", [])
     _demand(path, "launchers", _texts(launchers), launchers, "a list of text")
     return launchers
 
 
 def saved_spec(path: Path, manifest: dict[str, Any]) -> ModelSpec:
-    """The model that a checkpoint says it is of; whether its tensors are there is another question. DamagedCheckpoint
-    if that is no model."""
+    """The spec of the model that a checkpoint is of, by its manifest; its tensors are not checked. Raises
+    DamagedCheckpoint where that is not a model."""
     problems: Problems = {}
     try:
         spec = build_typed(manifest.get("spec"), problems, ModelSpec, "model")
@@ -261,14 +275,13 @@ def _demand(path: Path, name: str, fits: bool, value: Any, kind: str) -> None:
 
 
 CONFIG = "config.json"
-"""By which a transformers folder is known."""
+"""The file by which a transformers folder is recognised."""
 
 
 @dataclass(frozen=True)
 class SavedModel:
-    """A model on disk. path: the checkpoint's own folder, or a transformers folder; tensor: name -> the whole
-    parameter, read from disk; tokenizer: the folder of the model's tokenizer, if there is one; run: the folder of its
-    run."""
+    """A model on disk. path: the checkpoint's own folder, or a transformers folder. tensor: reads the whole parameter
+    of a given name. tokenizer: the folder of the model's tokenizer, or None. run: the folder of its run, or None."""
 
     path: Path
     spec: ModelSpec
@@ -278,10 +291,10 @@ class SavedModel:
 
 
 def open_saved(checkpoint: str, weights: str = "trained") -> SavedModel:
-    """The model at `checkpoint`: a run's folder, of which the newest whole checkpoint is taken, a checkpoint's folder,
-    or a transformers folder. weights: one of `options.WEIGHTS`.
+    """Opens the model at `checkpoint`: a run's folder, of which the newest complete checkpoint is taken, a checkpoint's
+    folder, or a transformers folder. weights: one of `options.WEIGHTS`.
 
-    Checksums are verified. Raises `ConfigError` naming the folder and what is wrong with it.
+    Checksums are verified. Raises `ConfigError`, which names the folder and what is wrong with it.
     """
     folder = Path(checkpoint).expanduser()
     if (folder / CONFIG).is_file() and not (folder / MANIFEST).is_file():
@@ -312,7 +325,7 @@ def open_saved(checkpoint: str, weights: str = "trained") -> SavedModel:
 
 
 def find_whole(checkpoint: str) -> Path:
-    """The checkpoint folder that `checkpoint` names, verified."""
+    """The verified checkpoint folder that `checkpoint` names."""
     folder = Path(checkpoint).expanduser()
     if (folder / MANIFEST).is_file():
         try:
@@ -322,10 +335,10 @@ def find_whole(checkpoint: str) -> Path:
                 f"checkpoint={checkpoint}: {damage}; give the run's folder to take its newest whole checkpoint"
             ) from None
         return folder
-    ways = "give a run's folder (runs/NAME), one of its checkpoints (runs/NAME/checkpoints/step-00000100), or a "
-    ways += "transformers folder"
+    remedy = "give a run's folder (runs/NAME), one of its checkpoints (runs/NAME/checkpoints/step-00000100), or a "
+    remedy += "transformers folder"
     if not folder.is_dir():
-        raise ConfigError(f"checkpoint={checkpoint} is no folder; {ways}")
+        raise ConfigError(f"checkpoint={checkpoint} is no folder; {remedy}")
     nested = folder / "checkpoints"
     path, warnings = find_newest(nested if list_checkpoints(nested) else folder, True)
     for warning in warnings:
@@ -333,19 +346,19 @@ def find_whole(checkpoint: str) -> Path:
     if path is None:
         raise ConfigError(
             f"checkpoint={checkpoint} holds no whole checkpoint, which runs save with checkpoint.every=STEPS or "
-            f"checkpoint.at_end=true; {ways}"
+            f"checkpoint.at_end=true; {remedy}"
         )
     return path
 
 
 def open_transformers(folder: str, weights: str) -> SavedModel:
-    """The model in a transformers folder."""
+    """Opens the model in a transformers folder."""
     if weights == "ema":
         raise ConfigError(
             f"weights=ema: {folder} is a transformers folder, which holds one set of weights; leave it out"
         )
     path = Path(folder).expanduser()
-    from trainer.hf import HFWeights, spec_from_hf  # checkpoints of runs need none of it
+    from trainer.hf import HFWeights, spec_from_hf  # imported late: checkpoints of runs do not need it
 
     spec = spec_from_hf(path)
     values = HFWeights(path, spec)
@@ -354,9 +367,10 @@ def open_transformers(folder: str, weights: str) -> SavedModel:
 
 
 def check_model(contents: CheckpointContents, spec: ModelSpec, prefix: str) -> None:
-    """Raises DamagedCheckpoint unless a checkpoint holds the parameters of `spec`, behind `prefix`; before memory is
-    asked for."""
+    """Raises DamagedCheckpoint unless a checkpoint holds the parameters of `spec`, with names behind `prefix`. Checks
+    before memory is allocated."""
     where = contents.path / MANIFEST
+    # A manifest may claim any depth. Declaring the parameters of a billion layers would take all memory.
     if spec.depth > len(contents.names):
         raise DamagedCheckpoint(
             f"{where}: a model of {format_foreign(spec.depth)} layers, but {len(contents.names)} tensors"
@@ -364,10 +378,12 @@ def check_model(contents: CheckpointContents, spec: ModelSpec, prefix: str) -> N
     try:
         wanted = {prefix + name: info.shape for name, info in declare_parameters(spec).items()}
     except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
-        raise DamagedCheckpoint(f"{where}: a model that cannot be: {format_foreign(str(error))}") from None
-    held = {name: tensor for name in wanted if (tensor := contents.find(name)) is not None}
-    if differing := [name for name, shape in wanted.items() if name not in held or held[name].shape != shape]:
-        raise DamagedCheckpoint(f"{where}: the model in it has a {differing[0]} that is not here, or of another shape")
-    contents.check_whole(held)
+        raise DamagedCheckpoint(f"{where}: an impossible model: {format_foreign(str(error))}") from None
+    stored = {name: tensor for name in wanted if (tensor := contents.find(name)) is not None}
+    if differing := [name for name, shape in wanted.items() if name not in stored or stored[name].shape != shape]:
+        raise DamagedCheckpoint(
+            f"{where}: its model has a parameter {differing[0]}, which the checkpoint lacks or has in another shape"
+        )
+    contents.check_whole(stored)
     if problems := spec.check():
         raise DamagedCheckpoint(f"{where}: {problems[0]}")

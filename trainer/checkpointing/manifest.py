@@ -1,9 +1,9 @@
-"""What a checkpoint is on disk: a folder `step-00000100` whose `manifest.json` vouches for every other file in it.
+"""A checkpoint on disk: a folder `step-00000100` with a `manifest.json` that describes every other file in it.
 
 The manifest is JSON. It holds where the values of each tensor lie, all other state of the run, the size and SHA-256 of
-each file as it was meant to be written, and a checksum of itself. The checksums tell damage, not intent: whoever writes
-the folder can write them too, so what is read from a manifest is checked before use. Folders with other names (`.tmp`
-while being written or deleted) are never taken for checkpoints.
+each file as it was meant to be written, and a checksum of itself. The checksums detect damage, not intent: whoever
+writes the folder can write them too. What is read from a manifest is therefore checked before use. Folders with other
+names (`.tmp` while they are written or deleted) are never taken for checkpoints.
 """
 
 from __future__ import annotations
@@ -20,36 +20,37 @@ from typing import Any
 from trainer.checkpointing.files import DamagedCheckpoint, check_count, format_foreign, open_inside
 
 FORMAT = 2
-"""Format 1, torch's distributed checkpoint, was written by version 0.1.0 alone."""
+"""Version of the format. Format 1, torch's distributed checkpoint, was written by version 0.1.0 only."""
 MANIFEST = "manifest.json"
 MOST_BYTES = 2**30
-"""Of a manifest; a million chunks take a tenth of it."""
+"""Upper limit of a manifest's size in bytes. A million chunks take a tenth of it."""
 FILE_NAME = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,255}")
 CLAIMED = re.compile(rb'"sha256": "([0-9a-f]{64})"\s*\}\s*$')
 OWN_KEYS = ("format", "saved", "step", "torch", "files", "tensors", "sha256")
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint of `step` lies in the folder of a run's checkpoints."""
+    """The folder of the checkpoint of `step`. folder: that of the run's checkpoints."""
     return folder / f"step-{step:08d}"
 
 
 def list_checkpoints(folder: Path) -> dict[int, Path]:
-    """Checkpoints in `folder` by step, whole or not, the one with the most steps first.
+    """Checkpoints in `folder` by step, complete or not, the one of the latest step first.
 
-    A start sets later steps of an earlier run aside before it saves anything, so no clock is needed to tell which
-    checkpoint is the newest. A checkpoint that is being replaced (`.replaced`) counts until the new one has the
-    name."""
+    A start sets later steps of an earlier run aside before it saves anything, so the newest checkpoint is found without
+    comparing times. A checkpoint that is being replaced (`.replaced`) counts until the new one has its name.
+    """
     found = {}
-    for path in sorted(folder.glob("step-*"), reverse=True):  # step-00000100.replaced before step-00000100
+    # Sorting in reverse visits step-00000100.replaced before step-00000100, so the latter wins where both exist.
+    for path in sorted(folder.glob("step-*"), reverse=True):
         if match := re.fullmatch(r"step-(\d{8,})(\.replaced)?", path.name):
             found[int(match[1])] = path
     return dict(sorted(found.items(), reverse=True))
 
 
 def read_digest(path: Path) -> str:
-    """The checksum that the manifest of the checkpoint folder `path` claims, by which two checkpoints of one step can
-    be told apart; empty if it has none. Reads the end of the manifest alone."""
+    """The checksum that the manifest of the checkpoint folder `path` claims, empty if it has none. It distinguishes two
+    checkpoints of the same step. Only the end of the manifest is read."""
     try:
         with open_inside(path, MANIFEST) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 200))
@@ -60,14 +61,16 @@ def read_digest(path: Path) -> str:
 
 
 def write_manifest(path: Path, content: dict[str, Any]) -> None:
-    """Writes `content` (JSON data), the format, the time and a checksum as the manifest of the folder `path`, one key a
-    line."""
+    """Writes the manifest of the folder `path`: `content` (JSON data), the format, the time and a checksum, with one
+    key on each line."""
     content = {"format": FORMAT, "saved": time.time(), **content}
+    # Last in the file, where `read_digest` finds it without parsing the manifest.
     content["sha256"] = _digest(content)
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items())
     with open(path / MANIFEST, "w", encoding="utf-8") as file:
         file.write("{\n" + lines + "\n}\n")
         file.flush()
+        # The manifest must be on disk before the folder is renamed, or a crash could leave a checkpoint without one.
         os.fsync(file.fileno())
 
 
@@ -75,10 +78,12 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of the checkpoint folder `path`.
 
     Keys: what the run saved about itself, and `step`, `format`, `saved` (seconds since 1970), `torch` (version),
-    `files` (name -> bytes, sha256), `tensors` (name -> shape, dtype, chunks). DamagedCheckpoint if it is missing,
-    unreadable, altered, of a later format, or if its files are no names of files in the folder."""
+    `files` (name -> bytes, sha256), `tensors` (name -> shape, dtype, chunks). Raises DamagedCheckpoint if it is
+    missing, unreadable, altered, of a later format, or if its files are not names of files in the folder.
+    """
     with open_inside(path, MANIFEST) as file:
         try:
+            # Before parsing: a huge file would take all memory.
             if (size := file.seek(0, os.SEEK_END)) > MOST_BYTES:
                 raise ValueError(f"it has {size} bytes")
             file.seek(0)
@@ -104,12 +109,13 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _check(content: dict[str, Any]) -> None:
-    """Raises ValueError or KeyError where what every manifest has is not there, or is something else."""
+    """Raises ValueError or KeyError where something that every manifest has is missing or of another kind."""
     if content["format"] < 1:
         raise ValueError(f"there is no format {format_foreign(content['format'])}")
     check_count(content["step"])
     _typed(content["tensors"], dict)
     for name, file in _typed(content["files"], dict).items():
+        # A name with a slash could lead out of the folder.
         if not FILE_NAME.fullmatch(name):
             raise ValueError(f"{format_foreign(name)} is no name of a file in the folder")
         check_count(_typed(file, dict)["bytes"])
@@ -123,9 +129,10 @@ def _typed(value: Any, kind: type) -> Any:
 
 
 def verify_checkpoint(path: Path, checksums: bool) -> dict[str, Any]:
-    """Compares sizes and, if asked, checksums of the files in the folder `path` with its manifest, which it returns.
+    """Compares the sizes and, with `checksums`, the SHA-256 of the files in the folder `path` with its manifest.
+    Returns the manifest.
 
-    Raises DamagedCheckpoint that names the first file that is missing or differs.
+    Raises DamagedCheckpoint, which names the first file that is missing or differs.
     """
     manifest = read_manifest(path)
     for name, file in manifest["files"].items():
@@ -139,7 +146,8 @@ def verify_checkpoint(path: Path, checksums: bool) -> dict[str, Any]:
 
 
 def verify_checksums(path: Path, files: dict[str, dict[str, Any]]) -> None:
-    """Reads `files` of the folder `path` and compares SHA-256; in threads, since hashing releases the GIL."""
+    """Reads `files` of the folder `path` and compares their SHA-256, in several threads, since hashing releases the
+    GIL."""
 
     def digest(name: str) -> str:
         with open_inside(path, name) as file:

@@ -144,7 +144,7 @@ class LinkProbe:
             for _ in range(ahead):
                 work()
             for _ in range(calls):
-                for _ in Gathered("probe", [tiny], everyone).arriving():
+                for _ in Gathered("probe", [tiny], everyone).receive_parts():
                     pass
                 copy_stream(device).end()
 

@@ -60,7 +60,7 @@ class KernelBuffers(SymmetricBuffers):
             torch.zeros(4, dtype=torch.int32, device=device),
         )
 
-    def late(self) -> list[str]:
+    def list_missing(self) -> list[str]:
         if self.shared is None:
             return []
         return [f"rank {dist.get_rank()} is in epoch {self.epoch} of the kernels' {self.kind}"]
@@ -90,7 +90,7 @@ def fused_gather_matmul(
         if bias is not None:
             product += bias
     if keep:
-        whole = made.box(region.rank, (size * tokens, inputs)).clone()
+        whole = made.buffer(region.rank, (size * tokens, inputs)).clone()
         whole.view(size, tokens, inputs)[region.rank] = x
         results.append(whole)
     if symmetric_memory.MAX_POLLS:

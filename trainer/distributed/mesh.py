@@ -1,4 +1,5 @@
-"""Processes -> one named device mesh. Every process group of the project is a dimension of this mesh."""
+"""From processes to one named device mesh. The process groups of model and data parallelism are its dimensions, or
+views of them."""
 
 from __future__ import annotations
 
@@ -37,25 +38,25 @@ def local_device(run: RunConfig) -> torch.device:
 
 @dataclass(frozen=True)
 class World:
-    """This process among all of them."""
+    """This process among all processes of the run. Methods that communicate are called by all ranks together."""
 
     rank: int
     size: int
     device: torch.device
     mesh: DeviceMesh
     data: DeviceMesh
-    """The ranks that see different data: of replicate x shard as one dimension every cp-th."""
+    """The ranks that see different data: of replicate x shard, flattened, every cp-th rank."""
     timeout: datetime.timedelta
-    """After which communication fails on its own. It has to outlast what a rank may keep the others waiting for, such
-    as compiling."""
+    """Time after which communication fails. It has to exceed whatever a rank may keep the others waiting for, such as
+    compilation."""
     context: DeviceMesh | None = None
-    """The ranks that share sequences, neighbours in replicate x shard; None where none do."""
+    """The ranks that share sequences: neighbours in replicate x shard. None without context parallelism."""
     subgroups: dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]] = field(default_factory=dict)
 
     @cached_property
     def dimensions(self) -> dict[str, DeviceMesh]:
-        """The dimensions of the mesh by name, each as a mesh of its own. Kept, because slicing the mesh takes host time
-        that a step would feel."""
+        """The dimensions of the mesh by name, each as a mesh of its own. Cached, because slicing a DeviceMesh takes
+        enough host time to slow down a step."""
         return {name: self.mesh[name] for name in self.mesh.mesh_dim_names}
 
     @cached_property
@@ -69,34 +70,37 @@ class World:
 
     @property
     def pipeline(self) -> list[int]:
-        """The global ranks of this rank's pipeline, in order of their place in it."""
+        """The global ranks of this rank's pipeline, in the order of their places in it."""
         return self.dimensions["pp"].mesh.flatten().tolist()
 
     @cached_property
     def peers(self) -> dist.ProcessGroup:
-        """The ranks that hold parts of the same pipeline stages. All ranks ask for it together for the first time."""
+        """The process group of the ranks that hold parts of the same pipeline stages. All ranks access it together for
+        the first time, since that creates it."""
         size = len(self.peer_places)
         return dist.group.WORLD if size == self.size else dist.new_subgroups(size, timeout=self.timeout)[0]
 
     @cached_property
     def peer_places(self) -> list[dict[str, int]]:
-        """The coordinates of those ranks in the mesh, in the order of the group: all that have this one's pipeline
-        rank, the slowest dimension."""
+        """The mesh coordinates of these ranks, in the order of the group. `pp` is the slowest dimension, so they are
+        all ranks with this rank's pipeline coordinate."""
         names = [name for name in self.mesh.mesh_dim_names if name != "pp"]
         sizes = [range(self.dimensions[name].size()) for name in names]
         return [dict(zip(names, places)) for places in itertools.product(*sizes)]
 
     @property
     def speaks_for_data(self) -> bool:
-        """Whether this rank is the one that counts its data-parallel rank's batch, which the ranks of all other
-        dimensions share."""
+        """Whether this rank is the one that counts its data-parallel rank's batch. The ranks of the other dimensions,
+        and those that share its sequences, read the same batch."""
         places = [place for name, place in self.places.items() if name not in ("replicate", "shard")]
         return not any(places) and (self.context is None or self.context.get_local_rank() == 0)
 
     def split_context(self, inner: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        """The context-parallel ranks in two dimensions: this rank's group of `inner` neighbours, and that of the ranks
-        with its place among theirs. All ranks call it together; a group is made once."""
+        """Two process groups of the context-parallel ranks: this rank's `inner` neighbours, and the ranks with its
+        place among their neighbours. All ranks call it together; groups are created once and cached."""
         if inner not in self.subgroups:
+            # Creating groups is a collective of all ranks, so each rank lists the context groups of all ranks, in the
+            # same order.
             everyone = self.gather(self.context.mesh.tolist())
             groups = [list(group) for group in dict.fromkeys(map(tuple, everyone))]
             near = [group[start : start + inner] for group in groups for start in range(0, len(group), inner)]
@@ -105,22 +109,24 @@ class World:
         return self.subgroups[inner]
 
     def sum_all(self, values: torch.Tensor) -> torch.Tensor:
-        """Sums `values` in place over all ranks; every rank gets the same bits."""
+        """Sums `values` in place over all ranks. Every rank gets the same bits."""
         if self.size > 1:
             dist.all_reduce(values)
         return values
 
     def gather(self, value: T) -> list[T]:
-        """The (picklable) `value` of every rank, in order of rank, on every rank."""
+        """The `value` (picklable) of every rank, in the order of ranks, on every rank."""
         return gather_objects(value)
 
     def agree(self, decide: Callable[[], Any]) -> Any:
-        """What rank 0 decides (a picklable value), on every rank; an error of it is raised on every rank."""
+        """The result of `decide` (picklable) on rank 0, on every rank. An error on rank 0 is raised on every rank. This
+        makes ranks agree on whatever depends on files or clocks."""
         answer: list[Any] = [None]
         if self.rank == 0:
             try:
                 answer = [decide()]
             except Exception as error:
+                # Broadcast as well: if rank 0 raised alone, the others would wait in the broadcast forever.
                 answer = [error]
         dist.broadcast_object_list(answer, src=0)
         if isinstance(answer[0], Exception):
@@ -128,8 +134,8 @@ class World:
         return answer[0]
 
     def together(self, act: Callable[[], T]) -> T:
-        """What `act` returns on this rank; an error of any rank is raised on every rank. All ranks call it together,
-        and `act` has no collectives behind what may fail."""
+        """The result of `act` on this rank. An error on any rank is raised on every rank. `act` must not communicate
+        after a point where it may fail on one rank only."""
         error: Exception | None = None
         try:
             result = act()
@@ -142,30 +148,34 @@ class World:
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The (picklable) `value` of every rank of a group (all ranks if None), in order of rank, on every rank."""
+    """The `value` (picklable) of every rank of a group (None: all ranks), in the order of ranks, on every rank."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, value, group=group)
     return everyone
 
 
 def own_group(groups: list[list[int]], timeout: datetime.timedelta, name: str) -> dist.ProcessGroup:
-    """This rank's of several process groups, which are made by all ranks together; described as those of a dimension of
-    the mesh are, which profiles tell apart (`diagnosis/sample.py`)."""
+    """Creates several process groups, by all ranks together, and returns the one that this rank is in. Its description
+    is like that of a mesh dimension, by which profiles recognise groups (`diagnosis/sample.py`)."""
     return dist.new_subgroups_by_enumeration(groups, timeout=timeout, group_desc=f"mesh_{name}")[0]
 
 
 def join_world(shape: Mapping[str, int], device: torch.device, timeout: float = 1200.0, cp: int = 1) -> World:
-    """Starts torch.distributed (NCCL on GPUs, gloo on CPUs) unless it runs, and builds a mesh of `shape`: sizes of its
-    dimensions by name, the fastest last (`Plan.mesh`). timeout: of communication, in seconds. cp: neighbours in
-    replicate x shard that share sequences (`Plan.cp`).
+    """Starts torch.distributed (NCCL on GPUs, gloo on CPUs) unless it is running, and builds the mesh. shape: sizes of
+    its dimensions by name, the fastest last (`Plan.mesh`). timeout: of communication, in seconds. cp: number of
+    neighbours in replicate x shard that share sequences (`Plan.cp`).
 
-    A plain `python -m trainer` is a world of one and needs no rendezvous.
+    A plain `python -m trainer` is a world of one rank and needs no rendezvous.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        # Pipelines have a communicator for each direction, which is what NCCL would warn about.
+        # torch warns that transfers on an eagerly opened communicator run one after the other. That is intended here:
+        # every direction of a pipeline has a communicator of its own.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "0")
+    # Host objects (gathers of Python values, checkpoints) travel over gloo also on GPUs, so they do not queue behind
+    # kernels.
     backend, limit = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", datetime.timedelta(seconds=timeout)
+    # Before any group exists, since it changes how gloo's communicators are constructed.
     give_gloo_one_thread()
     if device.type == "cpu" and "RANK" in os.environ:
         interrupt_nobody()
@@ -175,18 +185,20 @@ def join_world(shape: Mapping[str, int], device: torch.device, timeout: float = 
             backend, timeout=limit, **rendezvous, device_id=device if device.type == "cuda" else None
         )
     mesh = init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+    # Context parallelism is a second view of replicate x shard: for sharded states its ranks are ordinary data-parallel
+    # ranks.
     states, context = mesh["replicate", "shard"], None
     if cp > 1:
         everyone = gather_objects(states.mesh.flatten().tolist())
         runs = [list(ranks) for ranks in dict.fromkeys(map(tuple, everyone))]
         shared = [ranks[start : start + cp] for ranks in runs for start in range(0, len(ranks), cp)]
-        apart = [ranks[start::cp] for ranks in runs for start in range(cp)]
+        strided = [ranks[start::cp] for ranks in runs for start in range(cp)]
         context, data = (
             DeviceMesh.from_group(own_group(groups, limit, name), device.type, mesh_dim_names=(name,))
-            for groups, name in ((shared, "cp"), (apart, "dp"))
+            for groups, name in ((shared, "cp"), (strided, "dp"))
         )
     else:
         data = states._flatten("dp")
-    for group in (*mesh.get_all_groups(), data.get_group()):  # torch would give them 10 minutes with NCCL
+    for group in (*mesh.get_all_groups(), data.get_group()):  # with NCCL, torch gives them 10 minutes
         set_timeout(group, limit)
     return World(dist.get_rank(), dist.get_world_size(), device, mesh, data, limit, context)

@@ -1,5 +1,5 @@
-"""Memory that the ranks of a group read and write directly: of the GPUs of a node by torch's symmetric memory, which is
-private, and of processes on CPUs by files that all of them map."""
+"""Memory that the ranks of a group read and write directly. On the GPUs of a node it is torch's symmetric memory, a
+private module of torch. For processes on CPUs it is files that all of them map."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Made = TypeVar("Made")
 
 
 class SymmetricMemory(NamedTuple):
-    """parts: every rank's bytes, zeros at first, as this rank reaches them; handle: keeps them mapped."""
+    """parts: every rank's bytes, initially zero, as this rank addresses them. handle: keeps the memory mapped."""
 
     parts: list[Tensor]
     handle: Any
@@ -41,10 +41,11 @@ class SymmetricMemory(NamedTuple):
 
 
 def agree_on_failure(group: dist.ProcessGroup, failure: str = "") -> None:
-    """Waits for all ranks of a group. If one comes with a failure, all raise `ConfigError`, which says whose it was."""
-    said: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(said, failure, group)
-    failed = [f"rank {dist.get_global_rank(group, rank)}: {text}" for rank, text in enumerate(said) if text]
+    """Waits for all ranks of a group. If any of them passes a failure, all raise `ConfigError`, which names the ranks
+    that failed."""
+    failures: list[str] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(failures, failure, group)
+    failed = [f"rank {dist.get_global_rank(group, rank)}: {text}" for rank, text in enumerate(failures) if text]
     if failed:
         raise ConfigError("; ".join(failed[:3]))
 
@@ -54,7 +55,8 @@ def first_line(error: Exception) -> str:
 
 
 def run_on_all(group: dist.ProcessGroup, step: Callable[[], Made]) -> Made:
-    """What a step gives that all ranks of a group make, unless it fails on one: then none goes on without it."""
+    """The result of `step`, which all ranks of a group run. If it fails on one, all raise: a rank that went on alone
+    would wait for the others forever."""
     failure = ""
     try:
         made = step()
@@ -65,19 +67,25 @@ def run_on_all(group: dist.ProcessGroup, step: Callable[[], Made]) -> Made:
 
 
 def allocate_symmetric(size: int, device: torch.device, group: dist.ProcessGroup) -> SymmetricMemory:
-    """`size` bytes on every rank of a group. All ranks call it together. Where one cannot, all raise `ConfigError`."""
+    """Shares `size` bytes of every rank of a group. All ranks call it together. Where it fails on one, all raise
+    `ConfigError`."""
     if device.type != "cuda":
         return share_on_host(size, group)
     from torch.distributed import _symmetric_memory as symmetric
 
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # of which nothing is used
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # NVLink multicast is not used
+    # Each step that may fail on one rank is agreed on before the next, which is a collective.
     own = run_on_all(group, lambda: symmetric.empty(size, dtype=torch.uint8, device=device))
     handle = run_on_all(group, lambda: symmetric.rendezvous(own, group))
 
     def reach() -> list[Tensor]:
         parts = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(dist.get_world_size(group))]
+        # Kernels and copies compute addresses from the start of each part, so `get_buffer` has to return exactly what
+        # was allocated.
         if parts[dist.get_rank(group)].data_ptr() != own.data_ptr():
-            raise RuntimeError(f"torch {torch.__version__} does not say where it begins")
+            raise RuntimeError(f"torch {torch.__version__} maps this rank's own memory at another address")
+        # Flags have to be zero before any rank raises one. The agreement in `run_on_all` follows, so none does so
+        # earlier.
         own.zero_()
         torch.cuda.synchronize(device)
         return parts
@@ -86,7 +94,7 @@ def allocate_symmetric(size: int, device: torch.device, group: dist.ProcessGroup
 
 
 def share_on_host(size: int, group: dist.ProcessGroup) -> SymmetricMemory:
-    """The same for processes of one machine. The files are gone when all have them mapped."""
+    """The same for processes of one machine. The files are removed as soon as all ranks have mapped them."""
     rank = dist.get_rank(group)
     folder = [run_on_all(group, lambda: tempfile.mkdtemp() if rank == 0 else None)]
     dist.broadcast_object_list(folder, group=group, group_src=0)
@@ -104,21 +112,22 @@ def share_on_host(size: int, group: dist.ProcessGroup) -> SymmetricMemory:
     return SymmetricMemory(parts, None)
 
 
-# Flags that a GPU's streams raise and wait for, between the GPUs of a node: by the driver, without a kernel. A stream
-# that waits keeps no multiprocessor. On CPUs the process itself does both.
+# Flags by which streams of GPUs in one node signal each other. The driver writes and waits, without a kernel, so a
+# waiting stream occupies no multiprocessor. On CPUs the process itself does both.
 
 
-LOOK = 20e-6
-"""Seconds between a CPU's looks at a flag."""
+POLL_SECONDS = 20e-6
+"""Seconds between a CPU's polls of a flag."""
 MAX_POLLS = 0
-"""Looks at a flag after which a wait ends with an error, in kernels too; 0: never. Tests of the protocol set it: the
-host then looks on GPUs too, and waits for every kernel."""
+"""Number of polls after which a wait raises an error, in kernels too; 0: never. Tests of the protocol set it. The host
+then polls on GPUs too, and waits for every kernel."""
 AT_LEAST = WITH_BARRIER = 0
-"""The driver's flags: wait for the value or a later one; write when all before is visible to all GPUs."""
+"""Options of the driver's calls, both zero. AT_LEAST: wait until the flag has at least the value. WITH_BARRIER: write
+the flag after all earlier writes of the stream are visible to all GPUs."""
 
 
 def raise_flag(flag: Tensor, epoch: int) -> None:
-    """Sets any rank's flag, int32 [1], to an epoch, behind all that the current stream has done before."""
+    """Sets a flag (int32 [1]) of any rank to an epoch, after all earlier work of the current stream."""
     if flag.is_cuda:
         stream_command("cuStreamWriteValue32_v2", flag, epoch, WITH_BARRIER)
     else:
@@ -126,7 +135,7 @@ def raise_flag(flag: Tensor, epoch: int) -> None:
 
 
 def await_flag(flag: Tensor, epoch: int) -> None:
-    """Has the current stream go on when this rank's flag has come to the epoch. Raises `TimeoutError` after
+    """Makes the current stream wait until this rank's flag has reached the epoch. Raises `TimeoutError` after
     `MAX_POLLS`."""
     if flag.is_cuda and not MAX_POLLS:
         stream_command("cuStreamWaitValue32_v2", flag, epoch, AT_LEAST)
@@ -135,12 +144,14 @@ def await_flag(flag: Tensor, epoch: int) -> None:
         if read_flags(flag).item() >= epoch:
             return
         if number == MAX_POLLS:
-            raise TimeoutError(f"after {MAX_POLLS} looks")
-        time.sleep(LOOK)
+            raise TimeoutError(f"after {MAX_POLLS} polls")
+        time.sleep(POLL_SECONDS)
 
 
 def read_flags(flags: Tensor) -> Tensor:
-    """What flags say now, on the host, whatever the current stream waits for."""
+    """The present values of flags, on the host."""
+    # On a stream of its own: the current stream may be waiting for just these flags, and a copy behind that wait would
+    # never run.
     with torch.cuda.stream(side_stream(flags.device)) if flags.is_cuda else contextlib.nullcontext():
         return flags.to("cpu", copy=True)
 
@@ -166,14 +177,15 @@ def driver_function(name: str) -> Callable[..., int]:
     return function
 
 
-# Memory in which the ranks of a group leave each other what they need, call by call. A call of a group is an epoch.
-# Every rank has a box in two halves, of which an epoch uses that of its parity, and flags, which hold the last epoch
-# whose part has arrived. Flags only grow, so nothing is ever reset. Why a half may be written again two epochs later
-# is in docs/kernels.md.
+# Buffers in which the ranks of a group leave each other data, call by call. The number of a call is its epoch. Each
+# rank has a buffer of two halves, which epochs use in turn, and flags, which hold the last epoch whose part has
+# arrived. Flags only grow, so nothing is ever reset. docs/kernels.md (The protocol) explains why a half may be
+# overwritten two epochs later.
 
 
 class SymmetricBuffers:
-    """The calls of one kind and type that a group makes: their memory, which grows with them, and their number."""
+    """The buffers of one kind and element type of a group, which grow with the calls' sizes, and the number of calls so
+    far. All ranks of the group make the same calls in the same order."""
 
     shared: SymmetricMemory | None = None
 
@@ -183,79 +195,86 @@ class SymmetricBuffers:
         self.half = self.flags = self.epoch = 0
 
     def begin(self, elements: int, flags: int, device: torch.device) -> int:
-        """The epoch of the next call, for which boxes have room for so many elements and flags."""
+        """Starts the next call, with room for so many elements and flags on each rank. Returns its epoch."""
         if elements > self.half or flags > self.flags:
+            # Sizes are equal on all ranks, so all of them grow at the same call.
             self.grow(max(elements, self.half), max(flags, self.flags), device)
         self.epoch += 1
         return self.epoch
 
     def grow(self, half: int, flags: int, device: torch.device) -> None:
-        """Memory for more, on all ranks together. Epochs begin anew with its flags."""
+        """Allocates larger buffers, on all ranks together. Epochs restart, since the new flags are zero."""
         self.free()
+        # Two halves of elements, rounded up so that the flags behind them are aligned.
         self.bytes = -(-2 * half * self.dtype.itemsize // 256) * 256
         self.shared = allocate_symmetric(self.bytes + 4 * flags, device, self.group)
         self.half, self.flags, self.epoch = half, flags, 0
 
     def free(self) -> None:
-        """Gives the memory back, on all ranks together: others may still read or write it."""
+        """Frees the memory, on all ranks together."""
         if self.shared is None:
             return
         if self.shared.parts[self.rank].is_cuda:
+            # Kernels and copies of this rank may still access other ranks' memory. Only when all ranks have come here
+            # is it safe to unmap.
             torch.cuda.synchronize(self.shared.parts[self.rank].device)
         agree_on_failure(self.group)
         self.shared = None
         self.half = self.flags = self.epoch = 0
 
-    def box(self, rank: int, shape: tuple[int, int]) -> Tensor:
-        """What the half of this epoch holds of `rank`'s box."""
-        box = self.shared.parts[rank][: self.bytes].view(self.dtype)
-        return box[self.epoch % 2 * self.half :][: shape[0] * shape[1]].view(shape)
+    def buffer(self, rank: int, shape: tuple[int, int]) -> Tensor:
+        """The part of `rank`'s buffer that this epoch uses, as a tensor of `shape`."""
+        whole = self.shared.parts[rank][: self.bytes].view(self.dtype)
+        return whole[self.epoch % 2 * self.half :][: shape[0] * shape[1]].view(shape)
 
     def flag(self, rank: int, place: int) -> Tensor:
-        """A flag of `rank`: int32 [1]."""
+        """Flag number `place` of `rank`: int32 [1]."""
         return self.flags_of(rank)[place : place + 1]
 
     def flags_of(self, rank: int) -> Tensor:
         return self.shared.parts[rank][self.bytes :].view(torch.int32)
 
     def signal(self, to: int) -> None:
-        """Says to a rank that all that the current stream has written so far is there. Flags stand by source."""
+        """Tells rank `to` that everything that the current stream has written so far, in its own memory or in that of
+        `to`, may be read. A rank has one flag for each source."""
         raise_flag(self.flag(to, self.rank), self.epoch)
 
     def wait(self, source: int) -> None:
-        """Has the current stream go on when what a rank sends in this epoch is there. Raises `RuntimeError` where
-        that does not come within `flags.MAX_POLLS`."""
+        """Makes the current stream wait until what rank `source` sends in this epoch has arrived. Raises `RuntimeError`
+        where that does not happen within `MAX_POLLS`."""
         try:
-            with self.labelled(AWAITS):
+            with self.label_in_profile(AWAITS):
                 await_flag(self.flag(self.rank, source), self.epoch)
         except TimeoutError as error:
-            raise RuntimeError(f"{self.missing(source)} {error}") from error
+            raise RuntimeError(f"{self.describe_missing(source)} {error}") from error
 
-    def sends(self) -> AbstractContextManager:
-        """Says in a profile that what is copied within goes from a rank to another."""
-        return self.labelled(SENDS)
+    def label_sends(self) -> AbstractContextManager:
+        """Context that labels the copies inside of it in a profile as transfers from one rank to another."""
+        return self.label_in_profile(SENDS)
 
-    def labelled(self, words: str) -> AbstractContextManager:
+    def label_in_profile(self, words: str) -> AbstractContextManager:
         return record_function(words + self.group.group_name) if _profiler_enabled() else nullcontext()
 
-    def missing(self, source: int) -> str:
-        """That nothing of this epoch has come from a rank, in words."""
+    def describe_missing(self, source: int) -> str:
+        """A sentence that says that nothing of this epoch has arrived from rank `source`."""
         ranks = [dist.get_global_rank(self.group, rank) for rank in (self.rank, source)]
         return (
             f"rank {ranks[0]} waits for {self.kind} ({str(self.dtype)[6:]}) of rank {ranks[1]} in epoch {self.epoch}; "
             f"its flag says {read_flags(self.flag(self.rank, source)).item()}"
         )
 
-    def late(self) -> list[str]:
-        """What has not come, in words, by source."""
+    def list_missing(self) -> list[str]:
+        """A sentence for each rank of which nothing has arrived in this epoch. For reports of the watchdog."""
         if self.shared is None or not self.epoch:
             return []
-        said = read_flags(self.flags_of(self.rank)).tolist()
-        return [self.missing(source) for source in other_ranks(self.rank, self.size) if said[source] < self.epoch]
+        seen = read_flags(self.flags_of(self.rank)).tolist()
+        return [
+            self.describe_missing(source) for source in other_ranks(self.rank, self.size) if seen[source] < self.epoch
+        ]
 
 
 ALL_BUFFERS: dict[tuple[Any, ...], SymmetricBuffers] = {}
-"""All that this process has made."""
+"""All buffers of this process."""
 
 Kind = TypeVar("Kind", bound=SymmetricBuffers)
 
@@ -268,11 +287,11 @@ def buffers_of(kind: str, group: dist.ProcessGroup, dtype: torch.dtype, make: ty
 
 
 def pending_waits() -> list[str]:
-    """What this process waits for, in words."""
-    return [text for boxes in list(ALL_BUFFERS.values()) for text in boxes.late()]
+    """A sentence for each transfer that this process waits for."""
+    return [text for buffers in list(ALL_BUFFERS.values()) for text in buffers.list_missing()]
 
 
 def other_ranks(rank: int, size: int) -> list[int]:
-    """The other ranks, beginning with the next one: no two send to one rank at a time, and what comes to a rank first
-    is from the one before it."""
+    """The other ranks, beginning with the next one. If all ranks send in this order, no two send to the same rank at a
+    time, and a rank receives first from the rank before it."""
     return [(rank + step) % size for step in range(1, size)]

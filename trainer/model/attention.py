@@ -1,8 +1,9 @@
 """Scaled dot-product attention with causal, sliding-window and document masks.
 
-A query sees a run of keys that ends with itself; a mask says where each query's run begins. Plain causal attention goes
-to the fastest kernel of the device (`plain_attention.py`). Windows, documents and soft caps go to FlexAttention on a
-GPU (a block mask, never N x N scores or masks) and to a dense mask on a CPU."""
+A query sees a contiguous run of keys that ends with its own. A mask says where each query's run begins. Plain causal
+attention goes to the fastest kernel of the device. Windows, documents and soft caps go to FlexAttention on a GPU (a
+block mask, never N x N scores or masks), and to a dense mask on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +21,23 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 from trainer.model.compiled import compile_function
 from trainer.planning.cost.masks import block_size
 
-# Block masks of FlexAttention from where each query's run of keys begins, without looking at pairs of tokens. Of a
-# block of queries, the keys that some query sees are one run of blocks, and those that every query sees whole are a
-# run inside of it; both follow from the first and the last query. torch's `create_block_mask` evaluates every pair:
-# 10^12 for a million tokens.
+# Block masks of FlexAttention, computed from where each query's run of keys begins, without evaluating pairs of tokens.
+# For a block of queries, the keys that at least one query sees are one run of blocks, and the keys that every query
+# sees are a run inside of it. Both follow from the first and the last query of the block. torch's `create_block_mask`
+# evaluates every pair: 10^12 for a million tokens.
 
 
 def block_mask(first: Tensor, places: Tensor, keys: int) -> Any:
-    """The BlockMask of queries at `places` [queries], which rise, among `keys` keys: a query sees those from `first`
-    [batch or 1, queries], which never falls along a row, to its own place."""
+    """The BlockMask of queries at `places` [queries], which increase, among `keys` keys. A query sees the keys from
+    `first` [batch or 1, queries], which never decreases along a row, to its own place."""
     from torch.nn.attention.flex_attention import BlockMask
 
     size, queries = block_size(len(first), len(places), keys), len(places)
     by_query, by_key = query_tables(first, places, size, keys), key_tables(first, places, size, keys)
     place, start = places.int(), first.int()
-    if len(start) == 1:  # of every sequence of the batch
+    # FlexAttention evaluates `mask_mod` inside of blocks that are seen in part. With one row of `first` all sequences
+    # share it.
+    if len(start) == 1:
         start = start[0]
 
         def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -48,27 +51,34 @@ def block_mask(first: Tensor, places: Tensor, keys: int) -> Any:
 
 
 def seen_blocks(first: Tensor, places: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of each block of `size` queries the first and last block of keys that it sees, and the first and last that each
-    of its queries sees whole (the last before the first: none). All int32 [batch or 1, blocks of queries]; all rise."""
+    """For each block of `size` queries: the first and last block of keys that any of its queries sees, and the first
+    and last that each of its queries sees whole (none, where the last is before the first). All int32 [batch or 1,
+    blocks of queries]; all increase."""
     heads = torch.arange(0, len(places), size, device=places.device)
     tails = (heads + size - 1).clamp(max=len(places) - 1)
+    # `first` and `places` increase, so the first query of a block has the earliest begin and the last query the latest
+    # end.
     low, high = first[:, heads] // size, (places[tails] // size).expand(len(first), -1)
     whole_low, whole_high = -(-first[:, tails] // size), ((places[heads] + 1) // size - 1).expand(len(first), -1)
     return low.int(), high.int(), whole_low.int(), whole_high.int()
 
 
 def query_tables(first: Tensor, places: Tensor, size: int, keys: int) -> tuple[Tensor, ...]:
-    """Numbers and indices of the blocks of keys that each block of queries sees in part, and of those it sees whole."""
+    """BlockMask's tables by blocks of queries: numbers and indices of the blocks of keys seen in part, then of those
+    seen whole."""
     return block_tables(*seen_blocks(first, places, size), -(-keys // size))
 
 
 def key_tables(first: Tensor, places: Tensor, size: int, keys: int) -> tuple[Tensor, ...]:
-    """The same from the other side: the blocks of queries that see each block of keys."""
+    """The transposed tables, which FlexAttention's backward pass needs: the blocks of queries that see each block of
+    keys."""
     low, high, whole_low, whole_high = (bound.contiguous() for bound in seen_blocks(first, places, size))
     blocks = torch.arange(-(-keys // size), device=places.device, dtype=torch.int32).expand(len(first), -1).contiguous()
 
     def between(bottom: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
-        """The first and last block of queries whose run of keys, from `bottom` to `top`, holds each block of keys."""
+        """The first and last block of queries whose run of keys, from `bottom` to `top`, contains each block of
+        keys."""
+        # Both bounds increase with the block of queries, so a binary search finds where they pass each block of keys.
         after = torch.searchsorted(bottom, blocks, right=True, out_int32=True)
         return torch.searchsorted(top, blocks, out_int32=True), after - 1
 
@@ -76,25 +86,25 @@ def key_tables(first: Tensor, places: Tensor, size: int, keys: int) -> tuple[Ten
 
 
 def block_tables(low: Tensor, high: Tensor, whole_low: Tensor, whole_high: Tensor, width: int) -> tuple[Tensor, ...]:
-    """Of runs of blocks with a run inside: how many are outside of the inner one and which, how many inside and which.
-    Numbers are int32 [batch or 1, 1, rows], indices [..., width], of which so many count. There is never more for each
-    pair of blocks than the two tables and a bool."""
+    """Tables of runs of blocks, each with an inner run: number and indices of the blocks outside of the inner run, then
+    number and indices of those inside. Numbers: int32 [batch or 1, 1, rows]. Indices: [batch or 1, 1, rows, width], of
+    which only that many count. Memory: the two tables of indices and a bool for each pair of blocks."""
     whole = (whole_high - whole_low + 1).clamp(min=0)
     seen = (high - low + 1).clamp(min=0)
-    before = torch.where(whole > 0, whole_low - low, seen)[..., None]  # of those in part, how many stand first
+    before = torch.where(whole > 0, whole_low - low, seen)[..., None]  # seen in part, before the inner run
     column = torch.arange(width, device=low.device, dtype=torch.int32)
     part = torch.where(column < before, low[..., None], whole_high[..., None] + 1 - before).add_(column)
     inside = whole_low[..., None] + column
-    found = seen - whole, part.clamp_(0, width - 1), whole, inside.clamp_(0, width - 1)
-    return tuple(table[:, None] for table in found)
+    tables = seen - whole, part.clamp_(0, width - 1), whole, inside.clamp_(0, width - 1)
+    return tuple(table[:, None] for table in tables)
 
 
-# Plain causal attention, without a mask, by kernels that hold no matrix of scores. Of torch's kernels, flash
-# attention (and cuDNN's) takes types of 16 bits, heads of at most 256 and shared key-value heads; the memory-
-# efficient one takes the rest, where every query head has keys of its own and head_dim fits its loads
-# (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp). For what neither takes, torch holds N x N scores without a
-# word. So what does not fit is made to: keys are repeated, heads filled up with zeros, bf16 widened. No value changes
-# by it.
+# Plain causal attention by kernels that never store the matrix of scores. Of torch's kernels, flash attention (and
+# cuDNN's) takes 16-bit types, head_dim up to 256 and shared key-value heads. The memory-efficient kernel takes the
+# rest, if every query head has keys of its own and head_dim fits its loads
+# (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp). For anything else torch silently stores N x N scores. Inputs
+# that fit neither are therefore changed without changing the result: keys are repeated, heads padded with zeros, bf16
+# widened to fp32.
 
 
 FLASH_HEADS = 256
@@ -102,8 +112,8 @@ FLASH_HEADS = 256
 
 
 class KernelFit(NamedTuple):
-    """What a kernel is given: the type, head_dim, and whether it is flash attention (or cuDNN's), whose query heads
-    share key-value heads, or the memory-efficient one."""
+    """What a kernel is given. dtype, head_dim: after widening and padding. flash: whether it is flash attention (or
+    cuDNN's), where query heads share key-value heads, or the memory-efficient kernel."""
 
     dtype: torch.dtype
     head_dim: int
@@ -111,7 +121,8 @@ class KernelFit(NamedTuple):
 
 
 def fit_kernel(capability: int, dtype: torch.dtype, head_dim: int) -> KernelFit:
-    """What a GPU of a compute capability (90: 9.0) has to be given for a kernel that holds no scores. fp64 has none."""
+    """What a GPU of this compute capability (90 means 9.0) has to be given to use a kernel that stores no scores. fp64
+    has no such kernel."""
     ampere, narrow = capability >= 80, dtype.itemsize == 2
     small = 86 <= capability <= 89 or capability >= 120  # too little shared memory for some backward passes
     if ampere and narrow and head_dim <= FLASH_HEADS and not (small and 192 < head_dim <= 224):
@@ -124,34 +135,36 @@ def fit_kernel(capability: int, dtype: torch.dtype, head_dim: int) -> KernelFit:
 
 @torch.compiler.assume_constant_result
 def device_capability(device: torch.device) -> int:
-    """A number, since torch 2.11 cannot compare tuples that a compiled function takes for constant."""
+    """Compute capability times ten. A number, because torch 2.11 cannot compare tuples that a compiled function takes
+    as constant."""
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 
 
 def attend_plain(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Causal attention, of which the last query sees all keys. Shapes: `attention.causal_attention`."""
-    if not query.is_cuda:  # whose flash attention takes all of it
+    """Causal attention where the last query sees all keys. Shapes: `causal_attention`."""
+    if not query.is_cuda:  # the CPU's flash attention takes all shapes and types
         return attend_causal(query, key, value, scale)
     return attend_fitted(
         query, key, value, scale, fit_kernel(device_capability(query.device), query.dtype, query.shape[3])
     )
 
 
-def attend_fitted(query: Tensor, key: Tensor, value: Tensor, scale: float, given: KernelFit) -> Tensor:
-    """The same by a kernel that is given what it takes."""
+def attend_fitted(query: Tensor, key: Tensor, value: Tensor, scale: float, fit: KernelFit) -> Tensor:
+    """`attend_plain` by a kernel whose inputs are first changed to what `fit` says."""
     size, dtype, copies = query.shape[3], query.dtype, query.shape[1] // key.shape[1]
-    if copies > 1 and not given.flash:
+    if copies > 1 and not fit.flash:
         key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
-    query, key, value = (x.to(given.dtype) for x in (query, key, value))
-    if given.head_dim > size:
-        query, key, value = (F.pad(x, (0, given.head_dim - size)) for x in (query, key, value))
-    return attend_causal(query, key, value, scale, given.flash and query.is_cuda)[..., :size].to(dtype)
+    query, key, value = (x.to(fit.dtype) for x in (query, key, value))
+    if fit.head_dim > size:
+        # Zeros add nothing to scores; the padded columns of the values are cut off from the result.
+        query, key, value = (F.pad(x, (0, fit.head_dim - size)) for x in (query, key, value))
+    return attend_causal(query, key, value, scale, fit.flash and query.is_cuda)[..., :size].to(dtype)
 
 
 def attend_causal(query: Tensor, key: Tensor, value: Tensor, scale: float, flash: bool = False) -> Tensor:
-    """The same by whichever kernel torch chooses; for the last queries of a sequence by flash attention, if it is
-    said that it takes them."""
+    """`attend_plain` by the kernel that torch chooses. flash: whether flash attention takes the last queries of a
+    sequence."""
     if query.shape[2] < key.shape[2]:
         return (attend_last_by_flash if flash else attend_last)(query, key, value, scale)
     shared = query.shape[1] != key.shape[1]
@@ -159,8 +172,9 @@ def attend_causal(query: Tensor, key: Tensor, value: Tensor, scale: float, flash
 
 
 def attend_last_by_flash(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """The same for the last queries of a sequence on a GPU, by the kernel that torch takes for `last_queries`: its
-    `causal` is from the lower right. Called by its name it stays in what is compiled."""
+    """`attend_plain` for the last queries of a sequence on a GPU, by the kernel that torch chooses for `last_queries`.
+    The kernel aligns its causal mask at the lower right, as needed here. Called by its name, it stays inside of
+    compiled code."""
     dropout, causal, debug = 0.0, True, False
     attend = torch.ops.aten._scaled_dot_product_flash_attention
     return attend(query, key, value, dropout, causal, debug, scale=scale)[0]
@@ -168,17 +182,18 @@ def attend_last_by_flash(query: Tensor, key: Tensor, value: Tensor, scale: float
 
 @torch.compiler.disable
 def attend_last(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """The same by whichever kernel torch chooses. Not compiled: torch 2.11 can not compile the backward pass of the one
-    that it takes in fp32."""
+    """`attend_plain` for the last queries of a sequence, by the kernel that torch chooses. Not compiled: torch 2.11
+    cannot compile the backward pass of the fp32 kernel."""
     last, shared = last_queries(query.shape[2], key.shape[2]), query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(query, key, value, attn_mask=last, scale=scale, enable_gqa=shared)
 
 
 def last_queries(queries: int, keys: int) -> CausalBias:
-    """What says that the last of the queries sees all keys, without a mask.
+    """A bias that makes the last query see all keys, without a mask in memory.
 
-    `causal_lower_right` says it too, but holds two numbers for each query and key, and torch 2.11 to 2.13 refuse it
-    where operators are recorded."""
+    `causal_lower_right` means the same but stores two numbers for each query and key, and torch 2.11 to 2.13 refuse it
+    where operators are recorded.
+    """
     bias = torch.Tensor._make_subclass(CausalBias, torch.empty(0))
     CausalBias.__init__(bias, CausalVariant.LOWER_RIGHT, queries, keys)
     return bias
@@ -187,8 +202,9 @@ def last_queries(queries: int, keys: int) -> CausalBias:
 def build_mask(documents: Tensor | None, length: int, window: int, soft_cap: float, device: torch.device) -> Any:
     """The mask of one kind of layer for one micro-batch: None (plain causal), a BlockMask (GPU) or a bool tensor (CPU).
 
-    documents: int [batch, length], the number of the document each token belongs to, or None. A window that spans the
-    whole sequence is no window.
+    documents: int [batch, length], the number of each token's document, or None. window: number of keys that a query
+    sees, including its own; 0 for all. A window that spans the whole sequence is none. soft_cap: of the scores, 0 for
+    none.
     """
     if is_plain(documents, length, window, soft_cap):
         return None
@@ -197,20 +213,20 @@ def build_mask(documents: Tensor | None, length: int, window: int, soft_cap: flo
 
 
 def is_plain(documents: Tensor | None, length: int, window: int, soft_cap: float) -> bool:
-    """Whether a query sees all keys before it, at their plain scores."""
+    """Whether a query sees all keys before it, with unchanged scores."""
     return documents is None and not 0 < window < length and not soft_cap
 
 
 def first_seen(documents: Tensor | None, length: int, window: int, device: torch.device) -> Tensor:
-    """The first key that the query at each place sees: int [batch or 1, length], which never falls."""
+    """The first key that each query sees: int [batch or 1, length], never decreasing along a row."""
     index = torch.arange(length, device=device)[None]
     first = torch.zeros_like(index) if documents is None else document_starts(documents)
     return torch.maximum(first, index - window + 1) if window else first
 
 
 def document_starts(documents: Tensor) -> Tensor:
-    """The place of the first token of each token's document. documents, result: int [batch, length]; tokens of a
-    document are neighbours."""
+    """The place of the first token of each token's document. documents, result: int [batch, length]. The tokens of a
+    document are contiguous."""
     index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     starts = torch.ones_like(documents, dtype=torch.bool)
     starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
@@ -218,8 +234,8 @@ def document_starts(documents: Tensor) -> Tensor:
 
 
 def mask_of(first: Tensor, places: Tensor, keys: int) -> Any:
-    """The mask of queries at `places` [queries], which rise, among `keys` keys: a query sees those from `first` [batch
-    or 1, queries] to its own place."""
+    """The mask of queries at `places` [queries], which increase, among `keys` keys. A query sees the keys from `first`
+    [batch or 1, queries] to its own place."""
     if places.is_cuda:
         return block_mask(first, places, keys)
     key = torch.arange(keys, device=places.device)
@@ -231,8 +247,8 @@ def causal_attention(
 ) -> Tensor:
     """Causal attention. query: [batch, heads, length, head_dim]; key, value: [batch, kv_heads, length, head_dim].
 
-    mask: what `build_mask` returned for the same soft_cap. Where it is None, there may be fewer queries than keys, and
-    the last query sees all keys. Returns [batch, heads, length, head_dim].
+    mask: from `build_mask` for the same soft_cap. Where it is None, there may be fewer queries than keys, and the last
+    query sees all keys. Returns [batch, heads, length, head_dim].
     """
     grouped = query.shape[1] != key.shape[1]
     if mask is None:
@@ -244,6 +260,7 @@ def causal_attention(
         )
     if not soft_cap:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
+    # torch's fused kernels have no soft cap, so on a CPU the scores are computed in plain operators.
     repeat = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
     scores = cap_score(query @ key.transpose(-1, -2) * scale, cap=soft_cap).masked_fill(~mask, float("-inf"))
@@ -251,19 +268,19 @@ def causal_attention(
 
 
 def cap_score(score: Tensor, *_: Any, cap: float) -> Tensor:
-    """cap * tanh(score / cap) (Gemma 2, arXiv 2408.00118)."""
+    """Soft cap of scores: cap * tanh(score / cap) (Gemma 2, arXiv 2408.00118)."""
     return cap * torch.tanh(score / cap)
 
 
 def kernel_priority(deterministic: bool) -> contextlib.AbstractContextManager:
-    """Context in which plain attention takes the fastest kernel that the device has (cuDNN on Hopper and newer), or the
-    fastest one with a deterministic backward."""
+    """Context in which plain attention uses the device's fastest kernel (cuDNN's on Hopper and newer), or with
+    `deterministic` the fastest one that has a deterministic backward pass."""
     order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     return sdpa_kernel(order if deterministic else [SDPBackend.CUDNN_ATTENTION, *order], set_priority=True)
 
 
 def flex_attention() -> Callable:
-    """FlexAttention: a part of what is being compiled, else compiled by itself."""
+    """FlexAttention, which is a part of the code being compiled, or otherwise compiled by itself."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return flex_attention if torch.compiler.is_compiling() else compiled_flex()

@@ -1,13 +1,17 @@
-"""Attention of sequences that ranks share: how queries and keys are brought together.
+"""Attention over sequences that several ranks share (context parallelism): how queries and keys are brought together.
 
-Everything but attention works on a rank's own tokens. Two ways, which go together (see `parallel/context/plan.py`):
+Everything but attention works on a rank's own tokens. There are two methods, which can be combined (see
+`parallel/context/plan.py`).
 
-gather  every rank gathers the keys and values of all tokens and computes its own queries, or fetches only the keys
-        before its runs where a window is short enough (halo). Keys come in groups of heads, the next group while
-        attention runs on this one. Backward gathers them again instead of keeping them.
-heads   an all-to-all makes parts of sequences into parts of heads, and back.
+gather: every rank all-gathers the keys and values of all tokens and computes its own queries (Llama 3, arXiv
+2407.21783, section 3.3.2). Where a window is short enough, it fetches only the keys before its runs (halo). Keys come
+in groups of heads, the next group while attention computes this one. Backward gathers them again instead of keeping
+them.
 
-No partial outputs are merged, so both are as exact as one process."""
+heads: an all-to-all turns parts of sequences into parts of heads, and back (DeepSpeed-Ulysses, arXiv 2309.14509).
+
+Neither merges partial outputs, so both are as exact as one process.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +27,13 @@ from trainer.distributed.collectives import TensorGroup
 from trainer.model.attention import build_mask, causal_attention, first_seen, is_plain, mask_of
 from trainer.parallel.context.plan import ContextPlan, divide_heads
 
-# Context parallelism, the masks: which tokens of each sequence a rank holds, which keys its queries look at, and what
-# they see of them. What travels is in `shared_attention.py`; who does what, in `parallel/context/plan.py`. Masks are
-# made of places in the whole sequence, so it does not matter where it is cut.
+# The masks of context parallelism: which tokens of each sequence a rank holds, which keys its queries need, and what
+# they see of them. Masks are computed from places in the whole sequence, so they do not depend on how it is split.
 
 
 class HaloPart(NamedTuple):
-    """Queries of a rank and the keys before it that they look at, from one to the next, and their mask."""
+    """A run of this rank's queries and the keys that it needs, as (first, end) of the tensors at hand, and their
+    mask."""
 
     queries: tuple[int, int]
     keys: tuple[int, int]
@@ -39,8 +43,9 @@ class HaloPart(NamedTuple):
 class HaloExchange(NamedTuple):
     """How a rank fetches the keys before its runs.
 
-    sent: places, among its own tokens, of those that others need, by destination. to, of: how many go to each outer
-    rank and come from each. fetched, own: where those tokens go, in the order in which runs look at them.
+    sent: places, among its own tokens, of those that others need, ordered by destination. to, of: number of tokens that
+    go to and come from each outer rank. fetched, own: where the fetched tokens and its own ones go, such that each run
+    follows the keys before it.
     """
 
     sent: Tensor
@@ -52,10 +57,10 @@ class HaloExchange(NamedTuple):
 
 @dataclass(frozen=True)
 class SharedMask:
-    """What attention of one kind of layer needs beside queries, keys and values: masks, and how keys travel.
+    """What attention in one kind of layer needs besides queries, keys and values: masks, and how keys travel.
 
-    order: the place in the sequence of each gathered key; inverse: the place among the gathered of each key. again:
-    whether backward gathers keys again by itself, which happens anyway where the layer is recomputed.
+    order: for each gathered key its place in the sequence. inverse: for each key of the sequence its place among the
+    gathered ones. again: whether backward has to gather keys again by itself; a recomputed layer does so anyway.
     """
 
     group: ContextGroup
@@ -68,8 +73,8 @@ class SharedMask:
 
 @dataclass(frozen=True)
 class ContextGroup:
-    """The ranks that share the sequences of a micro-batch, of which this is number `rank`. heads, keys: those that
-    exchange heads, and those that gather keys; None where it would be alone."""
+    """The ranks that share the sequences of a micro-batch, seen from number `rank`. heads, keys: the ranks that
+    exchange heads and those that gather keys, None where it is the only one."""
 
     plan: ContextPlan
     rank: int
@@ -77,9 +82,11 @@ class ContextGroup:
     keys: TensorGroup | None
 
     def order(self, length: int, device: torch.device) -> Tensor:
-        """Places in the sequence of the tokens of rank 0, 1, ... one after the other: [length]. They rise within an
-        outer rank."""
+        """Places in the sequence of the tokens of rank 0, rank 1 and so on, concatenated: [length]. They increase
+        within an outer rank."""
         runs = torch.arange(length, device=device).view(-1, self.plan.outer, self.plan.run(length)).clone()
+        # Zigzag: later queries see more keys, so every second row of runs is dealt out backwards, which gives all ranks
+        # equal work.
         runs[1::2] = runs[1::2].flip(1)
         return runs.transpose(0, 1).flatten()
 
@@ -88,7 +95,7 @@ class ContextGroup:
         return self.order(length, device).view(self.plan.inner * self.plan.outer, -1)[self.rank]
 
     def runs(self, length: int) -> list[int]:
-        """The numbers of the sequence's runs that this outer rank holds."""
+        """The numbers of the runs that this outer rank holds."""
         count = self.plan.outer * self.plan.rows(length)
         return [run for run in range(count) if self.holder(run) == self.rank // self.plan.inner]
 
@@ -100,14 +107,17 @@ class ContextGroup:
     def build_mask(
         self, documents: Tensor | None, length: int, window: int, soft_cap: float, device: torch.device
     ) -> SharedMask:
-        """`attention.build_mask` for what is shared. documents: of whole sequences."""
+        """Like `attention.build_mask`, for shared sequences. documents: of whole sequences."""
         size, runs, halo = self.plan.run(length), self.runs(length), None
         order = self.order(length, device)
         first, whole = first_seen(documents, length, window, device), (0, length)
+        # After the exchange of heads a rank has whole sequences, so the ordinary mask applies.
         if self.keys is None:
             parts = [HaloPart(whole, whole, build_mask(documents, length, window, soft_cap, device))]
         elif before := self.plan.fetched(window, length):
             parts, halo = self._halo_parts(first, before, size, runs), self._halo(before, size, length, device)
+        # Each run sees all keys before it, so attention takes a prefix of the keys and runs without a mask. Small
+        # blocks would make too many kernels.
         elif is_plain(documents, length, window, soft_cap) and self.plan.order != "blocks":
             parts = [self._early_part(first, number, run, size) for number, run in enumerate(runs)]
         else:
@@ -117,7 +127,7 @@ class ContextGroup:
 
     @staticmethod
     def _early_part(first: Tensor, number: int, run: int, size: int) -> HaloPart:
-        """A run of queries that see all keys before them: a GPU's kernel needs no mask for it."""
+        """A run of queries that sees all keys before it. A GPU's kernel needs no mask for that."""
         stop = (run + 1) * size
         places = torch.arange(stop - size, stop, device=first.device)
         mask = None if first.is_cuda else mask_of(first[:, places], places, stop)
@@ -125,10 +135,12 @@ class ContextGroup:
 
     @staticmethod
     def _halo_parts(first: Tensor, before: int, size: int, runs: list[int]) -> list[HaloPart]:
+        """For each run its queries, its own keys and the `before` keys that were fetched in front of them."""
         parts, stop = [], 0
         for number, run in enumerate(runs):
             start, fetched = run * size, before * (run > 0)
             places = torch.arange(fetched, fetched + size, device=first.device)
+            # Places within this run's keys: they begin at place `start - fetched` of the sequence.
             seen = (first[:, start : start + size] - (start - fetched)).clamp(min=0)
             keys = stop, stop + fetched + size
             parts.append(HaloPart((number * size, (number + 1) * size), keys, mask_of(seen, places, fetched + size)))
@@ -136,29 +148,34 @@ class ContextGroup:
         return parts
 
     def _halo(self, before: int, size: int, length: int, device: torch.device) -> HaloExchange:
-        """The last `before` keys of each run go to the holder of the next one."""
+        """The exchange in which the last `before` keys of each run go to the holder of the next run."""
         runs, last, ranks = self.runs(length), self.plan.outer * self.plan.rows(length) - 1, range(self.plan.outer)
+        # Both ends sort by the other rank and then by place, so the order of the tokens between two ranks is the same
+        # on both.
         sent = sorted((self.holder(run + 1), place) for place, run in enumerate(runs) if run < last)
-        came = sorted((self.holder(run - 1), place) for place, run in enumerate(runs) if run > 0)
-        behind, inside = torch.arange(before, device=device), torch.arange(size, device=device)
+        received = sorted((self.holder(run - 1), place) for place, run in enumerate(runs) if run > 0)
+        offsets, inside = torch.arange(before, device=device), torch.arange(size, device=device)
         fetches = [run > 0 for run in runs]
+        # Where each run's keys begin in the result: earlier runs take `size` keys each, and `before` more where they
+        # fetch.
         starts = [place * size + before * sum(fetches[:place]) for place in range(len(runs))]
         return HaloExchange(
-            torch.cat([behind[:0], *((place + 1) * size - before + behind for _, place in sent)]),
+            torch.cat([offsets[:0], *((place + 1) * size - before + offsets for _, place in sent)]),
             [before * sum(to == rank for to, _ in sent) for rank in ranks],
-            [before * sum(of == rank for of, _ in came) for rank in ranks],
-            torch.cat([behind[:0], *(starts[place] + behind for _, place in came)]),
+            [before * sum(of == rank for of, _ in received) for rank in ranks],
+            torch.cat([offsets[:0], *(starts[place] + offsets for _, place in received)]),
             torch.cat([start + before * fetch + inside for start, fetch in zip(starts, fetches)]),
         )
 
 
 def without_regather(mask: Any) -> Any:
-    """The mask for a layer that is recomputed, where keys are gathered again with all the rest."""
+    """The mask for a recomputed layer, whose recomputation gathers the keys again together with everything else."""
     return replace(mask, again=False) if isinstance(mask, SharedMask) else mask
 
 
 class AllToAll(torch.autograd.Function):
-    """All to all along the first dimension, in equal parts."""
+    """An all-to-all along the first dimension, in equal parts. It is its own inverse, so backward is the same
+    exchange."""
 
     @staticmethod
     def forward(ctx: Any, group: TensorGroup, x: Tensor) -> Tensor:
@@ -171,10 +188,11 @@ class AllToAll(torch.autograd.Function):
 
 
 class HaloFetch(torch.autograd.Function):
-    """This rank's tokens [tokens, ...] -> its runs, each with the keys before it. See `HaloExchange`.
+    """This rank's tokens [tokens, ...] -> its runs, each behind the keys before it. See `HaloExchange`.
 
-    Not by `cat`: where a rank fetches nothing, the compiler would leave out what is empty, and the exchange with it
-    where the layer is recomputed, for which the others wait."""
+    Not written with `cat`: where a rank fetches nothing, the compiler would drop the empty tensor, and with it the
+    exchange in a recomputed layer, for which the other ranks wait.
+    """
 
     @staticmethod
     def forward(ctx: Any, group: TensorGroup, halo: HaloExchange, x: Tensor) -> Tensor:
@@ -187,17 +205,19 @@ class HaloFetch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple:
         halo = ctx.halo
+        # A key that another rank has used too has two gradients. The one from there comes back by the reverse exchange.
         returned = ctx.group.wait(ctx.group.exchange(gradient[halo.fetched], halo.to, halo.of))
         return None, None, gradient[halo.own].index_add(0, halo.sent, returned)
 
 
 class KVGradReduce(torch.autograd.Function):
-    """This rank's part [tokens / c, ...] of a group of heads -> one copy for each rank, [c, tokens / c, ...], without
-    memory.
+    """This rank's part [tokens / c, ...] of a group of heads -> one copy for each rank, [c, tokens / c, ...], as a
+    view.
 
-    The gradients of the copies come from all ranks, by an exchange that `KVAllGather` has started. They are added up
-    here, in fp32 and rounded once: a reduce-scatter in bf16 would round after each rank, and its error grow with their
-    number."""
+    The gradients of the copies come from all ranks, by an exchange that `KVAllGather.backward` has started. Here they
+    are summed in fp32 and rounded once. A reduce-scatter in bf16 would round after each rank, with an error that grows
+    with their number.
+    """
 
     @staticmethod
     def forward(ctx: Any, group: TensorGroup, x: Tensor) -> Tensor:
@@ -206,12 +226,15 @@ class KVGradReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradients: Tensor) -> tuple:
-        return None, ctx.group.wait(gradients).sum(0)  # torch adds up types of 16 bits in fp32
+        return None, ctx.group.wait(gradients).sum(0)  # torch accumulates 16-bit types in fp32
 
 
 class KVAllGather(torch.autograd.Function):
-    """Keys and values of a group of heads, in the sequence's order, on every rank: [tokens, ...]. copies: of this
-    rank's part, of `KVGradReduce`; started: its gather."""
+    """Keys and values of a group of heads, in the sequence's order, on every rank: [tokens, ...].
+
+    copies: of this rank's part, from `KVGradReduce`; only for the graph. started: the gather of that part. again:
+    gathers the keys again in backward, None if they are saved. number: of the group of heads.
+    """
 
     @staticmethod
     def forward(
@@ -232,48 +255,54 @@ class KVAllGather(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple:
         (order,) = ctx.saved_tensors
         if ctx.again is not None:
+            # The backward pass of this group's attention has just used the keys.
             ctx.again.drop(ctx.number)
+        # Only starts the exchange, and returns its unfinished result as the gradient of `copies`. `KVGradReduce` waits
+        # for it, after autograd has run attention of the group before this one.
         by_rank = gradient[order].unflatten(0, (ctx.group.size, -1))
         return None, None, None, None, None, ctx.group.exchange(by_rank), None
 
 
 class KVRegather:
-    """Gathers the keys and values of groups of heads again in the backward pass, from the last to the first, one group
-    ahead. parts: of this rank, by group of heads, each [tokens / c, ...]."""
+    """Gathers the keys and values of groups of heads again in the backward pass, from the last group to the first, one
+    group ahead. parts: this rank's, by group of heads, [tokens / c, ...] each."""
 
     def __init__(self, shared: SharedMask, parts: Sequence[Tensor]):
         self.group, self.inverse = shared.group.keys, shared.inverse
         self.parts = [part.detach() for part in parts]
         self.started: dict[int, Tensor] = {}
-        self.here: dict[int, Tensor] = {}
+        self.gathered: dict[int, Tensor] = {}
 
     def start(self, number: int) -> None:
         if number >= 0 and number not in self.started:
             self.started[number] = self.group.gather(self.parts[number])
 
     def whole(self, number: int) -> Tensor:
-        """[tokens, ...] of a group of heads, in the sequence's order."""
-        if number not in self.here:
+        """Keys and values of group `number`, in the sequence's order: [tokens, ...]."""
+        if number not in self.gathered:
             self.start(number)
+            # The next group travels while attention's backward pass computes this one.
             self.start(number - 1)
-            self.here[number] = self.group.wait(self.started.pop(number))[self.inverse]
-        return self.here[number]
+            self.gathered[number] = self.group.wait(self.started.pop(number))[self.inverse]
+        return self.gathered[number]
 
     def drop(self, number: int) -> None:
-        """Attention has used them."""
-        self.here.pop(number, None)
+        """Frees the gathered keys of a group that attention has used."""
+        self.gathered.pop(number, None)
 
     def instead_of(self, whole: Tensor, number: int) -> torch.autograd.graph.saved_tensors_hooks:
-        """Context in which views of `whole` are not kept for backward."""
+        """Context in which autograd does not save views of `whole` but a note of their shape and position, from which
+        `unpack` rebuilds them out of the keys that are gathered again."""
         memory = whole.untyped_storage().data_ptr()
 
         def pack(x: Tensor) -> Any:
             if x.untyped_storage().data_ptr() != memory:
+                # Detached, because a saved result of the function itself would form a reference cycle with its graph.
                 return x.detach()
             return x.shape, x.stride(), x.storage_offset()
 
-        def unpack(kept: Any) -> Tensor:
-            return kept if isinstance(kept, Tensor) else self.whole(number).as_strided(*kept)
+        def unpack(saved: Any) -> Tensor:
+            return saved if isinstance(saved, Tensor) else self.whole(number).as_strided(*saved)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
@@ -281,8 +310,8 @@ class KVRegather:
 def attend_together(
     query: Tensor, key: Tensor, value: Tensor, shared: SharedMask, scale: float, soft_cap: float
 ) -> Tensor:
-    """`causal_attention` for this rank's queries among the keys of whole sequences. All are [batch, heads, tokens of
-    this rank, head_dim]."""
+    """`causal_attention` for this rank's queries among the keys of whole sequences. All tensors are [batch, heads,
+    tokens of this rank, head_dim]."""
     heads = shared.group.heads
     if heads is not None:
         query, key, value = to_heads(heads, query, key, value)
@@ -293,7 +322,7 @@ def attend_together(
 def attend_gathered(
     query: Tensor, key: Tensor, value: Tensor, shared: SharedMask, scale: float, soft_cap: float
 ) -> Tensor:
-    """The same where a rank has all of its heads."""
+    """`attend_together` after heads have been exchanged: only keys have to be gathered."""
     group = shared.group.keys
 
     def run(query: Tensor, both: Tensor) -> Tensor:
@@ -312,8 +341,12 @@ def attend_gathered(
         again = KVRegather(shared, parts)
 
     def send(number: int) -> tuple[Tensor, Tensor]:
-        """The copies of a group of heads, and their gather. Backward takes the last first: it comes to these gradients
-        after attention of the group before, and two groups' are there at a time."""
+        """The copies of a group of heads, and their gather, which it starts.
+
+        Autograd runs functions in the reverse order of their creation. `KVGradReduce` of a group is created just before
+        attention of the group before it, so backward comes to it just after that attention: gradients travel while it
+        computes, and those of at most two groups exist at a time.
+        """
         return KVGradReduce.apply(group, parts[number]), group.gather(parts[number].detach())
 
     ahead, attended = send(0), []
@@ -328,14 +361,15 @@ def attend_gathered(
 
 
 def pack_kv(key: Tensor, value: Tensor) -> Tensor:
-    """Keys and values as one tensor to send: [tokens, batch, 2 x kv_heads, head_dim]."""
+    """Keys and values as one tensor to send: [tokens, batch, 2 x kv_heads, head_dim]. Tokens come first, because
+    collectives split the first dimension."""
     return torch.cat([key, value], 1).permute(2, 0, 1, 3).contiguous()
 
 
 def attend_parts(
     query: Tensor, key: Tensor, value: Tensor, parts: Sequence[HaloPart], scale: float, soft_cap: float
 ) -> Tensor:
-    """Attention of runs of queries, each with the keys that it looks at."""
+    """Attention of runs of queries, each with the keys that it needs."""
     attended = [
         causal_attention(
             query[:, :, slice(*part.queries)],
@@ -351,18 +385,20 @@ def attend_parts(
 
 
 def to_heads(group: TensorGroup, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-    """[batch, heads, tokens / c, head_dim] -> [batch, heads / c, tokens, head_dim]. Where there are fewer key-value
-    heads than ranks, several ranks get a copy of one."""
+    """[batch, heads, tokens / c, head_dim] -> [batch, heads / c, tokens, head_dim] for query, key and value. Where
+    there are fewer key-value heads than ranks, several ranks get a copy of one head."""
+    # An all-to-all gives each rank an equal part of the heads, so there have to be as many as ranks.
     copies = group.size // key.shape[1]
     if copies > 1:
         key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
     by_rank = [x.unflatten(1, (group.size, -1)) for x in (query, key, value)]
     sizes = [x.shape[2] for x in by_rank]
+    # All three tensors travel in one exchange.
     parts = AllToAll.apply(group, torch.cat(by_rank, 2).transpose(0, 1))  # [c, batch, heads, tokens / c, head_dim]
     return list(parts.permute(1, 2, 0, 3, 4).flatten(2, 3).split(sizes, 1))
 
 
 def to_tokens(group: TensorGroup, x: Tensor) -> Tensor:
-    """[batch, heads / c, tokens, head_dim] -> [batch, heads, tokens / c, head_dim]."""
+    """The inverse for the result: [batch, heads / c, tokens, head_dim] -> [batch, heads, tokens / c, head_dim]."""
     parts = AllToAll.apply(group, x.unflatten(2, (group.size, -1)).movedim(2, 0))
     return parts.transpose(0, 1).flatten(1, 2)

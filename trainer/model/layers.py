@@ -1,4 +1,4 @@
-"""The blocks that a model is made of: linear, norm, attention, feed-forward, layer."""
+"""The blocks that a model consists of: linear layer, norm, attention, feed-forward block, decoder layer."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Linear(DeclaredModule):
-    """y = x W^T + b with W: [outputs, inputs]; `axes` names (outputs, inputs); outputs can be cut into `units` parts.
+    """y = x W^T + b with W: [outputs, inputs]. axes: the logical axes of (outputs, inputs). units: the number of equal
+    parts (heads) into which the outputs may be cut; 0 means rows.
 
-    Column-parallel or row-parallel as tensor parallelism splits the outputs or the inputs (`by_rows`).
+    Tensor parallelism splits the outputs (column-parallel) or the inputs (row-parallel, `by_rows`).
     """
 
     def __init__(
@@ -54,11 +55,12 @@ class Linear(DeclaredModule):
         self.declare("weight", (outputs, inputs), axes, "matrix", residual, units)
         self.bias = None
         if bias:
+            # `nn.Module` refuses to register a parameter under the name of a plain attribute.
             del self.bias
             self.declare("bias", (outputs,), axes[:1], "bias", units=units)
 
     def defer(self, deferred: DeferredGrads) -> None:
-        """From now on weight gradients may be put off, in `deferred`."""
+        """From now on this layer may defer weight gradients, to `deferred`."""
         self.deferred, self.number = deferred, number_layer(self)
 
     def local_bias(self) -> Tensor | None:
@@ -71,8 +73,9 @@ class Linear(DeclaredModule):
 
 
 def project_input(x: Tensor, *linears: Linear) -> Sequence[Tensor]:
-    """The products of one input with several linear layers that split alike. The input is gathered once, where they
-    multiply alike."""
+    """The products of one input [tokens / t, inputs] with several linear layers that are split alike: [tokens, outputs
+    / t] each. The input is gathered once, unless the layers multiply differently (fp8 for some of them)."""
+    # Operands in different types cannot share a gather of converted tokens.
     if any(linear.multiply is not linears[0].multiply for linear in linears):
         return [project_input(x, linear)[0] for linear in linears]
     return column_parallel(
@@ -86,7 +89,8 @@ def project_input(x: Tensor, *linears: Linear) -> Sequence[Tensor]:
 
 
 class Norm(DeclaredModule):
-    """RMSNorm (Zhang and Sennrich, arXiv 1910.07467) or LayerNorm over the last dimension."""
+    """RMSNorm (Zhang and Sennrich, arXiv 1910.07467) or LayerNorm over the last dimension. Result: shape and type of
+    the input."""
 
     def __init__(self, width: int, spec: NormSpec, axis: str = "embed", units: int = 0):
         super().__init__()
@@ -97,8 +101,8 @@ class Norm(DeclaredModule):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.local("weight")
-        # In fp32: a small weight beside the offset would be lost in bf16, and a LayerNorm's gradients on CPUs, where
-        # torch adds them up in bf16 over all tokens.
+        # In fp32, because bf16 would round away a small weight that is added to the offset, a sum over ranks needs the
+        # precision, and torch accumulates the weight gradient of a LayerNorm on CPUs in bf16 over all tokens.
         if self.offset or self.group is not None or (self.kind == "layer" and not x.is_cuda):
             wide = torch.promote_types(x.dtype, torch.float32)
             weight = weight.to(wide) + self.offset if self.offset else weight.to(wide)
@@ -114,8 +118,8 @@ class Norm(DeclaredModule):
         return F.rms_norm(x, (self.width,), weight, self.eps)
 
     def normalise_split(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The same where each rank holds a part of the normalised dimension; equal parts of several ranks count
-        alike."""
+        """`normalise` where each rank holds an equal part of the normalised dimension. Parts that several ranks hold
+        (shared key-value heads) count with equal weight, which leaves mean and variance unchanged."""
         elements = x.shape[-1] * self.group.size
         if self.kind == "layer":
             x = x - AllReduceSum.apply(self.group, x.sum(-1, keepdim=True)) / elements
@@ -125,15 +129,15 @@ class Norm(DeclaredModule):
 
 
 class Block(nn.Module):
-    """What a layer is made of. Its result may be `Reported`, in training; `reports` then says how many values each of
-    its statistics has."""
+    """A part of a layer: attention or feed-forward. In training it may return `ReportedOutput`; `reports` then says how
+    many values each of its statistics has."""
 
     recomputed = False
-    """Whether backward runs it again (`activation.modules`)."""
+    """Whether backward recomputes this block (`activation.modules`)."""
 
     caches = False
-    """Of attention: whether it takes a `CachedMask`, and knows of earlier tokens by their keys and values alone. If
-    not, generation computes the whole context for every token."""
+    """For attention: whether it accepts a `CachedMask` and depends on earlier tokens through their keys and values
+    alone. Otherwise generation computes the whole context for every token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,11 +145,12 @@ class Block(nn.Module):
 
 
 ATTENTION_BACKENDS: dict[type, Callable[..., Tensor]] = {SharedMask: attend_together, CachedMask: attend_cached}
-"""Masks that say where keys are -> how queries meet them; of all others `causal_attention` knows."""
+"""Type of a mask that says where the keys are -> function that computes attention. `causal_attention` handles all
+others."""
 
 
 class Attention(Block):
-    """Causal self-attention with grouped key-value heads."""
+    """Causal self-attention with grouped key-value heads (GQA, Ainslie et al., arXiv 2305.13245)."""
 
     caches = True
 
@@ -173,11 +178,15 @@ class Attention(Block):
             )
 
     def forward(self, x: Tensor, shape: tuple[int, int], rotation: tuple[Tensor, Tensor] | None, mask: Any) -> Tensor:
-        """x: [tokens, width], this rank's tokens of a micro-batch of `shape` (batch, length); rotation: cos and sin of
-        the positions (rope); mask: see `attention.build_mask`, `context.SharedMask` and `cache.CachedMask`. The length
-        is that of what this rank holds of each sequence, between the products."""
+        """x: [tokens, width], this rank's tokens of a micro-batch. shape: (batch, length) of that micro-batch, where
+        length counts what this rank holds of each sequence between the input and output projections. rotation: cos and
+        sin of the positions (RoPE), or None. mask: see `attention.build_mask`, `context_attention.SharedMask` and
+        `cache.CachedMask`. Returns [tokens, width]."""
+        # The projections gather the tokens of all tensor-parallel ranks, and give this rank's heads: attention itself
+        # needs no communication.
         query, key, value = project_input(x, self.q, self.k, self.v)
         if self.qk_norm == "full":
+            # `full` normalises over all heads together, which tensor-parallel ranks share.
             query, key = self.q_norm(query), self.k_norm(key)
         query, key, value = (
             y.view(*shape, -1, self.head_dim) for y in (query, key, value)
@@ -186,14 +195,16 @@ class Attention(Block):
             query, key = self.q_norm(query), self.k_norm(key)
         if self.rotary:
             query, key = rotate_heads(query, *rotation), rotate_heads(key, *rotation)
+        # Kernels take [batch, heads, length, head_dim].
         query, key, value = (y.transpose(1, 2) for y in (query, key, value))
-        meet = ATTENTION_BACKENDS.get(type(mask), causal_attention)
-        attended = meet(query, key, value, mask, self.scale, self.soft_cap)
+        attend = ATTENTION_BACKENDS.get(type(mask), causal_attention)
+        attended = attend(query, key, value, mask, self.scale, self.soft_cap)
         return self.o(attended.transpose(1, 2).reshape(shape[0] * shape[1], -1))
 
 
 class FeedForward(Block):
-    """Gated (SwiGLU and relatives, arXiv 2002.05202) or plain two-layer feed-forward block."""
+    """Gated (SwiGLU and its variants, Shazeer, arXiv 2002.05202) or plain two-layer feed-forward block. x: [tokens,
+    width]."""
 
     def __init__(self, spec: FeedForwardSpec, width: int):
         super().__init__()
@@ -216,7 +227,7 @@ FEED_FORWARD: dict[str, Callable[[FeedForwardSpec, int], Block]] = {"gated": Fee
 
 
 def registered_block(spec: AttentionSpec | FeedForwardSpec, kinds: registry.KindRegistry, width: int) -> Block | None:
-    """The block of a registered kind; None where the kind is our own."""
+    """The block of a registered kind, or None where the kind is built in."""
     if (entry := kinds.registered.get(spec.kind)) is None:
         return None
     block = entry.made(entry.chosen(spec.settings), spec, width)
@@ -226,8 +237,8 @@ def registered_block(spec: AttentionSpec | FeedForwardSpec, kinds: registry.Kind
 
 
 class Layer(nn.Module):
-    """One decoder layer, a `StageLayer`. `recompute` decides what backward finds saved of the body; `run` and
-    `run_tile` may be compiled versions of its parts. None of them wraps the module, so that names stay global."""
+    """One decoder layer, a `StageLayer`. `recompute` decides what backward finds saved of the layer's body. `run` and
+    `run_tile` may be compiled versions of its parts. None of them wraps the module, so parameter names stay global."""
 
     def __init__(self, spec: LayerSpec, width: int, parallel_residual: bool):
         super().__init__()
@@ -244,6 +255,7 @@ class Layer(nn.Module):
         self.attention_post_norm = Norm(width, spec.norm) if post else nn.Identity()
         self.feed_forward_post_norm = Norm(width, spec.norm) if post else nn.Identity()
         self.tile = 0
+        # Set by the plan: see `apply_recompute`, `compile_layers` and `HostStore`.
         self.recompute: Callable | None = None
         self.run: Callable = self.run_body
         self.run_tile: Callable = self.feed
@@ -251,45 +263,53 @@ class Layer(nn.Module):
 
     @property
     def recomputes_attention(self) -> bool:
-        """Whether backward runs attention's block again."""
+        """Whether backward runs attention again."""
         return self.recompute is not None or self.attention.recomputed
 
     def forward(self, x: Tensor, *context: Any) -> Any:
+        """x and result: [tokens, width], this rank's tokens. context: what attention takes besides (shape, rotation,
+        mask)."""
+        # Around `run`, outside of recompute and compiled code: its hooks have to see the layer's input, which
+        # checkpointing saves.
         with self.keep(x):
             output = self.run(x, *context)
         if not self.tile:
             return output
-        between, of_attention = output
+        # With tiles, `run` computed attention only. The feed-forward half treats tokens alone, so it runs a tile at a
+        # time and needs no memory for all of its intermediate results.
+        between, attention_report = output
+        # With parallel residuals (GPT-NeoX) both halves read the layer's input.
         source = x if self.parallel_residual else between
         with self.keep(source, 1):
             result = apply_tiled(self.run_tile, self.feed_parameters, self.tile, source)
         result = between + result if self.parallel_residual else result
-        return join_reports(result, {"attention": of_attention}) if self.training else result
+        return join_reports(result, {"attention": attention_report}) if self.training else result
 
     def run_body(self, x: Tensor, *context: Any) -> Any:
         body = self.attend if self.tile else self.body
         return body(x, *context) if self.recompute is None else self.recompute(body, x, *context)
 
     def body(self, x: Tensor, *context: Any) -> Any:
-        """x: [tokens, width], as the result; context: what attention takes besides."""
-        between, of_attention = self.attend(x, *context)
-        fed, of_feed_forward = split_report(
+        """The whole layer as `run` computes it without tiles. x and result: [tokens, width]. context: see `forward`."""
+        between, attention_report = self.attend(x, *context)
+        ff_output, feed_forward_report = split_report(
             self.feed_forward(self.feed_forward_norm(x if self.parallel_residual else between))
         )
-        result = between + self.feed_forward_post_norm(fed)
+        result = between + self.feed_forward_post_norm(ff_output)
         if not self.training:
             return result
-        return join_reports(result, {"attention": of_attention, "feed_forward": of_feed_forward})
+        return join_reports(result, {"attention": attention_report, "feed_forward": feed_forward_report})
 
     def attend(self, x: Tensor, *context: Any) -> tuple[Tensor, BlockReport | None]:
-        """The first half of the body: the residual stream behind attention, and attention's report."""
+        """The first half of the layer: the residual stream after attention, and attention's report."""
         attended, report = split_report(self.attention(self.attention_norm(x), *context))
         return x + self.attention_post_norm(attended), report
 
     def feed(self, x: Tensor) -> Tensor:
-        """The second half, of some tokens; where both halves read the same, without the residual stream."""
-        fed = self.feed_forward_post_norm(self.feed_forward(self.feed_forward_norm(x)))
-        return fed if self.parallel_residual else x + fed
+        """The second half, for some of the tokens. With parallel residuals, where both halves read the same input, the
+        result does not include the residual stream."""
+        ff_output = self.feed_forward_post_norm(self.feed_forward(self.feed_forward_norm(x)))
+        return ff_output if self.parallel_residual else x + ff_output
 
     def feed_parameters(self) -> list[nn.Parameter]:
         """The trained parameters of the second half."""

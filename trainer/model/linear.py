@@ -1,16 +1,17 @@
-"""Linear layers: on one rank or split over a tensor-parallel group, with weight gradients that can be put off. The
-products themselves are those of `precision/products.py`.
+"""Linear layers, on one rank or split over a tensor-parallel group, with weight gradients that can be deferred. The
+GEMMs themselves are in `precision/products.py`.
 
-Under tensor parallelism the input of a column-parallel product is gathered before it and the output of a row-parallel
-one reduce-scattered after it. Backward gathers the input again instead of keeping it, so that a layer keeps 1/t of
-everything (Korthikanti et al., arXiv 2205.05198, section 4.2.2); the gather runs behind the input gradient's product,
-and the reduce-scatter of the input gradient behind the weight gradients'.
+Under tensor parallelism the input of a column-parallel product is all-gathered before it, and the output of a
+row-parallel one is reduce-scattered after it. Backward gathers the input again instead of keeping it, so a layer keeps
+1/t of all its activations (Korthikanti et al., arXiv 2205.05198, section 4.2.2). That gather overlaps with the input
+gradient's product, and the reduce-scatter of the input gradient overlaps with the weight gradients' products.
 
-Zero-bubble schedules compute weight gradients apart from the rest of backward (Qi et al., arXiv 2401.10241). Here the
-linear layer itself puts them off, which needs no walk of the autograd graph and no second recompute, and keeps no more
-than the product's two factors. Its backward is then an operator of its own (`trainer::columns_backward`,
-`rows_backward`): to the compiler it returns the input's gradient, and what it leaves aside is not the compiler's
-business."""
+Zero-bubble schedules compute weight gradients separately from the rest of backward (Qi et al., arXiv 2401.10241). Here
+the linear layer itself defers them. That needs no walk of the autograd graph and no second recompute, and keeps no more
+than the two factors of the product. Its backward is then a custom operator (`trainer::columns_backward`,
+`trainer::rows_backward`). The compiler sees an operator that returns the input's gradient, and does not see the closure
+that the operator leaves.
+"""
 
 from __future__ import annotations
 
@@ -28,28 +29,31 @@ from trainer.precision.products import MULTIPLIERS, GEMMRole, Multiply, matmul, 
 
 
 class DeferredGrads:
-    """Weight gradients that backward has put off. While `active`, linear layers leave theirs here; else they compute
-    them at once."""
+    """Weight gradients that backward has deferred. While `active`, linear layers leave theirs here; otherwise they
+    compute them at once."""
 
     def __init__(self) -> None:
         self.active = False
         self.pending: deque[tuple[list[Tensor], Callable[[], Tensor], Callable[[Tensor], list[Tensor]]]] = deque()
 
     def put(self, weights: list[Tensor], start: Callable[[], Tensor], finish: Callable[[Tensor], list[Tensor]]) -> None:
-        """`start` begins the collective that brings the missing factor, `finish` waits and multiplies: one gradient for
-        each of `weights`, which are the parameters or differentiable views of them."""
+        """Leaves one deferred product. `start` begins the collective that brings the missing factor. `finish` waits for
+        it and multiplies; it returns one gradient for each of `weights`, which are parameters or differentiable views
+        of them."""
         self.pending.append((weights, start, finish))
 
     def take(self) -> Callable[[], None]:
-        """A closure that computes and accumulates what has been put off so far; the collectives run one product
-        ahead."""
+        """A closure that computes and accumulates everything deferred so far. Each collective runs while the product
+        before it is computed."""
+        # Each I takes its own list, so that several micro-batches can wait for their W.
         pending, self.pending = self.pending, deque()
 
         @torch.no_grad()
         def compute() -> None:
             ahead = pending[0][1]() if pending else None
             while pending:
-                weights, _, finish = pending.popleft()  # and its factors go when it is done
+                # `finish` holds the product's factors. The next pass of the loop drops it, and frees them.
+                weights, _, finish = pending.popleft()
                 started, ahead = ahead, pending[0][1]() if pending else None
                 accumulate_gradients(weights, finish(started))
 
@@ -57,12 +61,13 @@ class DeferredGrads:
 
 
 def accumulate_gradients(weights: list[Tensor], gradients: list[Tensor]) -> None:
-    """Adds gradients to the parameters that `weights` are views of."""
+    """Adds gradients to the parameters that `weights` are views of, as backward does."""
+    # The weights may be local views of DTensors; autograd leads from a view to its parameter.
     torch.autograd.backward(weights, gradients)
 
 
 class DeferringLinear(Protocol):
-    """A linear layer as the operators below find it."""
+    """A linear layer, as far as the custom operators below know it."""
 
     deferred: DeferredGrads
     group: TensorGroup | None
@@ -71,28 +76,37 @@ class DeferringLinear(Protocol):
     def local(self, name: str) -> Tensor: ...
 
 
+# Custom operators take tensors and plain values only, so they look up their layer here. The references are weak: a
+# model that is rebuilt must not stay alive.
 _layers: WeakValueDictionary[int, DeferringLinear] = WeakValueDictionary()
 _numbers = itertools.count()
 
 
 def number_layer(layer: DeferringLinear) -> Tensor:
-    """A number by which the operators find a layer, as a tensor: a plain number would make the compiler treat every
-    layer as another program."""
+    """Registers a layer and returns the number by which the operators find it, as a CPU tensor: the compiler would
+    specialise its graph on a Python number, so each layer would get its own. Reading a CPU tensor does not wait for the
+    device."""
     number = next(_numbers)
     _layers[number] = layer
     return torch.tensor(number, device="cpu")
 
 
 def weight_views(numbers: list[Tensor]) -> tuple[list[Tensor], DeferringLinear]:
-    """Differentiable views of the layers' weights, and the first layer."""
+    """Differentiable views of the layers' weights, and the first of the layers."""
     layers = [_layers[number.item()] for number in numbers]
+    # An operator's implementation runs below autograd, with gradients disabled; these views need a graph back to their
+    # parameters.
     with torch.enable_grad():
         return [layer.local("weight") for layer in layers], layers[0]
 
 
 @torch.library.custom_op("trainer::columns_backward", mutates_args=())
 def columns_backward(gradients: list[Tensor], weights: list[Tensor], x: Tensor, numbers: list[Tensor]) -> Tensor:
-    """The gradient of the input of `ColumnParallel`; those of the weights are accumulated or put off."""
+    """The gradient of the input of `ColumnParallel`. Those of the weights are accumulated or deferred.
+
+    gradients: of the products, [tokens, outputs / t] each; weights: [outputs / t, inputs] each; x and result: [tokens /
+    t, inputs]; numbers: of the layers, from `number_layer`.
+    """
     targets, layer = weight_views(numbers)
     group, deferred, multiply = layer.group, layer.deferred, layer.multiply
     if not deferred.active:
@@ -101,6 +115,7 @@ def columns_backward(gradients: list[Tensor], weights: list[Tensor], x: Tensor, 
         return to_x
     deferred.put(
         targets,
+        # Until W, only this rank's part of x is kept. W gathers it again.
         lambda: x if group is None else group.gather(x),
         lambda started: weight_gradients(gradients, started if group is None else group.wait(started), multiply),
     )
@@ -116,7 +131,11 @@ def _(gradients: list[Tensor], weights: list[Tensor], x: Tensor, numbers: list[T
 
 @torch.library.custom_op("trainer::rows_backward", mutates_args=())
 def rows_backward(gradient: Tensor, weight: Tensor, x: Tensor, number: Tensor) -> Tensor:
-    """The gradient of the input of `RowParallel`; that of the weight is accumulated or put off."""
+    """The gradient of the input of `RowParallel`. That of the weight is accumulated or deferred.
+
+    gradient: [tokens / t, outputs]; weight: [outputs, inputs / t]; x and result: [tokens, inputs / t]; number: of the
+    layer.
+    """
     targets, layer = weight_views([number])
     group, deferred, multiply = layer.group, layer.deferred, layer.multiply
     if not deferred.active:
@@ -124,7 +143,8 @@ def rows_backward(gradient: Tensor, weight: Tensor, x: Tensor, number: Tensor) -
         accumulate_gradients(targets, to_weights)
         return to_x
     (to_x,), _ = group.gather_matmul(gradient, [weight], GEMMRole.INPUT_GRADIENT, multiply=multiply)
-    deferred.put(  # the gathered gradient is not kept until then
+    # W gathers the gradient a second time: kept until then, the gathered one would take t times the memory.
+    deferred.put(
         targets, lambda: group.gather(gradient), lambda started: weight_gradients([group.wait(started)], x, multiply)
     )
     return to_x
@@ -139,7 +159,7 @@ def _(gradient: Tensor, weight: Tensor, x: Tensor, number: Tensor) -> Tensor:
 def group_columns_gradients(
     gradients: list[Tensor], weights: list[Tensor], x: Tensor, group: str, multiply: str
 ) -> list[Tensor]:
-    """`TensorGroup.columns_gradients`, as one operator."""
+    """`TensorGroup.columns_gradients` as one custom operator, see `keeps_order`."""
     return GROUPS[group].columns_gradients(gradients, weights, x, MULTIPLIERS[multiply])
 
 
@@ -150,7 +170,7 @@ def _(gradients: list[Tensor], weights: list[Tensor], x: Tensor, group: str, mul
 
 @torch.library.custom_op("trainer::rows_gradients", mutates_args=())
 def group_rows_gradients(gradient: Tensor, weight: Tensor, x: Tensor, group: str, multiply: str) -> list[Tensor]:
-    """`TensorGroup.rows_gradients`, likewise."""
+    """`TensorGroup.rows_gradients` as one custom operator."""
     return GROUPS[group].rows_gradients(gradient, weight, x, MULTIPLIERS[multiply])
 
 
@@ -160,16 +180,17 @@ def _(gradient: Tensor, weight: Tensor, x: Tensor, group: str, multiply: str) ->
 
 
 def keeps_order(group: TensorGroup, multiply: Multiply) -> bool:
-    """Whether backward is an operator, in which everything is in its order: the compiler saves memory by putting the
-    start of a gather right before its end, so that nothing overlaps (torch 2.11 to 2.13). Casts to fp8 that no other
-    way needs are left to the compiler, which makes one kernel of them and their neighbours."""
+    """Whether a compiled backward pass calls one custom operator, inside of which the order of operations is fixed. The
+    compiler would otherwise reduce memory by moving the start of a gather right before its wait, so that nothing
+    overlaps (torch 2.11 to 2.13). fp8 products of unfused groups are left to the compiler: it merges their casts with
+    neighbouring kernels."""
     return (multiply is matmul or group.fuses) and torch.compiler.is_compiling()
 
 
 def columns_gradients(
     group: TensorGroup | None, gradients: Sequence[Tensor], weights: Sequence[Tensor], x: Tensor, multiply: Multiply
 ) -> list[Tensor]:
-    """The gradients of the input and of each weight of `ColumnParallel`."""
+    """The gradients of the input and of each weight of `ColumnParallel`, in this order."""
     if group is not None:
         return group.columns_gradients(gradients, weights, x, multiply)
     to_x = matmul_sum(gradients, weights, GEMMRole.INPUT_GRADIENT, multiply)
@@ -177,19 +198,21 @@ def columns_gradients(
 
 
 class ColumnParallel(torch.autograd.Function):
-    """x W^T + b for several matrices that share the input, gathered once.
+    """y_i = x W_i^T + b_i for several matrices that share the input, which is gathered once (q, k, v; gate, up).
 
-    x: [tokens / t, inputs]; operands: weights [outputs / t, inputs], then a bias or None for each, then, where weight
-    gradients may be put off, the numbers of the layers. Each result: [tokens, outputs / t].
+    x: [tokens / t, inputs]. operands: weights [outputs / t, inputs]; then a bias or None for each; then, where weight
+    gradients may be deferred, the number of each layer. Each result: [tokens, outputs / t].
     """
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
-        """given: of `apply`. By the number of names here the compiler decides, without gradients, whether there is a
-        ctx, and among several names would be wrong for one matrix."""
+        """given: the arguments of `apply`. They have one name here on purpose: without gradients, the compiler decides
+        by the number of parameters of this function whether a ctx is passed, and with several names decides wrongly for
+        one matrix."""
         group, multiply, x, count, *operands = given
         weights, biases, numbers = operands[:count], operands[count : 2 * count], operands[2 * count :]
         ctx.group, ctx.multiply, ctx.count, ctx.biased = group, multiply, count, [b is not None for b in biases]
+        # Saved is this rank's part of x, not the gathered input. Backward gathers it again.
         ctx.save_for_backward(x, *weights, *numbers)
         if group is None:
             return tuple(matmul_all(x, weights, GEMMRole.OUTPUT, biases, multiply))
@@ -199,8 +222,11 @@ class ColumnParallel(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple:
         x, *operands = ctx.saved_tensors
         group, multiply, weights, numbers = ctx.group, ctx.multiply, operands[: ctx.count], operands[ctx.count :]
+        # A bias belongs to this rank's outputs, and the output gradient has all tokens, so its gradient needs no
+        # reduction.
         to_biases = [gradient.sum(0) if biased else None for gradient, biased in zip(gradients, ctx.biased)]
         if numbers:
+            # The weights got their gradients inside of the operator, so autograd receives None for them.
             to_x = columns_backward(list(gradients), weights, x, numbers)
             return None, None, to_x, None, *[None] * ctx.count, *to_biases, *[None] * ctx.count
         if group is not None and keeps_order(group, multiply):
@@ -211,16 +237,19 @@ class ColumnParallel(torch.autograd.Function):
 
 
 class RowParallel(torch.autograd.Function):
-    """x W^T summed over the group. x: [tokens, inputs / t]; weight: [outputs, inputs / t]; result: [tokens / t,
+    """y = x W^T summed over the group. x: [tokens, inputs / t]; weight: [outputs, inputs / t]; result: [tokens / t,
     outputs].
 
-    number: of the layer, where its weight gradient may be put off."""
+    number: of the layer, where its weight gradient may be deferred, else None.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, group: TensorGroup, multiply: Multiply, x: Tensor, weight: Tensor, number: Tensor | None
     ) -> Tensor:
         ctx.group, ctx.multiply, ctx.numbered = group, multiply, number is not None
+        # x is this rank's part of the inputs for all tokens: it needs no gather in backward, the output's gradient
+        # does.
         ctx.save_for_backward(x, weight, *([number] if ctx.numbered else []))
         return group.wait(group.matmul_scatter_sum([x], [weight], GEMMRole.OUTPUT, multiply))
 
@@ -244,11 +273,12 @@ def column_parallel(
     numbers: Sequence[Tensor] = (),
     multiply: Multiply = matmul,
 ) -> Sequence[Tensor]:
-    """Products of one input with several matrices, column-parallel over `group` if one is given; see `ColumnParallel`.
+    """Products of one input with several matrices, column-parallel over `group` if there is one. Shapes:
+    `ColumnParallel`.
 
-    The memory of weights marked `dropped_after_use` is freed after forward and allocated anew for backward. torch's own
-    product would save a view of the freed memory, so such weights always go through `ColumnParallel`; and so do
-    products that are not `matmul`, which are not differentiable.
+    Weights marked `dropped_after_use` lose their memory after forward and get it back for backward. torch's own product
+    would save a view of the freed memory, so such weights always go through `ColumnParallel`. So do products that are
+    not `matmul`, which autograd cannot differentiate.
     """
     dropped = getattr(weights[0], "dropped_after_use", False)
     if group is None and not numbers and not dropped and multiply is matmul:
@@ -264,13 +294,13 @@ def row_parallel(
     number: Tensor | None,
     multiply: Multiply = matmul,
 ) -> Tensor:
-    """A row-parallel product; the bias is added to the sum. See `RowParallel`."""
+    """A row-parallel product, see `RowParallel`. The bias is added after the sum over ranks, so it counts once."""
     (weight,) = detach_weights([weight], [] if number is None else [number])
     y = RowParallel.apply(group, multiply, x, weight, number)
     return y if bias is None else y + bias
 
 
 def detach_weights(weights: Sequence[Tensor], numbers: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The weights to multiply with. Where their gradients come by another way, the autograd graph has no edge to them,
-    or backward would send zeros along it."""
+    """The weights to multiply with. Layers with a number accumulate their weight gradients themselves. An edge from the
+    product to the parameter would make backward send zeros along it."""
     return [weight.detach() for weight in weights] if numbers else weights

@@ -1,9 +1,10 @@
-"""The output projection and the cross-entropy in one step, with gradients of the logits written over the logits.
+"""Output projection and cross-entropy in one step, in which the gradient of the logits overwrites the logits.
 
 Plain autograd keeps the logits, their fp32 copy, the log-softmax and its gradient: 14 bytes for each token and
-vocabulary entry. Here the logits exist once, in the compute type, and become their own gradient chunk by chunk; or,
-for long sequences, those of a tile of tokens at a time. Where ranks share the vocabulary each computes its own logits,
-and two numbers a token are exchanged."""
+vocabulary entry. Here the logits exist once, in the compute type, and become their own gradient chunk by chunk. For
+long sequences only those of a tile of tokens exist at a time. Where ranks share the vocabulary, each computes its own
+columns of the logits, and two numbers for each token are exchanged.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +28,15 @@ from trainer.precision.products import GEMMRole, matmul
 IGNORE = -100
 
 Term = Callable[[Tensor, Tensor], Tensor]
-"""Scores [tokens, vocab] and targets [tokens] -> what is added to each token's loss [tokens]."""
+"""A registered loss term: scores [tokens, vocab] and targets [tokens] -> what is added to each token's loss
+[tokens]."""
 
 
 @dataclass(frozen=True)
 class LossSettings:
-    """soft_cap: of the logits, 0 for none; z_loss: factor of the squared log-normaliser; chunk: tokens whose fp32
-    logits exist at a time, 0 for all; compiled: whether chunks run compiled; tile: tokens of this rank whose logits
-    exist at a time, 0 for all; terms: registered ones."""
+    """soft_cap: of the logits, 0 for none. z_loss: factor of the squared log-normaliser. chunk: number of tokens whose
+    fp32 logits exist at a time, 0 for all. compiled: whether chunks run compiled. tile: number of this rank's tokens
+    whose logits exist at a time, 0 for all. terms: registered terms by name."""
 
     soft_cap: float = 0.0
     z_loss: float = 0.0
@@ -53,19 +55,22 @@ def loss_terms(config: LossConfig) -> dict[str, Term]:
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, settings: LossSettings, group: TensorGroup | None, start: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Cross-entropy of `hidden @ weight.T` against targets.
+    """Cross-entropy of the logits `hidden @ weight.T` against targets.
 
-    hidden: [tokens / t, width]; weight: [vocab / t, width], rows from `start` on of the whole; targets: int [tokens],
-    IGNORE where there is none. Returns the objective, a differentiable fp32 scalar: the sum (with z-loss and registered
-    terms) over the tokens that have a target; the cross-entropy of each token alone, fp32 [tokens], 0 where there is no
-    target; both are equal on all ranks of `group`; and a vector, the sum of each term (zeros where nothing is
-    differentiated). The gradients are exact, not recomputed."""
+    hidden: [tokens / t, width]. weight: [vocab / t, width], the rows from `start` on of the whole. targets: int
+    [tokens], IGNORE where there is none.
+
+    Returns three tensors. The objective is a differentiable fp32 scalar: the sum over tokens with a target, with z-loss
+    and registered terms. The cross-entropy of each token alone is fp32 [tokens], 0 where there is no target. Both are
+    equal on all ranks of `group`. The third is the sum of each registered term [terms], zeros where nothing is
+    differentiated. Gradients are exact and nothing is recomputed.
+    """
     loss = TiledCrossEntropy if settings.tile else LinearCrossEntropy
     return loss.apply(hidden, weight, targets, settings, group, start)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """See `linear_cross_entropy`. The logits exist whole, and become their own gradient."""
+    """See `linear_cross_entropy`. The logits of all tokens exist, and become their own gradient."""
 
     @staticmethod
     def forward(
@@ -82,7 +87,10 @@ class LinearCrossEntropy(torch.autograd.Function):
         objective, entropy, added = _loss(logits, len(weight), targets, settings, group, start, wanted)
         if wanted:
             ctx.group = group
+            # `_loss` has overwritten the logits by their gradient (d objective / d logits). Backward only multiplies
+            # it.
             ctx.save_for_backward(hidden, weight, logits)
+        # The entropies are for reports. The gradient belongs to the objective alone.
         ctx.mark_non_differentiable(entropy, added)
         return objective, entropy, added
 
@@ -90,9 +98,10 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, scale: Tensor, *_: Any) -> tuple:
         hidden, weight, gradient = ctx.saved_tensors
         group = ctx.group
+        # Started early: the gather overlaps with the first product, the reduce-scatter below with the second.
         whole = hidden if group is None else group.gather(hidden)
-        # The scalar (1 / valid tokens) is applied in fp32, or its rounding would be a factor on every gradient; and to
-        # the small factor of the second product, which under fp16 then stays in range.
+        # The scalar (loss scale / valid tokens) is applied in fp32, because its rounding would be a factor on every
+        # gradient. In the second product it is applied to the hidden states, which keeps the product in fp16's range.
         to_hidden = matmul(gradient, pad_vocabulary(weight), GEMMRole.INPUT_GRADIENT)
         to_hidden = (to_hidden.to(scale.dtype) * scale).to(hidden.dtype)
         if group is not None:
@@ -105,9 +114,9 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 class TiledCrossEntropy(torch.autograd.Function):
-    """See `linear_cross_entropy`. Logits exist for a tile of this rank's tokens at a time: their gradient is multiplied
-    on at once, in forward. Kept are the gradients of the hidden states, and of the weight in fp32, since that is added
-    up over tiles; backward scales them."""
+    """See `linear_cross_entropy`. The logits of one tile of this rank's tokens exist at a time. Their gradient is
+    multiplied by weight and hidden states at once, in forward. Kept for backward are the gradients of the hidden
+    states, and that of the weight in fp32, because it is summed over tiles. Backward only scales them."""
 
     @staticmethod
     def forward(
@@ -121,17 +130,19 @@ class TiledCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide, vocabulary, dtype = torch.promote_types(hidden.dtype, torch.float32), len(weight), weight.dtype
         weight = pad_vocabulary(weight)
-        by_rank = targets.view(1 if group is None else group.size, -1)  # a tile's tokens are some of every rank's
+        # A tile takes the same rows of every rank's tokens, so all ranks run the same collectives.
+        by_rank = targets.view(1 if group is None else group.size, -1)
         wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         to_hidden = torch.empty_like(hidden) if wanted else None
         to_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
         objective, entropy = hidden.new_zeros((), dtype=wide), torch.empty_like(by_rank, dtype=wide)
         added = hidden.new_zeros((), dtype=wide)
         for rows in split_rows(len(hidden), settings.tile):
+            # With a group, logits and `part` cover these rows of all ranks: [ranks x tile, ...].
             logits, part = _logits(hidden[rows], weight, group)
             mine = by_rank[:, rows]
-            of_tile = _loss(logits, vocabulary, mine.flatten(), settings, group, start, wanted)
-            objective, added, entropy[:, rows] = objective + of_tile[0], added + of_tile[2], of_tile[1].view(mine.shape)
+            terms = _loss(logits, vocabulary, mine.flatten(), settings, group, start, wanted)
+            objective, added, entropy[:, rows] = objective + terms[0], added + terms[2], terms[1].view(mine.shape)
             if to_hidden is not None:
                 gradient = matmul(logits, weight, GEMMRole.INPUT_GRADIENT)
                 to_hidden[rows] = gradient if group is None else group.wait(group.scatter_sum(gradient))
@@ -147,22 +158,21 @@ class TiledCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, scale: Tensor, *_: Any) -> tuple:
         to_hidden, to_weight = ctx.saved_tensors
         result = torch.empty_like(to_hidden)
-        for rows in split_rows(len(to_hidden), ctx.tile):  # in fp32, of a tile
+        for rows in split_rows(len(to_hidden), ctx.tile):  # the fp32 copy is of one tile
             result[rows] = to_hidden[rows].to(scale.dtype) * scale
         to_weight = None if to_weight is None else (to_weight * scale).to(ctx.weight_dtype)
         return result, to_weight, None, None, None, None
 
 
 def pad_vocabulary(weight: Tensor) -> Tensor:
-    """Rows of the vocabulary with zeros behind them, up to `head_rows`. The loss sees nothing of their logits, whose
-    gradient is zeros, and adds nothing to the products."""
+    """The weight with rows of zeros behind it, up to `head_rows`, a size at which GEMMs are fast. The loss ignores
+    their logits and sets their gradient to zero, so they add nothing to the products."""
     missing = int(head_rows(len(weight))) - len(weight)
     return F.pad(weight, (0, 0, 0, missing)) if missing else weight
 
 
 def _logits(hidden: Tensor, weight: Tensor, group: TensorGroup | None) -> tuple[Tensor, Tensor]:
-    """Logits [tokens, rows of the weight], which is this rank's part of the head, and the hidden states of all ranks'
-    tokens."""
+    """This rank's columns of the logits [tokens, rows of the weight], and the hidden states of all ranks' tokens."""
     if group is None:
         return matmul(hidden, weight, GEMMRole.OUTPUT), hidden
     (logits,), whole = group.gather_matmul(hidden, [weight], GEMMRole.OUTPUT, keep=True)
@@ -178,8 +188,8 @@ def _loss(
     start: int,
     wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Objective of the logits of `vocabulary` rows, what is behind them aside; cross-entropy of each token, and terms;
-    where `wanted`, the logits become the objective's gradient, chunk by chunk."""
+    """Objective, cross-entropy of each token and sums of the terms, for logits whose first `vocabulary` columns count.
+    With `wanted`, the logits are overwritten by the objective's gradient, chunk by chunk."""
     statistics, to_gradient = (
         (compile_cached(loss_statistics), compile_cached(to_loss_gradient))
         if settings.compiled
@@ -190,12 +200,16 @@ def _loss(
         [statistics(logits[rows], vocabulary, index[rows], settings.soft_cap) for rows in chunks], 1
     ).unbind()
     if group is not None:
+        # All that ranks exchange: log-normaliser and target's score over each rank's part of the vocabulary.
+        # log-sum-exp joins normalisers exactly, and only one rank has a score that is not zero.
         parts = group.wait(group.gather(torch.stack([normalizer, score]))).view(group.size, 2, -1)
         normalizer, score = parts[:, 0].logsumexp(0), parts[:, 1].sum(0)
     valid = targets != IGNORE
     entropy = torch.where(valid, normalizer - score, 0)
     objective = entropy.sum() + settings.z_loss * torch.where(valid, normalizer, 0).square().sum()
     added = objective.new_zeros(len(settings.terms))
+    # A second pass over the chunks, since the gradient needs the normaliser over the whole vocabulary. Terms read the
+    # logits before they are overwritten.
     for rows in chunks if wanted else ():
         chunk, terms = logits[rows], None
         if settings.terms:
@@ -208,8 +222,9 @@ def _loss(
 
 
 def term_gradients(logits: Tensor, targets: Tensor, settings: LossSettings) -> tuple[Tensor, Tensor]:
-    """The gradient of all terms with respect to `logits` [tokens, vocab], in fp32, and the sum of each: [terms]. Tokens
-    without a target do not count."""
+    """The gradient of all terms by `logits` [tokens, vocab], in fp32, and the sum of each: [terms]. Tokens without a
+    target do not count."""
+    # Registered terms are arbitrary functions, so autograd differentiates them, for one chunk at a time.
     leaf = logits.detach().to(torch.promote_types(logits.dtype, torch.float32)).requires_grad_()
     with torch.enable_grad():
         scores = cap_logits(leaf, settings.soft_cap)
@@ -219,15 +234,14 @@ def term_gradients(logits: Tensor, targets: Tensor, settings: LossSettings) -> t
 
 
 def cap_logits(logits: Tensor, soft_cap: float) -> Tensor:
-    """The scores of logits, in fp32 or wider."""
+    """The scores of logits, in fp32 or wider: the logits, or with a soft cap cap * tanh(logits / cap)."""
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return soft_cap * torch.tanh(scores / soft_cap) if soft_cap else scores
 
 
 def loss_statistics(logits: Tensor, vocabulary: int, index: Tensor, soft_cap: float) -> Tensor:
-    """Of each token the log-normaliser over the first `vocabulary` of these logits [tokens, rows], and the score at
-    `index` or 0 where that is not among them: [2, tokens]. Whole rows are read, which begin where loads of many numbers
-    may."""
+    """For each token the log-normaliser over the first `vocabulary` of these logits [tokens, rows], and the score at
+    `index`, 0 where that is not among them: [2, tokens]. Whole rows are read and masked, so that loads stay aligned."""
     scores, columns = cap_logits(logits, soft_cap), torch.arange(logits.shape[1], device=logits.device)
     here = columns == index[:, None]
     if logits.shape[1] > vocabulary:
@@ -239,12 +253,15 @@ def loss_statistics(logits: Tensor, vocabulary: int, index: Tensor, soft_cap: fl
 def to_loss_gradient(
     logits: Tensor, vocabulary: int, index: Tensor, valid: Tensor, normalizer: Tensor, soft_cap: float, z_loss: float
 ) -> None:
-    """Writes the gradient of the objective over the logits [tokens, rows] of its first `vocabulary` rows, and zeros
-    over the others; normalizer: of the logits of all ranks."""
+    """Overwrites the logits [tokens, rows] by the gradient of the objective: softmax minus one-hot, plus that of the
+    z-loss; zeros in columns from `vocabulary` on and for tokens without a target. normalizer: over the logits of all
+    ranks."""
     scores, columns = cap_logits(logits, soft_cap), torch.arange(logits.shape[1], device=logits.device)
+    # d/dx (lse - x_target + z lse^2) = softmax (1 + 2 z lse) - onehot.
     gradient = torch.exp(scores - normalizer[:, None]) * (1 + 2 * z_loss * normalizer[:, None])
     gradient = torch.where(columns == index[:, None], gradient - 1, gradient)
     if soft_cap:
+        # The derivative of the soft cap, cap * tanh(x / cap).
         gradient = gradient * (1 - (scores / soft_cap).square())
     seen = valid[:, None]
     if logits.shape[1] > vocabulary:

@@ -1,8 +1,10 @@
-"""What a plan may ask of a model, and what a model returns: all that parallelism, recompute, schedules and the step
-know of one.
+"""The interface between a model and everything that runs it: what a plan may require of a model, and what a model
+returns. Parallelism, recompute, schedules and the step know a model by this interface only.
 
-`Transformer` is such a model. Code that is not ours becomes one by an adapter with these members; nothing else has to
-change. Parameters belong to modules that are `Declared`, under names that do not depend on how the model is cut."""
+`Transformer` implements it. Code that is not ours implements it by an adapter with these members; nothing else has to
+change. Parameters belong to modules that are `DeclaredModule`s, under names that do not depend on how the model is
+split.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,12 @@ from trainer.model.linear import DeferredGrads
 
 
 class BlockReport(NamedTuple):
-    """What a block says of a micro-batch besides its result. Each rank says its part of a sum over all ranks and
+    """What a block reports of a micro-batch besides its result. Each rank reports its part of a sum over all ranks and
     micro-batches: that of its own tokens, heads or hidden units.
 
-    objective: scalar, added to the loss for the gradient's sake; like the loss it is a sum over tokens, which the step
-    divides by their number. None: there is none.
-    statistics: vectors by name, without a graph, of the sizes that the block's `reports` says.
+    objective: scalar that is added to the loss for its gradient (auxiliary loss), or None. Like the loss it is a sum
+    over tokens, which the step divides by their number. statistics: vectors by name, without a graph, of the sizes in
+    the block's `reports`.
     """
 
     objective: Tensor | None
@@ -32,43 +34,46 @@ class BlockReport(NamedTuple):
 
 
 class ReportedOutput(NamedTuple):
-    """A result with a report: what a block, layer or stage returns instead of a plain result if it has one.
+    """A result with a report: what a block, layer or stage returns instead of a plain result if it has a report.
 
-    It is returned, and not left somewhere, so that recompute does not count it twice and the compiler sees it."""
+    The report is returned, and not stored in the module, so that recompute does not count it twice and the compiler
+    sees it.
+    """
 
     result: Any
     report: BlockReport
 
 
 def split_report(output: Any) -> tuple[Any, BlockReport | None]:
-    """What was returned, as result and report."""
+    """Splits an output into result and report. The report is None for a plain result."""
     return output if isinstance(output, ReportedOutput) else (output, None)
 
 
 def join_reports(result: Any, reports: Mapping[str, BlockReport | None]) -> Any:
-    """`result` with the sum of the reports' objectives and all their statistics, under the name of who said them before
-    a dot; or the plain result where there is no report."""
-    said = {name: report for name, report in reports.items() if report is not None}
-    if not said:
+    """`result` with the sum of the reports' objectives and with all their statistics, named `REPORTER.STATISTIC`; or
+    the plain result where there is no report."""
+    present = {name: report for name, report in reports.items() if report is not None}
+    if not present:
         return result
-    objectives = [report.objective for report in said.values() if report.objective is not None]
+    objectives = [report.objective for report in present.values() if report.objective is not None]
     return ReportedOutput(
         result,
         BlockReport(
             sum(objectives[1:], objectives[0]) if objectives else None,
-            {f"{name}.{key}": value for name, report in said.items() for key, value in report.statistics.items()},
+            {f"{name}.{key}": value for name, report in present.items() for key, value in report.statistics.items()},
         ),
     )
 
 
 class StageLayer(Protocol):
-    """A layer: an `nn.Module`, called with the hidden state as its first argument, which it returns, maybe
-    `ReportedOutput`.
+    """A layer: an `nn.Module`, called with the hidden state as its first argument. It returns the next hidden state,
+    possibly as `ReportedOutput`.
 
-    A call is `run(...)`, which calls the layer's body by `recompute` where one is set (as `recompute(body, ...)`).
-    With a `tile` above 0, `run` leaves out what treats tokens alone, and `run_tile` computes that of so many tokens at
-    a time (see `model/tiles.py`). Both are called inside of `keep(x, part)`, the context in which autograd keeps their
-    input `x` for backward; part: 0 and 1."""
+    A call runs `run(...)`, which calls the layer's body, by `recompute(body, ...)` where that is set. With a `tile`
+    above 0, `run` leaves out what treats tokens alone, and `run_tile` computes that for so many tokens at a time (see
+    `model/tiles.py`). Both are called inside of `keep(x, part)`, the context in which autograd keeps their input `x`
+    for backward; part is 0 for `run` and 1 for `run_tile`.
+    """
 
     recompute: Callable | None
     run: Callable
@@ -81,16 +86,16 @@ class StageLayer(Protocol):
 class Stage(Protocol):
     """A model, or the part of one that is a pipeline stage: an `nn.Module` with more members.
 
-    It is made on the meta device. The plan then sets loss and put-off weight gradients, recompute and compilation of
-    its layers, cuts it (`group`), shards its layers and then the rest as units, and gives it storage; last, every
-    module that has `reset_buffers()` is asked to fill its buffers.
+    It is created on the meta device. Then the plan sets loss, deferred weight gradients, recompute and compilation of
+    its layers, splits it over tensor-parallel ranks (`group`), shards its layers and then the rest as units, and gives
+    it storage. Last, every module with `reset_buffers()` fills its buffers.
 
-    layers: by their number in the whole model, in order; a child of the model. depth: layers of the whole model. first,
-    last: whether the stage holds the model's ends. group: the tensor-parallel ranks, where the model is cut. context:
-    those that share sequences (`context.ContextGroup`), where there are several; the model then computes its own tokens
-    of each, `context.own(length)`. rotaries:
-    modules that hold buffers alone, which stay with the computation where parameters do not, and in fp32. reports: by
-    name, how many values of each statistic its layers report in training.
+    layers: by their number in the whole model, in order; a child of the model. depth: number of layers of the whole
+    model. first, last: whether the stage has the model's first and last end. group: the tensor-parallel ranks, None
+    without any. context: the ranks that share sequences (`ContextGroup`), None without any; with them the model
+    computes its own tokens of each sequence, `context.own(length)`. rotaries: modules that hold only buffers. These
+    stay on the computing device in fp32, also where parameters do not. reports: name of each statistic that layers
+    report in training -> number of its values.
     """
 
     layers: Mapping[str, nn.Module]
@@ -109,14 +114,14 @@ class Stage(Protocol):
         documents: Tensor | None = None,
         hidden: Tensor | None = None,
     ) -> Any:
-        """tokens: int [batch, length]; documents: int [batch, length], tokens of different numbers do not see each
-        other and positions restart; hidden: [tokens / t, width], what the stage before returned (None on the first).
-        Where ranks share sequences, all of them are given the whole ones, and `tokens` in shapes of results is the
-        rank's own part.
+        """tokens: int [batch, length]. documents: int [batch, length]; tokens with different numbers do not see each
+        other, and positions restart. hidden: [tokens / t, width], what the stage before returned, None on the first
+        stage. Where ranks share sequences, each of them is given whole sequences, and `tokens` in shapes of results
+        means the rank's own part.
 
-        Returns hidden states before the last stage; on it logits [batch, length, vocab], or with targets a pair, both
-        sums over the valid targets: the objective, and the cross-entropy of each sequence [batch]. Any of them is
-        `ReportedOutput` where a layer reports.
+        Returns hidden states [tokens / t, width] before the last stage. The last stage returns logits [batch, length,
+        vocab], or with targets a pair, both summed over the valid targets: the objective (scalar), and the
+        cross-entropy of each sequence [batch]. Any of these is a `ReportedOutput` where a layer reports.
         """
 
     def set_loss(
@@ -127,15 +132,15 @@ class Stage(Protocol):
         tile: int = 0,
         terms: Mapping[str, Callable[[Tensor, Tensor], Tensor]] | None = None,
     ) -> None:
-        """How the loss is computed, where the stage holds it; see `LossSettings`."""
+        """Sets how the loss is computed, on the stage that has the head; see `LossSettings`."""
 
     def defer(self, deferred: DeferredGrads) -> None:
-        """From now on the weight gradients of linear layers may be put off, in `deferred`."""
+        """From now on the weight gradients of linear layers may be deferred, to `deferred`."""
 
     def tie(self) -> None:
-        """After parameters have been replaced: makes those that are one parameter one again."""
+        """To be called after parameters have been replaced: makes tied parameters one object again."""
 
-    # Of nn.Module.
+    # Members of nn.Module, declared because a protocol cannot inherit from a class.
     training: bool
 
     def modules(self) -> Iterator[nn.Module]: ...
@@ -149,9 +154,9 @@ class Stage(Protocol):
 
 
 def keep_here(x: Tensor, part: int = 0) -> AbstractContextManager:
-    """The `keep` of a layer whose inputs stay where they are."""
+    """The `keep` of a layer whose inputs stay on the device: does nothing."""
     return nullcontext()
 
 
 Make = Callable[[ModelSpec, range | None], Stage]
-"""From the spec and the layers of a stage (None: all) to its modules."""
+"""Creates the modules of a stage from the spec and the range of its layers (None: all)."""

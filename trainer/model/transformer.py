@@ -1,4 +1,4 @@
-"""From a spec to modules: any range of layers, with names that do not depend on how the model is cut."""
+"""From a spec to modules: any range of layers, with parameter names that do not depend on how the model is split."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from trainer.model.stage import BlockReport, ReportedOutput, join_reports, split
 
 
 class EmbeddingLookup(torch.autograd.Function):
-    """`F.embedding` for a table of 16 bits on a CPU. index: [tokens]; table: [rows, width]; result: [tokens, width].
+    """`F.embedding` for a 16-bit table on a CPU. index: [tokens]; table: [rows, width]; result: [tokens, width].
 
-    torch's CPU kernel adds up the table's gradient in the type of the table. A row that many tokens use then stops
-    growing: the next term is below half of its last bit. Here terms are added up in fp32, and the sum is rounded once.
-    CUDA's kernels add up in fp32 already."""
+    torch's CPU kernel accumulates the table's gradient in the table's type. The gradient of a frequent token then stops
+    growing: the next term is below half of the last bit of the sum. Here terms are accumulated in fp32 and the sum is
+    rounded once. CUDA kernels accumulate in fp32 anyway.
+    """
 
     @staticmethod
     def forward(ctx: Any, index: Tensor, table: Tensor) -> Tensor:
@@ -44,24 +45,27 @@ class EmbeddingLookup(torch.autograd.Function):
 
 
 def look_up(index: Tensor, table: Tensor) -> Tensor:
-    """The rows of `table` [rows, width] at `index` [tokens], whose gradient is added up in fp32 or wider."""
+    """The rows of `table` [rows, width] at `index` [tokens]. The gradient is accumulated in fp32 or wider."""
     if table.is_cuda or table.dtype.itemsize > 2:
         return F.embedding(index, table)
     return EmbeddingLookup.apply(index, table)
 
 
 class Embedding(DeclaredModule):
-    """Rows of a table. weight: [rows, width]."""
+    """A table of embeddings. weight: [rows, width]."""
 
     def __init__(self, rows: int, width: int, axis: str):
         super().__init__()
         self.declare("weight", (rows, width), (axis, "embed"), "embedding")
 
     def forward(self, index: Tensor) -> Tensor:
-        """index: [tokens]. Returns [tokens, width]; where ranks share the table, this rank's tokens of it."""
+        """index: [tokens]. Returns [tokens, width]; with a tensor-parallel group, this rank's tokens [tokens / t,
+        width]."""
         weight = self.local("weight")
         if self.group is None:
             return look_up(index, weight)
+        # Each rank looks up the tokens whose rows it has, and leaves zeros for the others. The reduce-scatter sums
+        # these parts, and gives each rank its own tokens.
         index = index - part_start(self.declared["weight"].shape[0], self.group)
         mine = (index >= 0) & (index < weight.shape[0])
         rows = (
@@ -73,8 +77,8 @@ class Embedding(DeclaredModule):
 
 
 class Head(DeclaredModule):
-    """Final norm's output -> logits, or the loss (`LinearCrossEntropy`) where targets are given. weight: [vocab,
-    width]."""
+    """The output projection: final norm's output -> logits, or the loss (`linear_cross_entropy`) where targets are
+    given. weight: [vocab, width]."""
 
     def __init__(self, spec: ModelSpec):
         super().__init__()
@@ -82,8 +86,7 @@ class Head(DeclaredModule):
         self.declare("weight", (spec.vocab_size, spec.width), ("vocab", "embed"), "head")
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Any:
-        """x: [tokens, width]; targets: [tokens] or None. Logits are [tokens, vocab]; where ranks share the vocabulary,
-        this rank's part of it."""
+        """x: [tokens / t, width]; targets: [tokens] or None. Logits are [tokens, vocab / t], this rank's columns."""
         weight = self.local("weight")
         if targets is None:
             (logits,) = column_parallel(x, [weight], [None], self.group)
@@ -96,22 +99,23 @@ class Head(DeclaredModule):
 
 
 def part_start(size: int, group: TensorGroup) -> int:
-    """Where the part of rank `group.rank` begins when `size` rows are cut as DTensors are: into equal parts, the last
-    ones smaller."""
+    """First of rank `group.rank`'s rows when `size` rows are split as DTensor splits them: equal parts, the last ones
+    smaller."""
     return min(size, group.rank * -(-size // group.size))
 
 
 def whole_vocabulary(group: TensorGroup, logits: Tensor, size: int) -> Tensor:
-    """Each rank's part of the logits [rows, part] -> all of them, [rows, size], on every rank."""
+    """Each rank's columns of the logits [rows, part] -> all of them, [rows, size], on every rank."""
+    # Collectives need parts of equal size, and split the first dimension: hence the padding and the transposition.
     parts = F.pad(logits, (0, -(-size // group.size) - logits.shape[1]))
     return group.wait(group.gather(parts.t()))[:size].t()
 
 
 class Transformer(nn.Module):
-    """Layers `layers` of the model that `spec` describes, a `Stage`; the first stage holds the embedding, the last the
-    head.
+    """Layers `layers` of the model that `spec` describes, a `Stage`. The first stage has the embedding, the last one
+    the head.
 
-    Parameters carry global names (`layers.17.attention.q.weight`), so a checkpoint never depends on the cut.
+    Parameters have global names (`layers.17.attention.q.weight`), so a checkpoint does not depend on the split.
     """
 
     def __init__(self, spec: ModelSpec, layers: range | None = None):
@@ -122,16 +126,16 @@ class Transformer(nn.Module):
         specs = {index: spec.layer(index) for index in layers}
         self.group: TensorGroup | None = None
         self.context: ContextGroup | None = None
-        if self.first or (
-            self.last and spec.tied
-        ):  # a tied head is the embedding's parameter, of which each end has a copy
+        if self.first or (self.last and spec.tied):
+            # A tied head is the embedding's parameter, so the last stage has a copy of the embedding.
             self.embedding = Embedding(spec.vocab_size, spec.width, "vocab")
         if self.first and spec.learned_positions:
             self.positions = Embedding(spec.max_length, spec.width, "seq")
         self.layers = nn.ModuleDict(
             {str(i): Layer(layer, spec.width, spec.parallel_residual) for i, layer in specs.items()}
         )
-        # What layers share within a pass: positions of one kind are rotated once, masks of one kind are built once.
+        # Computed once in each pass and shared by layers: one rotation for each kind of RoPE, one mask for each pair of
+        # window and soft cap.
         self.kinds: dict[str, tuple[int | None, tuple[int, float]]] = {}
         rotaries: dict[str, Rotary] = {}
         for index, layer in specs.items():
@@ -164,7 +168,8 @@ class Transformer(nn.Module):
     def defer(self, deferred: DeferredGrads) -> None:
         tiled = {module for layer in self.layers.values() if layer.tile for module in layer.feed_forward.modules()}
         for module in self.modules():
-            if isinstance(module, Linear) and module not in tiled:  # factors of whole sequences are what tiles avoid
+            # A deferred product keeps its two factors for whole sequences, which is the memory that tiles avoid.
+            if isinstance(module, Linear) and module not in tiled:
                 module.defer(deferred)
 
     def tie(self) -> None:
@@ -173,7 +178,7 @@ class Transformer(nn.Module):
             self.head.weight = self.embedding.weight
 
     def _apply(self, fn: Callable, recurse: bool = True) -> Transformer:
-        # Leaving the meta device, torch gives every module a parameter of its own, which would untie the head.
+        # `to_empty` creates a new parameter for each module, which would give the head one of its own.
         super()._apply(fn, recurse)
         self.tie()
         return self
@@ -186,7 +191,7 @@ class Transformer(nn.Module):
         hidden: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Any:
-        """See `Stage`; with a cache, `extend`."""
+        """See `Stage`. With a cache, see `extend`."""
         if cache is not None:
             return self.extend(tokens, hidden, cache)
         shape, length = tuple(tokens.shape), tokens.shape[1]
@@ -195,6 +200,8 @@ class Transformer(nn.Module):
         )
         build = build_mask
         if self.context is not None:
+            # Sequences are split here and not in the loader, so batches and the position in the data do not depend on
+            # context parallelism.
             build, own = self.context.build_mask, self.context.own(length, tokens.device)
             tokens, positions = tokens[:, own], positions[..., own]
             shape, targets = tuple(tokens.shape), None if targets is None else targets[:, own]
@@ -207,6 +214,7 @@ class Transformer(nn.Module):
         for index, layer in self.layers.items():
             rotary, kind = self.kinds[index]
             rotation = None if rotary is None else rotations[rotary]
+            # A recomputed layer gathers its keys again anyway. Doing it in backward too would gather them twice.
             mask = without_regather(masks[kind]) if layer.recomputes_attention else masks[kind]
             x, reports[f"layers.{index}"] = split_report(layer(x, shape, rotation, mask))
         if self.last:
@@ -215,17 +223,19 @@ class Transformer(nn.Module):
         return join_reports(x, reports)
 
     def extend(self, tokens: Tensor, hidden: Tensor | None, cache: KVCache) -> Tensor:
-        """A pass that generates: tokens [rows, length] are contexts, padded behind, or [rows of the cache, 1] the next
-        token of each. Where ranks share layers, their number divides rows x length and the rows of the cache. Ranks
-        that share sequences in training each compute all tokens here.
+        """A pass of generation. tokens: [rows, length], contexts with padding at the end; or [rows of the cache, 1],
+        the next token of each row. With tensor parallelism, the number of ranks divides rows x length and the rows of
+        the cache. Ranks that share sequences in training each compute all tokens here.
 
-        Returns hidden states before the last stage; on it the logits that follow each row's last token [rows of the
-        cache, vocab], on every rank."""
+        Returns hidden states before the last stage. The last stage returns the logits that follow each row's last
+        token, [rows of the cache, vocab], on every rank.
+        """
         shape = tuple(tokens.shape)
         entered = cache.enter(shape)
         rotations = [rotary(entered.positions, entered.lengths) for rotary in self.rotaries]
         x = hidden
-        if self.first:  # what pads a context may lie beyond the last learned position
+        if self.first:
+            # Padding may lie beyond the last learned position.
             x = self.embed(tokens, entered.positions.clamp(max=self.spec.max_length - 1))
         for index, layer in self.layers.items():
             rotary, kind = self.kinds[index]
@@ -236,16 +246,19 @@ class Transformer(nn.Module):
         group = self.group
         if entered.contexts and group is None:
             x = entered.last(x)
+        # The last tokens of all rows may lie on one rank: gather all tokens, select, and split the selected rows again
+        # for the head.
         elif entered.contexts:
             x = group.own(entered.last(group.wait(group.gather(x))))
         logits = self.head(self.norm(x))
         return logits if group is None else whole_vocabulary(group, logits, self.spec.vocab_size)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """tokens: [batch, length]; positions: [batch or 1, length]. Returns this rank's [tokens / t, width]."""
+        """tokens: [batch, length]; positions: [batch or 1, length]. Returns this rank's tokens [tokens / t, width]."""
         x = self.embedding(tokens.flatten())
         if self.spec.embedding_scale != 1.0:
-            x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype)  # rounded to x's type, as Gemma was trained
+            # The scale is rounded to x's type first, as in Gemma's training.
+            x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype)
         if self.spec.learned_positions:
             positions = positions.expand(tokens.shape).flatten()
             x = x + self.positions(positions if self.group is None else self.group.own(positions))

@@ -1,10 +1,12 @@
-"""The optimizer: updates local shards in place, one parameter group per policy.
+"""The optimizer: updates local shards in place, with one parameter group for each policy.
 
-Muon's matrices are orthogonalised whole (`muon.py`); everything else is by element.
+Muon's matrices are orthogonalised whole (`muon.py`). All other updates are elementwise, so a shard is updated without
+communication.
 
-The factor that unscales and clips, and the decision to skip, are scalars on the device, so that a step needs no host
-synchronisation. On a GPU one kernel reads and writes each element once (`kernels/multi_tensor.py`). State is kept by
-global parameter name, and saved as tensors in the layout of the parameters."""
+The factor that unscales and clips gradients, and the decision to skip, are scalars on the device, so a step needs no
+host synchronisation. On a GPU one kernel reads and writes each element once (`kernels/multi_tensor.py`). State is kept
+by global parameter name, and saved as tensors in the layout of the parameters.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +27,18 @@ from trainer.planning.cost.parameters import ParameterInfo
 from trainer.planning.cost.updates import UpdateSettings, moment_count
 from trainer.precision.dtypes import DTYPES
 
-# An exponential moving average of the weights, beside them: in fp32, and sharded as they are.
+# An exponential moving average of the weights, in fp32 and sharded as they are.
 
 
 PREFIX = "ema."
-"""Before a parameter's name, the name of its average in checkpoints."""
+"""Prefix of the name of a parameter's average in checkpoints."""
 
 
 class WeightAverage:
-    """average <- decay x average + (1 - decay) x weight after every update, beginning with the weights as they are.
+    """average <- decay x average + (1 - decay) x weight after every update. It begins with the weights as they are.
 
-    parameters: global name -> this rank's part of the fp32 parameter. A step that was skipped changes nothing."""
+    parameters: global name -> this rank's part of the fp32 parameter. A skipped step changes nothing.
+    """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter | Fragment], decay: float):
         self.parameters, self.decay = parameters, decay
@@ -43,36 +46,38 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, found_inf: Tensor) -> None:
-        """After the optimizer's step. found_inf: a scalar, one where that was skipped."""
+        """To be called after the optimizer's step. found_inf: a scalar, 1 where that step was skipped."""
         for name, value in self.values.items():
+            # In a skipped step the interpolation weight is zero, and the weights are the unchanged ones of the step
+            # before.
             value.lerp_(local_values(self.parameters[name]), (1 - self.decay) * (1 - found_inf.to(value.device)))
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Begins anew with the weights as they are."""
+        """Restarts the average with the weights as they are."""
         for name, value in self.values.items():
             value.copy_(local_values(self.parameters[name]))
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Puts the average where the weights are, and the weights where the average is."""
+        """Exchanges the average and the weights."""
         for name, value in self.values.items():
             weight = local_values(self.parameters[name])
-            kept = weight.clone()
+            trained = weight.clone()
             weight.copy_(value)
-            value.copy_(kept)
+            value.copy_(trained)
 
     def tensors(self) -> dict[str, Tensor | Fragment]:
-        """What a checkpoint holds of it: tensors in the layout of the parameters."""
+        """The average as a checkpoint holds it: tensors in the layout of the parameters."""
         return {PREFIX + name: with_values(self.parameters[name], value) for name, value in self.values.items()}
 
 
-# Parameter groups: which optimizer settings each parameter gets, by its role and name (`precision.types`).
+# Parameter groups: the optimizer settings of each parameter, by its role and name (`precision.types`).
 
 
 @dataclass(frozen=True)
 class ParameterPolicy:
-    """Optimizer settings of one parameter; parameters with equal policies form a parameter group."""
+    """Optimizer settings of one parameter. Parameters with equal policies form a parameter group."""
 
     optimizer: str
     state_dtype: torch.dtype
@@ -84,7 +89,7 @@ class ParameterPolicy:
 def parameter_policies(
     infos: dict[str, ParameterInfo], types: ParameterTypes, optimizer: OptimizerConfig
 ) -> dict[str, ParameterPolicy]:
-    """Global name -> policy; see `UpdateSettings.policies`."""
+    """Global name -> policy. See `UpdateSettings.policies`."""
     found = {}
     for name, chosen in UpdateSettings(optimizer, types).policies(infos).items():
         assert chosen.optimizer is not None and chosen.weight_decay is not None  # nothing is left open
@@ -94,10 +99,11 @@ def parameter_policies(
 
 
 class ParameterUpdate(NamedTuple):
-    """What a registered optimizer gets of a parameter: this rank's part of it, in fp32.
+    """What a registered optimizer receives of a parameter: this rank's part of it, in fp32.
 
-    gradient: unscaled and clipped. moments: by name. rate, number: the learning rate, and the number of the update from
-    1, scalar tensors."""
+    gradient: unscaled and clipped. moments: by name. rate: the learning rate, number: the number of the update from 1;
+    both scalar tensors.
+    """
 
     weight: Tensor
     gradient: Tensor
@@ -108,11 +114,11 @@ class ParameterUpdate(NamedTuple):
 
 
 class Optimizer:
-    """AdamW (arXiv 1711.05101; on a CPU torch's fused kernel), Lion (arXiv 2302.06675), SGD with momentum, Muon, and
-    what is registered, by group.
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101; on a CPU torch's fused kernel), Lion (Chen et al., arXiv
+    2302.06675), SGD with momentum, Muon, and registered optimizers, by parameter group.
 
     parameters: global name -> parameter (sharded or not), with its gradient in `.grad`. world: of the ranks that hold
-    parts of matrices for Muon; None where each is whole here.
+    parts of matrices for Muon; None where each matrix is whole on this rank.
     """
 
     def __init__(
@@ -138,7 +144,7 @@ class Optimizer:
         self.orthogonaliser = Orthogonaliser(matrices, config.muon, world) if matrices or world else None
 
     def moments(self) -> Iterable[Tensor]:
-        """What is kept of each parameter beside it."""
+        """The optimizer state of all parameters."""
         return self.state.values()
 
     def gradients(self) -> list[Tensor]:
@@ -147,9 +153,10 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> Tensor:
-        """One update, with gradients divided by `grad_scale`; skipped where `found_inf` is one.
+        """One update with gradients divided by `grad_scale`; skipped where `found_inf` is one.
 
-        All arguments are scalars on the parameters' device. Returns `found_inf`."""
+        All arguments are scalars on the parameters' device. Returns `found_inf`.
+        """
         self.update(rate, grad_scale, found_inf)
         self.updates += 1 - found_inf
         return found_inf
@@ -158,8 +165,11 @@ class Optimizer:
     def update(self, rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
         """`step` without counting the update."""
         if self.orthogonaliser is not None:
+            # First, and on every rank of its groups: orthogonalisation communicates, also on a rank that holds no
+            # matrix.
             self._muon(rate, grad_scale, found_inf)
         for policy, names in self.groups.items():
+            # A shard may be empty where a parameter has fewer rows than there are ranks.
             names = [
                 name for name in names if policy.optimizer != "muon" and local_values(self.parameters[name]).numel()
             ]
@@ -196,7 +206,7 @@ class Optimizer:
         weights = [local_values(self.parameters[name]) for name in names]
         gradients = [local_values(self.parameters[name].grad) for name in names]
         groups = [(weights, gradients, first, second)]
-        # The kernel takes one type: moments in another are widened, one parameter at a time.
+        # The kernel takes one type. Moments in another are widened for one parameter at a time, and copied back below.
         if policy.state_dtype is not torch.float32:
             groups = [([w], [g], [m.float()], [v.float()]) for w, g, m, v in zip(weights, gradients, first, second)]
         for index, (w, g, m, v) in enumerate(groups):
@@ -206,6 +216,7 @@ class Optimizer:
                 m,
                 v,
                 [],
+                # The number of this update, for the bias correction. The kernel does not advance it.
                 [self.updates + 1] * len(w),
                 lr=rate,
                 beta1=self.config.beta1,
@@ -226,6 +237,7 @@ class Optimizer:
     ) -> None:
         for name in names:
             weight, moment, gradient = self._inputs(name, "exp_avg", grad_scale, found_inf)
+            # Lion: the update uses beta1, the new momentum beta2 (arXiv 2302.06675, algorithm 2).
             direction = torch.sign(moment.float().lerp(gradient, 1 - self.config.beta1)) + policy.weight_decay * weight
             weight.sub_(direction * rate * (1 - found_inf))
             moment.copy_(
@@ -244,6 +256,7 @@ class Optimizer:
     def _muon(self, rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
         config, applied = self.config.muon, 1 - found_inf
 
+        # `run` calls `direction` for each matrix, orthogonalises the whole matrices, and hands the parts to `apply`.
         def direction(name: str) -> Tensor:
             _, moment, gradient = self._inputs(name, "momentum_buffer", grad_scale, found_inf)
             updated = moment.float().lerp(gradient, 1 - config.momentum)
@@ -262,15 +275,17 @@ class Optimizer:
     def _registered(
         self, policy: ParameterPolicy, names: list[str], rate: Tensor, grad_scale: Tensor, found_inf: Tensor
     ) -> None:
+        # A registered optimizer need not know of skipped steps: it computes on a gradient of zero, and its results are
+        # discarded.
         entry, number = OPTIMIZERS[policy.optimizer], self.updates + 1
         settings = entry.chosen(self.config.settings)
         for name in names:
             weight = local_values(self.parameters[name])
             gradient = torch.where(found_inf > 0, 0, local_values(self.parameters[name].grad) / grad_scale)
             before = {moment: self.state[name, moment] for moment in moment_count(policy.optimizer)}
-            kept = {moment: value.float() for moment, value in before.items()}
+            moments = {moment: value.float() for moment, value in before.items()}
             updated, after = entry.made(
-                settings, ParameterUpdate(weight, gradient, kept, rate, number, policy.weight_decay)
+                settings, ParameterUpdate(weight, gradient, moments, rate, number, policy.weight_decay)
             )
             if set(after) != set(before):
                 raise ConfigError(
@@ -281,6 +296,8 @@ class Optimizer:
                 old.copy_(torch.where(found_inf > 0, old, new.to(old.dtype)))
 
     def _inputs(self, name: str, moment: str, grad_scale: Tensor, found_inf: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Weight, one moment and gradient of a parameter, local parts. The gradient is divided by `grad_scale`, and
+        zero in a skipped step: it may hold NaN then, and a product with zero would not remove that."""
         parameter = self.parameters[name]
         gradient = torch.where(found_inf > 0, 0, local_values(parameter.grad) / grad_scale)
         return local_values(parameter), self.state[name, moment], gradient
@@ -290,7 +307,8 @@ class Optimizer:
             parameter.grad = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds of the optimizer: moments in the layout of their parameters, and the update count."""
+        """The optimizer's tensors in a checkpoint: moments in the layout of their parameters, and the number of
+        updates."""
         named: dict[str, Tensor] = {"optimizer.updates": self.updates}
         for (name, moment), value in self.state.items():
             named[f"optimizer.{moment}.{name}"] = with_values(self.parameters[name], value)
@@ -298,8 +316,8 @@ class Optimizer:
 
     @torch.no_grad()
     def after_load(self, copies: list[tuple[str, str]]) -> None:
-        """After `tensors` and the parameters have been filled: brings copies, which a checkpoint does not hold, into
-        line."""
+        """To be called after `tensors` and the parameters have been filled: restores copies, which a checkpoint does
+        not hold."""
         for name, copy in copies:
             local_values(self.parameters[copy]).copy_(local_values(self.parameters[name]))
             for (other, moment), value in self.state.items():
@@ -307,13 +325,14 @@ class Optimizer:
                     value.copy_(self.state[name, moment])
 
 
-# Learning-rate schedules, computed on the device from the number of updates. A skipped step does not advance them,
-# and no step waits for the device.
+# Learning-rate schedules, computed on the device from the number of updates. A skipped step does not advance them, and
+# the host need not know that it was skipped.
 
 
 class ScheduleProgress(NamedTuple):
-    """Where a schedule stands, for registered ones too. done: share of the way from the end of the warm-up to the last
-    step, 0 to 1; update: the number of the update, from 1; both scalar tensors. warmup, steps: of the run."""
+    """Where a learning-rate schedule stands; registered schedules receive it. done: fraction of the way from the end of
+    the warm-up to the last step, 0 to 1. update: number of the update, from 1. Both are scalar tensors. warmup, steps:
+    of the run."""
 
     done: Tensor
     update: Tensor
@@ -322,10 +341,13 @@ class ScheduleProgress(NamedTuple):
 
 
 def learning_rate(config: LearningRateConfig, steps: int, updates: Tensor) -> Tensor:
-    """The learning rate of the update that follows `updates` finished ones (a scalar tensor), in a run of `steps`.
+    """The learning rate of the update that follows `updates` finished ones (a scalar tensor), in a run of `steps`
+    steps.
 
-    Linear warm-up over `warmup` updates, then: cosine to final x peak (arXiv 1608.03983); linear to it; constant; or
-    wsd, constant and then linear to it over the last `decay` updates (arXiv 2404.06395); or what is registered."""
+    Linear warm-up over `warmup` updates, then one of: cosine to final x peak (Loshchilov and Hutter, arXiv 1608.03983);
+    linear to that value; constant; wsd, which is constant and then linear over the last `decay` updates (MiniCPM, arXiv
+    2404.06395); a registered schedule.
+    """
     number = updates.float() + 1
     warm = (number / max(config.warmup, 1)).clamp(max=1.0)
     length = max(steps - config.warmup, 1)

@@ -1,4 +1,4 @@
-"""A spec and a plan become a parallel model: `parallelize` is the order in which that happens."""
+"""From a spec and a plan to a parallel model: `parallelize` applies the plan's features in their one valid order."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ from trainer.precision.float8 import Float8Multiply, Quantise, check_device, qua
 
 
 def check_compiler(config: Config, device: torch.device) -> None:
-    """torch.compile builds with the machine's own compiler: C++ for a CPU, C for what launches GPU kernels."""
+    """Raises `ConfigError` where `compile=true` finds no compiler on this machine. torch.compile needs a C++ compiler
+    for CPU code, and a C compiler for the launchers of GPU kernels."""
     variable, names = ("CC", ("gcc", "clang", "cc")) if device.type == "cuda" else ("CXX", ("g++", "clang++"))
     if config.compile and not any(shutil.which(name) for name in (os.environ.get(variable, ""), *names)):
         raise ConfigError(
@@ -43,7 +44,7 @@ def check_compiler(config: Config, device: torch.device) -> None:
 
 
 def check_fusion(config: Config, device: torch.device) -> None:
-    """Raises `ConfigError` where kernels cannot share memory."""
+    """Raises `ConfigError` where `parallel.tp_overlap=triton` cannot run: its kernels share memory between GPUs."""
     if config.parallel.tp_overlap != "triton":
         return
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
@@ -55,7 +56,7 @@ def check_fusion(config: Config, device: torch.device) -> None:
 
 
 def check_model(config: Config, spec: ModelSpec, device: torch.device) -> None:
-    """What only the modules can tell, before any process group. Raises `ConfigError`."""
+    """Checks that need the modules of the model, before any process group exists. Raises `ConfigError`."""
     check_fusion(config, device)
     with torch.device("meta"):
         model = Transformer(spec)
@@ -72,22 +73,26 @@ def check_model(config: Config, spec: ModelSpec, device: torch.device) -> None:
 
 
 def check_declared(model: Transformer, spec: ModelSpec) -> None:
-    """Memory, FLOPs and checkpoints follow from what is said of parameters without modules: registered blocks have to
-    declare the same. Raises `ConfigError`."""
-    said, declared = declare_parameters(spec), parameter_infos(model)
-    wrong = [name for name in {**said, **declared} if said.get(name) != declared.get(name)]
-    if wrong or list(said) != list(declared):
+    """Raises `ConfigError` where a registered block declares other parameters than its function `parameters` does.
+    Memory, FLOPs and checkpoints follow from the latter, without modules."""
+    expected, declared = declare_parameters(spec), parameter_infos(model)
+    wrong = [name for name in {**expected, **declared} if expected.get(name) != declared.get(name)]
+    if wrong or list(expected) != list(declared):
         name = next(iter(wrong), "their order")
         raise ConfigError(
             f"{name}: a registered block declares {declared.get(name)}, and the function `parameters` with which it is "
-            f"registered says {said.get(name)}; make both equal"
+            f"registered says {expected.get(name)}; make both equal"
         )
 
 
 def check_compiled_recompute(config: Config) -> None:
-    """The compiler takes attention for random: where it is recomputed, the state of the generator is saved. On CPUs it
-    goes behind the DeviceMesh of DTensors (`functionalize_rng_ops`), and the mesh is taken for a tensor. Raises
-    `ConfigError` on the versions of torch where meshes are saved."""
+    """Raises `ConfigError` on versions of torch that cannot recompute attention in a compiled layer under tensor
+    parallelism on CPUs.
+
+    The compiler takes attention for a random function, so recompute saves the generator's state. On CPUs that state is
+    stored behind the DeviceMesh of DTensors (`functionalize_rng_ops`), where torch versions that save meshes take the
+    mesh for a tensor.
+    """
     if torch.__version__ >= (2, 13):
         raise ConfigError(
             f"compile=true: torch {torch.__version__} cannot recompute attention in a compiled layer "
@@ -106,28 +111,34 @@ def parallelize(
     deferred: DeferredGrads | None = None,
     make: Make = Transformer,
 ) -> Stage:
-    """The pipeline stage that holds `layers`, cut over the ranks and in storage; its weights are undefined.
+    """The pipeline stage that holds `layers`, split over the ranks and with storage. The values of its weights are
+    undefined.
 
-    deferred: where linear layers leave weight gradients, if the schedule computes them apart. make: whose modules they
-    are.
+    deferred: where linear layers leave weight gradients, if the schedule computes them separately, else None. make:
+    creates the modules of the stage.
     """
+    # On the meta device a stage takes no memory, so a model that fits only when sharded is never whole on one rank.
     with torch.device("meta"):
         model = make(spec, layers)
     loss = config.loss
     model.set_loss(loss.z_loss, loss.chunk, config.compile, loss.tile or 0, loss_terms(loss))
     backend = BACKENDS[config.parallel.tp_overlap]
+    # Before compilation, because the compiler has to see which operators are recomputed.
     apply_recompute(model, config.activation, backend)
     if deferred is not None:
         model.defer(deferred)
-    # Where weight gradients may be put off, backward is an operator in which the compiler does not look, and fused
-    # products are.
+    # Inside of a custom operator (deferred weight gradients, fused products) the compiler sees nothing. There, casts to
+    # fp8 are compiled by themselves.
     inside = deferred is not None or config.parallel.tp_overlap != "off"
     casts = compile_function(quantise_operand) if config.compile and inside else quantise_operand
     multiply_in_float8(model, spec, config.precision, casts)
     if config.compile:
         compile_layers(model, deferred is not None)
+    # Compilation is lazy: layers are traced in the first step, when everything below has been applied.
     shard_model(model, world.dimensions["tp"], backend)
     share_sequences(model, config, spec, plan, world)
+    # After the split over `tp`, so that FSDP shards DTensors further and knows both dimensions. Storage comes last, for
+    # this rank's shards only.
     engine.shard(model)
     engine.materialize(model)
     keep_buffers(model, world.device)
@@ -137,7 +148,8 @@ def parallelize(
 def multiply_in_float8(
     model: nn.Module, spec: ModelSpec, precision: PrecisionConfig, casts: Quantise = quantise_operand
 ) -> None:
-    """Has the linear layers that the settings name multiply in fp8. casts: `quantise_operand`, or its compiled form."""
+    """Makes the linear layers that the settings name multiply in fp8. casts: `quantise_operand` or its compiled
+    form."""
     chosen = float8_linears(precision, spec)
     by_recipe = {recipe: Float8Multiply(recipe, casts) for recipe in {one.recipe for one in chosen.values()}}
     for name, module in model.named_modules():
@@ -146,20 +158,21 @@ def multiply_in_float8(
 
 
 def compile_layers(model: Stage, deferring: bool) -> None:
-    """Compiles each layer. deferring: whether weight gradients may be put off."""
-    # What is put off lives on in tensors that the compiler thinks are done with: it must not write over them.
+    """Compiles each layer. deferring: whether weight gradients may be deferred."""
+    # A deferred product still reads tensors that the compiler takes for dead. It must not reuse their memory.
     inductor.allow_buffer_reuse = inductor.inplace_buffers = functorch.donated_buffer = not deferring
-    # Of each function that is recomputed in part it says to be careful with operations in place.
+    # torch prints a general warning about in-place operations for every function that is partly recomputed.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     for layer in model.layers.values():
-        layer.run = compile_function(layer.run)  # layers of one kind share a graph
+        layer.run = compile_function(layer.run)  # layers of one kind share a compiled graph
         if layer.tile:
             layer.run_tile = compile_function(layer.run_tile)
 
 
 def keep_buffers(model: Stage, device: torch.device) -> None:
-    """Buffers stay with the computation when parameters are offloaded, and in fp32: angles of rounded frequencies would
-    be others, the more the longer a sequence is. A model that is cast has rounded them, so they are computed anew."""
+    """Puts the buffers of rotary positions onto the device in fp32, and recomputes them. They stay with the
+    computation when parameters are offloaded. In a lower precision the frequencies would be rounded, which changes the
+    angles more the longer a sequence is; a model that was cast has rounded them already."""
     for rotary in model.rotaries:
         rotary.to(device, torch.float32)
         rotary.reset_buffers()

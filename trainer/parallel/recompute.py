@@ -1,7 +1,10 @@
-"""Activation checkpointing: what the backward pass finds saved and what it recomputes (Chen et al., arXiv 1604.06174).
+"""Activation checkpointing: which activations the backward pass finds saved and which it recomputes (Chen et al., arXiv
+1604.06174).
 
-The policy is applied to what a layer runs, not by wrapping modules, so that parameter names stay global. It composes
-with compilation (the compiler sees the marks and plans the recompute) and with sharding (applied before it)."""
+The policy is applied to the functions that a layer runs, not by wrapping modules, so parameter names stay global. It
+composes with compilation (the compiler sees which operators are recomputed) and with sharding (it is applied before
+sharding).
+"""
 
 from __future__ import annotations
 
@@ -24,49 +27,53 @@ from trainer.model.axes import parameter_infos
 from trainer.model.stage import Stage
 from trainer.planning.recompute import ALL, MATMULS, SaveEntry, entry_problems, saved_in
 
-# Inputs of recomputed layers in host memory, from a layer's forward pass until its backward pass. A copy out runs
-# behind the computation of the layer whose input it is. It has until the next layer's call, which waits for it and
-# then gives the device's memory back to its own stream: no more than two inputs are on the device, however far the
-# host is ahead. A copy back begins with the backward pass of the layer behind. The newest input stays on the device
-# until another comes, and so need not come back where backward follows at once. On a CPU both are plain copies within
-# one memory: the same order of things, with nothing won.
+# Offload of activations: the inputs of recomputed layers lie in host memory from a layer's forward pass to its backward
+# pass. A copy to the host runs while the layer whose input it is computes. The next layer's call waits for that copy
+# and then returns the device memory to the compute stream. So at most two inputs are on the device, however far the
+# host runs ahead. A copy back starts with the backward pass of the layer behind it. The newest input stays on the
+# device until another one comes, so it needs no copy back where backward follows at once. On a CPU both directions are
+# plain copies within one memory: the same order of operations, without a gain.
 
 
 PIECE = 1 << 26
-"""Bytes of a block of host memory: torch rounds page-locked blocks up to powers of two, which for whole tensors could
-double them. It keeps those that are free for the next ones."""
+"""Bytes of a block of pinned host memory. torch rounds pinned blocks up to powers of two, which could double the size
+of a whole tensor. torch caches free blocks and reuses them."""
 
 
 class HostStore:
-    """What the layers of a pipeline stage keep in host memory."""
+    """The layer inputs of a pipeline stage in host memory."""
 
     def __init__(self) -> None:
         self.newest: HostTensor | None = None
-        self.stream: torch.cuda.Stream | None = None  # for copies, once the device is known
+        self.stream: torch.cuda.Stream | None = None  # for copies; created when the device is known
 
     def keep(self, layer: int, x: Tensor, part: int = 0) -> saved_tensors_hooks:
-        """The context in which autograd keeps `x`, the input of the part `part` of a layer, in host memory. layer: its
-        place among those that do so."""
+        """The context in which autograd keeps `x`, the input of part `part` of a layer, in host memory. layer: its
+        number among the layers that do so."""
         return saved_tensors_hooks(partial(self.pack, tensor_identity(x), (layer, part)), unpack_host)
 
-    def pack(self, wanted: tuple, place: tuple[int, int], saved: Tensor) -> Any:
-        """wanted: the identity of the input, not the input: autograd keeps this function as long as what it returns."""
-        if tensor_identity(saved) != wanted:
+    def pack(self, identity: tuple, place: tuple[int, int], saved: Tensor) -> Any:
+        """Hook for saved tensors: replaces the layer's input by a `HostTensor`. identity: that of the input. The input
+        itself must not be passed: autograd keeps this function for as long as what it returns, and would keep the input
+        on the device."""
+        if tensor_identity(saved) != identity:
             return saved
         newest = self.newest
-        if newest is not None and newest.there is not None and newest.there.data_ptr() == saved.data_ptr():
+        # Several operators may save the same input. It is copied once and counts its uses.
+        if newest is not None and newest.on_device is not None and newest.on_device.data_ptr() == saved.data_ptr():
             newest.uses += 1
             return newest
         if saved.is_cuda and self.stream is None:
             self.stream = torch.cuda.Stream(saved.device)
         if newest is not None:
-            newest.leave()
+            # The input before this one is given up only now. Its copy has had a whole layer's time.
+            newest.release()
         self.newest = HostTensor(saved.detach(), place, newest, self)
         return self.newest
 
 
 def tensor_identity(x: Tensor) -> tuple:
-    """What tells a tensor from all others that are alive."""
+    """What distinguishes a tensor from all others that are alive: address, shape and type."""
     return x.data_ptr(), x.shape, x.dtype
 
 
@@ -75,63 +82,71 @@ def unpack_host(packed: Any) -> Tensor:
 
 
 class HostTensor:
-    """A tensor in host memory; `there`: on the device, as long as it still is or again is. uses: how often it will be
-    taken. before: the one that was kept before it in the same forward pass, and is needed after it."""
+    """A tensor in host memory. on_device: the tensor on the device, as long as it is still or again there. uses: how
+    often backward will take it. previous: the tensor that was saved before it in the same forward pass, which backward
+    needs after it."""
 
     def __init__(self, x: Tensor, place: tuple[int, int], newest: HostTensor | None, store: HostStore):
         self.place, self.store, self.uses = place, store, 1
-        self.before = newest if newest is not None and newest.place < place else None
-        self.there: Tensor | None = x.contiguous()
+        # A `place` that does not rise means that a new forward pass has begun: the other micro-batch's tensor is not
+        # the next one.
+        self.previous = newest if newest is not None and newest.place < place else None
+        self.on_device: Tensor | None = x.contiguous()
         self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
-        self.step = PIECE // x.element_size()
+        self.piece_elements = PIECE // x.element_size()
         self.pieces = [
-            torch.empty(len(part), dtype=x.dtype, pin_memory=x.is_cuda) for part in self.there.view(-1).split(self.step)
+            torch.empty(len(part), dtype=x.dtype, pin_memory=x.is_cuda)
+            for part in self.on_device.view(-1).split(self.piece_elements)
         ]
         self.copy(out=True)
 
     def copy(self, out: bool) -> None:
-        """Starts a copy to the host or from it, behind what has been asked of the device."""
+        """Starts a copy to the host (`out`) or from it, after all work that is queued on the current stream."""
         stream = self.store.stream
         if stream is not None:
+            # To the host: the tensor must have been computed. From it: the memory's former user must have finished.
             stream.wait_stream(torch.cuda.current_stream(self.device))
         with nullcontext() if stream is None else torch.cuda.stream(stream):
-            for here, there in zip(self.pieces, self.there.view(-1).split(self.step)):
-                (here if out else there).copy_(there if out else here, non_blocking=True)
+            for on_host, on_device in zip(self.pieces, self.on_device.view(-1).split(self.piece_elements)):
+                (on_host if out else on_device).copy_(on_device if out else on_host, non_blocking=True)
         self.copied = None if stream is None else stream.record_event()
 
     def wait(self) -> None:
-        """What is asked of the device from now on comes behind the copy."""
+        """Makes the current stream wait for the copy. The host does not wait."""
         if self.copied is not None:
             torch.cuda.current_stream(self.device).wait_event(self.copied)
 
-    def leave(self) -> None:
-        """Gives up the tensor on the device. What takes its memory next comes behind the copy."""
+    def release(self) -> None:
+        """Frees the tensor on the device. Whatever uses its memory next is queued behind the copy."""
+        # The memory belongs to the compute stream, which reuses it in its own order. After this wait that order
+        # includes the copy, so the memory can be given out at once. `record_stream` would return it only when the
+        # device has come this far, and the host, layers ahead, would have allocated more by then.
         self.wait()
-        self.there = None
+        self.on_device = None
 
     def fetch(self) -> None:
-        """Starts to bring the tensor back."""
-        if self.there is None:
-            self.there = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        """Starts to copy the tensor back to the device, unless it is there."""
+        if self.on_device is None:
+            self.on_device = torch.empty(self.shape, dtype=self.dtype, device=self.device)
             self.copy(out=False)
 
     def take(self) -> Tensor:
-        """The tensor on the device, for the backward pass of its layer; the one that is needed next is fetched behind
-        that."""
+        """The tensor on the device, for the backward pass of its layer. Starts to fetch the tensor that is needed next,
+        which overlaps with that backward pass."""
         self.fetch()
         self.wait()
-        x, self.uses = self.there, self.uses - 1
+        x, self.uses = self.on_device, self.uses - 1
         if self.uses <= 0:
-            self.there = None
+            self.on_device = None
             if self.store.newest is self:
                 self.store.newest = None
-        if self.before is not None:
-            self.before.fetch()
+        if self.previous is not None:
+            self.previous.fetch()
         return x
 
 
 SHARED = ("trainer.copied_gather_matmul", "trainer.fused_gather_matmul")
-"""Operators (x, weights, ...) that give the products of one gathered input with several matrices."""
+"""Operators (x, weights, ...) that compute the products of one gathered input with several matrices."""
 
 ALIASES = {
     "matmul": (
@@ -150,10 +165,12 @@ ALIASES = {
 
 
 def apply_recompute(model: Stage, config: ActivationConfig, backend: type[TensorGroup] = TensorGroup) -> None:
-    """Sets the recompute of every layer of a model or of a stage of it; settings are taken as checked. backend: what
-    tensor-parallel ranks communicate by, whose reductions selective recompute keeps too."""
+    """Sets the recompute of every layer of a model or of a stage of it. The settings have been checked. backend: the
+    communication of tensor-parallel ranks, whose reductions selective recompute saves too."""
     if config.mode == "auto":
         raise ValueError("activation.mode=auto has not been decided")
+    # `budget` leaves the choice to torch's partitioner of compiled graphs. The switch is global, so other modes reset
+    # it.
     functorch.activation_memory_budget = config.budget if config.mode == "budget" else 1.0
     for layer in model.layers.values():
         layer.tile = config.tile or 0
@@ -163,11 +180,11 @@ def apply_recompute(model: Stage, config: ActivationConfig, backend: type[Tensor
     if config.mode == "selective" and config.modules:
         for name, module in named_submodules(model, list(layers.values())).items():
             if any(fnmatchcase(name, pattern) for pattern in config.modules):
+                # Replacing the class keeps module and parameter names, which a wrapper module would change.
                 module.__class__ = recomputing_class(type(module))
         return
-    policies: dict[
-        tuple, partial
-    ] = {}  # one object for all layers that keep the same: the compiler makes a graph of each
+    # One object for all layers that save the same: the compiler makes a graph for each object.
+    policies: dict[tuple, partial] = {}
     store = HostStore() if config.offload else None
     for index, layer in layers.items():
         entries = saved_in(config.save, index) if config.mode == "selective" else ()
@@ -182,8 +199,8 @@ def apply_recompute(model: Stage, config: ActivationConfig, backend: type[Tensor
 
 
 def policy_of(entries: Sequence[SaveEntry], names: Sequence[str], backend: type[TensorGroup]) -> partial:
-    """How a layer with the products `names` is run, so that backward finds saved what entries of `activation.save`
-    keep."""
+    """The function that runs a layer with the products `names`, such that backward finds saved what `entries` of
+    `activation.save` name, and what was summed over ranks."""
     if not entries:
         return recompute_all
     rules: Rules = {}
@@ -196,22 +213,25 @@ def policy_of(entries: Sequence[SaveEntry], names: Sequence[str], backend: type[
 
 
 def recompute_all(function: Callable, *arguments: Any, **keywords: Any) -> Any:
-    """The result of a function that backward runs again. keywords: of `checkpoint`.
+    """The result of `function`, which backward runs again. keywords: of `torch.utils.checkpoint.checkpoint`.
 
-    What is compiled has a policy even where nothing is to be saved: without one torch 2.11 marks the operators that it
-    sees in the function, not those within an autograd.Function, and keeps what these communicate. No layer draws random
-    numbers, so there is no generator state to keep."""
+    Compiled code has a policy even where nothing is to be saved. Without one, torch 2.11 marks only the operators that
+    it sees in the function itself, not those inside of an autograd.Function, and saves what these communicate. No layer
+    draws random numbers, so no generator state is preserved.
+    """
     if torch.compiler.is_compiling():
         keywords = {"context_fn": NOTHING_SAVED, **keywords}
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False, **keywords)
 
 
 def check_recompute(model: Stage, config: ActivationConfig) -> None:
-    """Raises `ConfigError` for names that match nothing in the whole model."""
+    """Raises `ConfigError` for settings of activation checkpointing that match nothing in the whole model, or
+    contradict each other."""
     reporting = [name for name, module in model.named_modules() if config.tile and getattr(module, "reports", None)]
     if blocks := [name for name in reporting if name.endswith(".feed_forward")]:
         raise ConfigError(
-            f"activation.tile={config.tile}: {blocks[0]} reports of all its tokens at once; set activation.tile=0"
+            f"activation.tile={config.tile}: {blocks[0]} computes its report over all of its tokens at once; set "
+            "activation.tile=0"
         )
     if config.mode != "selective":
         return
@@ -232,26 +252,26 @@ def check_recompute(model: Stage, config: ActivationConfig) -> None:
 
 
 def recomputes_attention(model: Stage, config: ActivationConfig) -> bool:
-    """Whether the backward pass runs the kernel of attention again, in some layer."""
+    """Whether the backward pass runs the attention kernel again in some layer."""
     if config.mode == "selective" and config.modules:
         inside = named_submodules(model, list(model.layers.values()))
         return any(name.endswith(".attention") and fnmatchcase(name, p) for name in inside for p in config.modules)
     if config.mode == "selective":
-        kept = [{entry.name for entry in saved_in(config.save, int(index))} for index in model.layers]
-        return any(not names & {"attention", ALL} for names in kept)
+        saved_names = [{entry.name for entry in saved_in(config.save, int(index))} for index in model.layers]
+        return any(not names & {"attention", ALL} for names in saved_names)
     return config.mode == "full"
 
 
 def named_submodules(model: Stage, layers: list[nn.Module]) -> dict[str, nn.Module]:
-    """What is inside of `layers`, by global name."""
+    """The submodules of `layers`, without the layers themselves, by global name."""
     names = {module: name for name, module in model.named_modules()}
     return {names[module]: module for layer in layers for module in layer.modules() if module is not layer}
 
 
 @cache
 def recomputing_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """`kind` with its forward recomputed. One class for all modules of a kind, so that the compiler makes one graph of
-    them."""
+    """`kind` with its forward recomputed in backward. One class for all modules of a kind, so that the compiler makes
+    one graph for them."""
 
     class Recomputed(kind):
         recomputed = True
@@ -269,13 +289,13 @@ def linear_names(layer: nn.Module) -> tuple[str, ...]:
 
 
 Rules = dict[Any, tuple[tuple[int, int, tuple[int, ...]], ...]]
-"""Operator -> the rules that it falls under: number, n (every n-th call of the rule's operators is saved), and places
-(the products that are saved, from 1; empty: every n-th). Plain values, which the compiler takes for constants."""
+"""Operator -> the rules that apply to it: (number, n, places). Every n-th call of the rule's operators is saved, or
+with places the calls of these numbers, counted from 1. Plain values, which the compiler treats as constants."""
 
 
 def rule_of(entry: SaveEntry, names: Sequence[str]) -> tuple[list[Any], int, tuple[int, ...]]:
-    """Operators, n and places of an entry of `activation.save`, in a layer with the products `names`. Raises
-    `ConfigError`."""
+    """Operators, n and places of an entry of `activation.save` in a layer with the products `names`; see `Rules`.
+    Raises `ConfigError`."""
     if entry.name not in MATMULS and (named := entry.products(names)):
         return operators_of("matmul"), 1, tuple(names.index(name) + 1 for name in named)
     if operators := operators_of(entry.name):
@@ -288,17 +308,17 @@ def rule_of(entry: SaveEntry, names: Sequence[str]) -> tuple[list[Any], int, tup
 
 
 def recompute_reductions(backend: type[TensorGroup]) -> tuple[list[Any], int, tuple[int, ...]]:
-    """The same of sums over ranks."""
+    """The rule that saves sums over ranks: recomputing them would communicate again."""
     return list(backend.reductions), 1, ()
 
 
 def operators_of(name: str) -> list[Any]:
-    """The torch operators that a name stands for."""
+    """The torch operators that a name in `activation.save` stands for."""
     return [operator for target in ALIASES.get(name, (name,)) for operator in find_operators(target)]
 
 
 def find_operators(name: str) -> list[Any]:
-    """All overloads of a torch operator named 'namespace.operator' (or one, 'namespace.operator.overload')."""
+    """All overloads of a torch operator 'namespace.operator', or the one overload 'namespace.operator.overload'."""
     target: Any = torch.ops
     try:
         for part in name.split("."):
@@ -311,18 +331,19 @@ def find_operators(name: str) -> list[Any]:
 
 
 def selective_contexts(rules: Rules) -> Any:
-    """Contexts of one forward and its recomputation; calls are counted in each, so that both decide alike."""
+    """The contexts of one forward pass and of its recomputation. Calls are counted separately in each, so both decide
+    alike."""
     calls: Counter = Counter()
     shared = {operator for name in SHARED for operator in find_operators(name)}
 
     def policy(context: Any, operator: Any, *arguments: Any, **_: Any) -> CheckpointPolicy:
         saved = False
         for number, every, places in rules.get(operator, ()):
-            products = len(arguments[1]) if operator in shared else 1  # which are saved together, or not at all
+            products = len(arguments[1]) if operator in shared else 1  # they are saved together or not at all
             calls[context.is_recompute, number] += products
             last = calls[context.is_recompute, number]
             saved |= any(last - products < place <= last for place in places) if places else last % every == 0
-        # Of every n calls the last is saved: with matmul/2 a gated layer keeps k, o and up, and recomputes q, v and
+        # Of every n calls the last is saved. With matmul/2 a gated layer saves k, o and up, and recomputes q, v and
         # gate.
         return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 

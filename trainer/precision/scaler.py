@@ -11,8 +11,8 @@ from trainer.config import PrecisionConfig
 
 
 class LossScale(Protocol):
-    """What the training step and checkpoints ask of a loss scale. enabled: whether it scales at all; can_hold: whether
-    `update` can leave the scale as it is; value: scalar on the run's device."""
+    """What the training step and checkpoints need of a loss scale. enabled: whether it scales at all. can_hold: whether
+    `update` can leave the scale unchanged. value: scalar on the run's device."""
 
     enabled: bool
     can_hold: bool
@@ -23,26 +23,28 @@ class LossScale(Protocol):
     def scale(self, loss: Tensor) -> Tensor: ...
 
     def update(self, found_inf: Tensor, held: Tensor | None = None) -> None:
-        """After a step. found_inf: scalar, 1 where its update was skipped on all ranks. held: scalar, 1 where the step
-        is going to be run again, so that the scale stays as it is; None: it is not."""
+        """Adapts the scale after a step. found_inf: scalar, 1 where the update was skipped on all ranks. held: scalar,
+        1 where the step will be run again, so the scale must stay as it is; None: never."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The keys of torch.amp.GradScaler, which has none where it does not scale."""
+        """The keys of torch.amp.GradScaler's state; empty where the loss is not scaled."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on with the scale of `state`; one that is empty changes nothing."""
+        """Restores the scale from `state`. An empty state changes nothing."""
 
 
 GROWTH, BACKOFF = 2.0, 0.5
-"""Factors of the loss scale after `growth_interval` good steps and after an overflow, as in torch.amp.GradScaler."""
+"""Factors of the loss scale after `growth_interval` good steps, and after an overflow, as in torch.amp.GradScaler."""
 
 
 class GradScaler:
-    """Keeps the loss scale on the device: it halves on an overflow and doubles after `growth_interval` good steps.
+    """The loss scale, kept on the device: it is halved after an overflow and doubled after `growth_interval` good steps
+    (Micikevicius et al., arXiv 1710.03740).
 
-    Differs from torch.amp.GradScaler in what counts as an overflow: the caller passes one `found_inf` that is equal on
-    every rank (torch's own looks at local gradients, so pipeline stages and tensor shards can disagree and diverge).
-    With enabled=False the scale is one and stays one."""
+    It differs from torch.amp.GradScaler in what counts as an overflow. The caller passes one `found_inf` that is equal
+    on all ranks. torch's scaler looks at local gradients, so ranks with different stages or shards could disagree and
+    diverge. Where precision.compute is not fp16, the scale is always one.
+    """
 
     can_hold = True
 
@@ -58,10 +60,13 @@ class GradScaler:
     def update(self, found_inf: Tensor, held: Tensor | None = None) -> None:
         """found_inf: fp32 scalar, 1 where the step overflowed on any rank."""
         if self.enabled:
-            kept = self.value.clone(), self.growth_tracker.clone()
+            previous = self.value.clone(), self.growth_tracker.clone()
+            # torch's own operator reads and writes device scalars, so the host does not learn here whether the step
+            # overflowed.
             torch._amp_update_scale_(self.value, self.growth_tracker, found_inf, GROWTH, BACKOFF, self.growth_interval)
             if held is not None:
-                for value, before in zip((self.value, self.growth_tracker), kept):
+                # Whether to hold is known on the device only, so the update is made first and undone by selection.
+                for value, before in zip((self.value, self.growth_tracker), previous):
                     value.copy_(torch.where(held > 0, before, value))
 
     def state_dict(self) -> dict[str, Any]:

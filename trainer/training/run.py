@@ -57,40 +57,53 @@ from trainer.util.machine import missing_memory
 
 @dataclass
 class RunResult:
-    """What a run leaves: its folder, and how it ended (exit code of the command line)."""
+    """The result of a run: its folder, and how it ended (the exit code of the command line)."""
 
     folder: Path
     code: int
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """All lines of metrics.jsonl, oldest first."""
+        """All lines of metrics.jsonl, the oldest first."""
         return metrics.read_metrics(self.folder)
 
 
 def run(config: Config) -> RunResult:
-    """Trains as configured, resuming where the run folder has a checkpoint. Raises `ConfigError` before any step."""
+    """Trains as configured, and resumes where the run folder has a checkpoint. Raises `ConfigError` before any step if
+    the configuration cannot work.
+
+    Called in every process of the run. The order is: checks that each process makes alone, the process group, decisions
+    that all ranks take together, the run folder, and training.
+    """
     clock = RunClock(config.run.hours)
     world_size, folder = int(os.environ.get("WORLD_SIZE", 1)), Path(config.run.dir)
-    if problems := check_config(config, world_size):  # settings may have been changed since they were composed
+    # Python callers may have changed settings since they were composed and checked.
+    if problems := check_config(config, world_size):
         raise ConfigError(problems)
     spec, weights = starting_point(config)
     layout, device = resolve_layout(config, world_size, spec), local_device(config.run)
     memory, node, hardware = memory_of(device), node_size(world_size), find_hardware(config, device)
+    # These checks need no process group, so a faulty setting ends all processes at once instead of leaving some in a
+    # rendezvous.
     check_compiler(config, device)
     check_engine(config, device)
     check_recording(config, device)
     check_model(config, spec, device)
     check_fit(config, layout, world_size, node, memory)
+    # Before the process group too: tokenising may take hours, and collectives of waiting ranks would time out.
     corpus = open_corpus(config)
+    # A caller's process group (notebook, tests) is used and left alone at the end.
     joined_before = dist.is_initialized()
     warn_of_stale_store()
     if config.guard.stall_factor:
+        # torch reads the recorder's settings when it creates a process group, so this comes before the first.
         flight.enable_recorder(folder / "flight")
+    # The timeout is twice the watchdog's allowance: on a hang the watchdog has to report first, with the rank that
+    # causes it.
     world = join_world(layout.plan.mesh, device, max(1200.0, 2 * config.guard.stall_allowance), layout.plan.cp)
     try:
         decision = decide_together(config, layout, world, node, hardware)
-    except ConfigError:  # on all ranks
+    except ConfigError:  # raised on all ranks, so none waits in a collective
         if not joined_before:
             dist.destroy_process_group()
         raise
@@ -101,6 +114,7 @@ def run(config: Config) -> RunResult:
         claim_folder(folder, world),
         start_watchdog(config, world) as watchdog,
     ):
+        # A resumed run takes the schedule that `schedule=auto` chose before, without measuring again.
         layout = saved_choice(folder, config, layout) or layout
         compare_ranks(config, layout, corpus, world)
         start = RunStart.find(config, layout, corpus.fingerprint, world)
@@ -116,9 +130,12 @@ def run(config: Config) -> RunResult:
                 stop_signals() as stop,
             ):
                 trainer = Trainer(config, layout, weights, corpus, world, watchdog, start, clock, stop)
+                # An out-of-memory report lists what the state holds at that time, hence a function: `adapt` may replace
+                # the state.
                 states.append(lambda: trainer.state)
                 code = trainer.train()
-    if not joined_before:  # not after a failure: other ranks may still wait in a collective
+    # Not after a failure: destroying the group would wait for ranks that may be stuck in a collective.
+    if not joined_before:
         dist.destroy_process_group()
     return RunResult(folder, code)
 
@@ -126,8 +143,8 @@ def run(config: Config) -> RunResult:
 def decide_together(
     config: Config, layout: Layout, world: World, node: int, hardware: HardwareConfig | None
 ) -> Decision:
-    """What the settings leave open, decided alike on all ranks by the memory of the rank with least. Raises
-    `ConfigError` on all of them where nothing fits."""
+    """Decides what the settings leave open (`auto`), alike on all ranks, by the memory of the rank with the least.
+    Raises `ConfigError` on all ranks where nothing fits."""
     memory = least_memory(world)
     decision = decide(config, layout, MemoryLimit.of(memory, node), node, hardware)
     check_decision(config, decision, memory, node, world.device)
@@ -135,23 +152,24 @@ def decide_together(
 
 
 def report_done(config: Config, start: RunStart, world: World) -> None:
-    """For a run that has all its steps: nothing is trained, and its folder says what it said before."""
+    """For a run that has made all its steps: trains nothing and prints how to continue. The folder's status stays what
+    it was."""
     world.agree(lambda: settle_status(Path(config.run.dir), start.step, config.run.steps))
     if world.rank == 0 and config.logging.console != "none":
-        asked = f"run.steps={config.run.steps}" if config.run.tokens is None else f"run.tokens={config.run.tokens}"
-        done = f"{start.path} has {start.step} steps, and {asked} asks for no more"
-        raised = asked.partition("=")[0]
-        print(*start.notes, f"{done}: raise {raised} to train on, or set another run.name", sep="\n", flush=True)
+        limit = f"run.steps={config.run.steps}" if config.run.tokens is None else f"run.tokens={config.run.tokens}"
+        done = f"{start.path} has {start.step} steps, and {limit} asks for no more"
+        setting = limit.partition("=")[0]
+        print(*start.notes, f"{done}: raise {setting} to train on, or set another run.name", sep="\n", flush=True)
 
 
 def with_total_steps(config: Config, batch: BatchPlan, start: RunStart | None = None) -> Config:
-    """The configuration with as many steps as `run.tokens` asks for, counted on from `start`."""
+    """The configuration with the number of steps that `run.tokens` means, counted from `start` on."""
     done = (start.step, start.tokens) if start else ()
     return replace(config, run=replace(config.run, steps=training_steps(config.run, batch, *done)))
 
 
 def main(config: Config) -> int:
-    """The command line's run: returns the exit code."""
+    """The run of the command line. Returns the exit code."""
     try:
         return run(config).code
     except KeyboardInterrupt:
@@ -160,7 +178,7 @@ def main(config: Config) -> int:
             end = f"{newest} is the last that was saved; {way_on(config)}" if newest else "nothing had been saved"
             print(f"left at once: {end}", file=sys.stderr, flush=True)
         return INTERRUPTED
-    except FolderError as error:  # the same on all ranks
+    except FolderError as error:  # raised alike on all ranks
         if process_rank() == 0:
             print(f"the run has not started: {error}", file=sys.stderr, flush=True)
         return FAILED
@@ -176,7 +194,7 @@ def main(config: Config) -> int:
 
 
 def starting_point(config: Config) -> tuple[ModelSpec, Weights | None]:
-    """The spec that the run trains and, from a transformers folder if one is named, its weights; nothing big is read
+    """The spec of the model to train and, if a transformers folder is named, its weights. The weights are not read
     yet."""
     if not config.model.from_hf:
         return ModelSpec.from_dict({f.name: getattr(config.model, f.name) for f in dataclasses.fields(ModelSpec)}), None

@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds, and how a run goes on from one."""
+"""What a checkpoint of a run holds, and how a run resumes from one."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ DROPPED = "what quantisation had left out of the gradients belongs to the checkp
 
 @dataclass(frozen=True)
 class RunProgress:
-    """How far a run has come, beside its state. samples: position in the data; tokens: trained on; skipped: steps
-    without an update; callbacks: what callbacks keep, by name."""
+    """How far a run has come, besides its state. samples: position in the data, in samples. tokens: trained on.
+    skipped: steps without an update. callbacks: what callbacks store, by name."""
 
     samples: int = 0
     tokens: int = 0
@@ -44,10 +44,10 @@ class RunProgress:
 class RunStart:
     """Where a run begins, the same on all ranks.
 
-    path: the checkpoint that it goes on from, None at its first step; manifest: of that. launchers: who started the
-    run, and data: what its position in the data depends on, for the checkpoints that it writes. notes: what is to be
-    said of it, such as checkpoints that were passed over. nodes: by the memory that ranks share. in_memory: whether
-    `path` is an in-memory checkpoint of this run; its folder is that of this rank's node.
+    path: the checkpoint that it resumes from, None for a new run. manifest: of that checkpoint. launchers: who started
+    the run. data: what its position in the data depends on. Both are for the checkpoints that it writes. notes:
+    messages for the log, such as checkpoints that were passed over. nodes: the ranks by the host memory that they
+    share. in_memory: whether `path` is an in-memory checkpoint of this run; its folder is that of this rank's node.
     """
 
     path: Path | None
@@ -60,26 +60,28 @@ class RunStart:
 
     @property
     def step(self) -> int:
-        """After which the run goes on."""
+        """The number of steps that the run has made."""
         return self.manifest["step"] if self.path else 0
 
     @property
     def tokens(self) -> int:
-        """That the checkpoint was trained on."""
+        """The number of tokens that the checkpoint was trained on."""
         return self.manifest["tokens"] if self.path else 0
 
     @classmethod
     def find(cls, config: Config, layout: Layout, fingerprint: str, world: World) -> RunStart:
-        """The start that `checkpoint.resume` asks for; fingerprint: of the corpus. All ranks call it together. Raises
-        `ConfigError` on all of them where the checkpoint is of another model or of other data."""
+        """Finds the start that `checkpoint.resume` asks for. fingerprint: of the corpus. All ranks call it together.
+        Raises `ConfigError` on all of them where the checkpoint is of another model or of other data."""
         data, mine = data_identity(fingerprint, config.run.seed, layout.batch), list_launchers(world)
         run = Path(config.run.dir)
         folder, nodes = run / "checkpoints", MemoryNodes.find(config.checkpoint, run, world)
+        # Rank 0 reads the folder for all: on a shared file system, ranks may see different versions of it.
         identity, proven = world.agree(lambda: (read_identity(run), read_proven(run)))
         any_launch = config.checkpoint.resume == "auto"
         in_memory = find_in_memory(nodes, identity, config.checkpoint.verify, mine, any_launch, world)
         known = None if in_memory is None else in_memory[0]
         path, warnings = world.agree(lambda: find_newer(config.checkpoint, folder, mine, proven, known))
+        # `find_newer` returns no path where the in-memory checkpoint is at least as good.
         newer = in_memory is not None and path is None
         path = in_memory[1] if newer else path
         manifest: dict[str, Any] = {}
@@ -88,23 +90,24 @@ class RunStart:
         return cls(path, manifest, mine, data, warnings, nodes, newer)
 
     def is_own(self, state: TrainState) -> bool:
-        """Whether the run itself wrote the checkpoint that it goes on from."""
+        """Whether the run itself wrote the checkpoint that it resumes from."""
         own = Path(state.config.run.dir) / "checkpoints"
         return self.in_memory or self.path is not None and self.path.resolve().parent == own.resolve()
 
     def resume(self, state: TrainState) -> tuple[RunProgress, list[str]]:
-        """Fills a new `state` from the checkpoint, if there is one. Returns how far the run has come, and what is to be
-        said. All ranks call it together."""
+        """Fills a new `state` from the checkpoint, if there is one. Returns how far the run has come, and messages for
+        the log. All ranks call it together."""
         if self.path is None:
             return RunProgress(), self.notes
         manifest = self.manifest
         scaler = manifest["scaler"]
         averaged = any(name.startswith(PREFIX) for name in manifest["tensors"])
         if self.in_memory:
+            # A node has only its own ranks' files in memory. What this rank needs of others is sent to it first.
             fetch_files(self.nodes, self.path, state.tensors() | state.compression.tensors(), state.world)
         restore_state(state, self.path, manifest["step"], scaler, averaged)
-        kept = resume_error_feedback(state, self.path, manifest)
-        messages = [*self.notes, *([] if kept else [DROPPED]), f"resumed from {self.path} at step {state.step}"]
+        complete = resume_error_feedback(state, self.path, manifest)
+        messages = [*self.notes, *([] if complete else [DROPPED]), f"resumed from {self.path} at step {state.step}"]
         samples = manifest["samples"]
         if state.config.checkpoint.data == "restart":
             if self.is_own(state) and manifest.get("data_restarted") is True and manifest["data"] == self.data:
@@ -126,13 +129,14 @@ class RunStart:
 def find_newer(
     setting: CheckpointConfig, folder: Path, launchers: list[str], proven: int | None, in_memory: int | None
 ) -> tuple[Path | None, list[str]]:
-    """The checkpoint on disk that a run starts from, with warnings; None if it starts from the in-memory checkpoint of
+    """The checkpoint on disk that a run starts from, with warnings. None if it starts from the in-memory checkpoint of
     step `in_memory` instead, or from its first step. folder, launchers, proven: as in `find_start`.
 
-    What is on disk is verified, which reads all of it, only if it may be better than what is in memory; and only what
-    is whole is better."""
+    Verifying a checkpoint on disk reads all of it. This happens only if it may be better than the one in memory.
+    """
 
     def rank_step(step: int) -> tuple[bool, int]:
+        # A checkpoint of steps that are known to be good is better than any later one.
         return proven is None or step <= proven, step
 
     steps = {path: step for step, path in list_checkpoints(folder).items()}
@@ -150,8 +154,8 @@ def find_newer(
 
 
 def read_identity(run: Path) -> str | None:
-    """What tells the run in the folder `run` from another one that was there before: a digest of the first line of its
-    record of starts. None where there is no record."""
+    """Distinguishes the run in the folder `run` from another one that was there before: a digest of the first line of
+    its record of starts. None where there is no record."""
     try:
         with open(run / STARTS, "rb") as file:
             line = file.readline()
@@ -161,8 +165,8 @@ def read_identity(run: Path) -> str | None:
 
 
 def read_proven(run: Path) -> int | None:
-    """The last step whose checkpoint is known to be good after the run in the folder `run` has ended with steps that
-    were not finite: a finite step followed it. None if the run has not ended so."""
+    """The last step whose checkpoint is known to be good, after the run in the folder `run` ended with steps that were
+    not finite: it was followed by a finite step. None if the run did not end in this way."""
     try:
         known = read_json(run / STATUS, {"status": str, "non_finite": (int, type(None))}, "")
     except (OSError, Malformed):
@@ -172,14 +176,15 @@ def read_proven(run: Path) -> int | None:
 
 
 def find_non_finite(tensors: dict[str, Tensor | Fragment], world: World) -> list[str]:
-    """Names of the tensors of a state that hold a value that is not finite on some rank. All ranks call it together;
-    it waits for the device."""
+    """Names of the tensors of a state that hold a value that is not finite on some rank. All ranks call it together.
+    The host waits for the device."""
     values = {name: local_values(tensor).detach() for name, tensor in tensors.items() if tensor.dtype.is_floating_point}
     values = {name: value for name, value in values.items() if value.numel()}
-    # The smallest and the largest value tell; `isfinite` of all values would need as much memory as they do.
+    # A tensor is finite if its minimum and maximum are. `isfinite` would allocate a bool for each element.
     finite = [torch.stack(torch.aminmax(value)).isfinite().all().to(world.device) for value in values.values()]
     bad = torch.stack(finite).logical_not().cpu() if finite else torch.zeros(0, dtype=torch.bool)
-    # Over gloo: if a rank has died, this fails at once, while waiting for a collective of NCCL would not end.
+    # A CPU tensor, so this goes over gloo: if a rank has died, it fails at once, while a collective of NCCL would not
+    # return.
     if not world.sum_all(bad.sum()).item():
         return []
     mine = [name for name, wrong in zip(values, bad.tolist()) if wrong]
@@ -187,11 +192,13 @@ def find_non_finite(tensors: dict[str, Tensor | Fragment], world: World) -> list
 
 
 def restore_state(state: TrainState, path: Path, step: int, scaler: dict[str, Any], averaged: bool = True) -> None:
-    """Fills `state` from the checkpoint `path` of `step`, written under any plan; `scaler`: the loss scale's state;
+    """Fills `state` from the checkpoint `path` of step `step`, written under any plan. scaler: state of the loss scale.
     averaged: whether the checkpoint has an average of the weights, if the state wants one."""
     tensors = state.tensors()
     load_tensors(path, {name: value for name, value in tensors.items() if averaged or not name.startswith(PREFIX)})
+    # Copies of tied embeddings are not in the checkpoint.
     state.after_load()
+    # The average was created from the initial weights. It has to start from the loaded ones.
     if state.average is not None and not averaged:
         state.average.begin()
     state.step = step
@@ -199,8 +206,8 @@ def restore_state(state: TrainState, path: Path, step: int, scaler: dict[str, An
 
 
 def resume_error_feedback(state: TrainState, path: Path, manifest: dict[str, Any]) -> bool:
-    """Goes on with what quantisation had left out of earlier gradients, where settings and plan are those of the
-    checkpoint. Returns whether nothing was lost."""
+    """Restores the error feedback of quantised gradients, where settings and plan are those of the checkpoint. Returns
+    False where the checkpoint has error feedback that could not be used."""
     if not state.compression.resume(manifest.get("compression")):
         return not any(name.startswith("compression.") for name in manifest["tensors"])
     load_tensors(path, state.compression.tensors())
@@ -210,7 +217,7 @@ def resume_error_feedback(state: TrainState, path: Path, manifest: dict[str, Any
 def describe_checkpoint(
     state: TrainState, batch: BatchPlan, progress: RunProgress, start: RunStart, scaler: dict[str, Any]
 ) -> tuple[dict[str, Tensor | Fragment], dict[str, Any]]:
-    """What a checkpoint of a run holds: tensors by plan-independent name, and its part of the manifest. scaler: the
+    """The content of a checkpoint of a run: tensors by plan-independent name, and its part of the manifest. scaler:
     state of the loss scale. All ranks call it together."""
     compression = state.compression
     manifest = {

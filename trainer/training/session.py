@@ -1,5 +1,5 @@
-"""What surrounds a training run: torch's global switches, its folder, its watchdog, signals, and the launch that
-it is a part of."""
+"""The surroundings of a training run: torch's global switches, the run folder, the watchdog, signals, and the launch
+that the run is a part of."""
 
 from __future__ import annotations
 
@@ -43,9 +43,11 @@ from trainer.util.signals import LAUNCHER_ENDED, SignalHandlers
 
 @contextlib.contextmanager
 def numeric_mode(config: Config) -> Iterator[None]:
-    """Torch's global switches for a run, set back afterwards."""
+    """Context that sets torch's global numeric switches for a run, and restores them afterwards."""
     before = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
     if config.run.deterministic:
+        # cuBLAS reads this when it is first used. Without it torch raises an error for cuBLAS calls in deterministic
+        # mode.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(config.run.deterministic)
     torch.set_float32_matmul_precision(config.precision.matmul)
@@ -59,8 +61,8 @@ def numeric_mode(config: Config) -> Iterator[None]:
 
 @contextlib.contextmanager
 def host_threads(plan: Plan, device: torch.device) -> Iterator[None]:
-    """Under offload the host updates: a process with a GPU does so with its share of the cores, where it was given one
-    thread, which is what torchrun does unless OMP_NUM_THREADS is set."""
+    """Context for offload, where the host computes the update. A process with a GPU uses its share of the cores if it
+    has one thread, which is what torchrun sets unless OMP_NUM_THREADS is set."""
     before = torch.get_num_threads()
     if plan.offload and device.type == "cuda" and before == 1:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // node_size(plan.world)))
@@ -71,16 +73,17 @@ def host_threads(plan: Plan, device: torch.device) -> Iterator[None]:
 
 
 def memory_of(device: torch.device) -> MachineMemory:
-    """The memory of a process's GPU, and of its machine: what the machine has, or its container may use."""
+    """The memory of a process's GPU, and that of its machine or container."""
     gpu = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     return MachineMemory(gpu, host_memory())
 
 
 def least_memory(world: World) -> MachineMemory:
-    """The memory by which all ranks decide alike: of a GPU what the rank with least has free or already reserved, of a
-    machine what the smallest one has. All ranks call it together."""
+    """The memory by which all ranks decide alike. GPU: the smallest amount that any rank has free or already reserved.
+    Host: that of the smallest machine. All ranks call it together."""
     free = None
     if world.device.type == "cuda":
+        # torch's cache counts as free: a run that follows another in one process reuses it.
         free = torch.cuda.mem_get_info(world.device)[0] + torch.cuda.memory_reserved(world.device)
     everyone = world.gather((free, host_memory()))
     return MachineMemory(
@@ -89,7 +92,7 @@ def least_memory(world: World) -> MachineMemory:
 
 
 def find_hardware(config: Config, device: torch.device) -> HardwareConfig | None:
-    """How fast the run's devices are, where `activation.mode=auto` asks. Raises `ConfigError`."""
+    """The speed of the run's devices, if `activation.mode=auto` needs it, else None. Raises `ConfigError`."""
     if config.activation.mode != "auto":
         return None
     try:
@@ -100,9 +103,9 @@ def find_hardware(config: Config, device: torch.device) -> HardwareConfig | None
 
 @contextlib.contextmanager
 def claim_folder(folder: Path, world: World) -> Iterator[None]:
-    """Makes the run folder, and keeps other runs out of it meanwhile. What a start that was killed had half done there
-    is taken back. Raises `ConfigError` and `FolderError` on every rank, the first also where links in the folder lead
-    out of it."""
+    """Context in which the run folder is locked against other runs. It is created, and what a killed start left half
+    done in it is undone. Raises `ConfigError` and `FolderError` on every rank; the former also where links in the
+    folder lead out of it."""
 
     def claim() -> int:
         descriptor = lock_folder("run.dir", folder, "run", "run.name or run.dir")
@@ -115,6 +118,7 @@ def claim_folder(folder: Path, world: World) -> Iterator[None]:
             raise
         return descriptor
 
+    # Rank 0 alone holds the lock. The others learn from `agree` whether it was granted.
     descriptor = world.agree(claim)
     try:
         yield
@@ -124,9 +128,8 @@ def claim_folder(folder: Path, world: World) -> Iterator[None]:
 
 
 def compare_ranks(config: Config, layout: Layout, corpus: Corpus, world: World) -> None:
-    """Refuses processes that were started with different settings or found different data, as
-    happens on several nodes, with a command line and a cache each. Folders may differ. Raises `ConfigError` on every
-    rank."""
+    """Refuses processes that were started with different settings or that found different data, which happens on
+    several nodes with a command line and a cache each. Folders may differ. Raises `ConfigError` on every rank."""
     folders = (
         "run.dir",
         "data.cache",
@@ -147,7 +150,7 @@ def compare_ranks(config: Config, layout: Layout, corpus: Corpus, world: World) 
         "the schedule": name_seed(0, ir.format_schedule(layout.pipeline.schedule) + str(layout.pipeline.split)),
     }
     quantised = bool(enabled_codecs(config.parallel.grad_comm))
-    if quantised:  # hops follow from it
+    if quantised:  # the hops of gradients follow from it
         mine["LOCAL_WORLD_SIZE, the processes of a node,"] = node_size(world.size)
     everyone = world.gather((mine, socket.gethostname()))
     first = everyone[0][0]
@@ -165,40 +168,45 @@ def compare_ranks(config: Config, layout: Layout, corpus: Corpus, world: World) 
             "LOCAL_WORLD_SIZE, the processes of a machine, for every process, as torchrun does"
         )
     if problems:
+        # All ranks have gathered the same values, so all raise the same error.
         raise ConfigError(problems[:5])
 
 
 @contextlib.contextmanager
 def start_watchdog(config: Config, world: World) -> Iterator[Watchdog]:
-    """The watchdog of a run; what it leaves lies under the time at which rank 0 started."""
+    """Context with the run's watchdog. Its files are named by the time at which rank 0 started."""
     start = world.agree(lambda: time.strftime("%Y%m%d-%H%M%S"))
     watchdog = Watchdog(Path(config.run.dir), start, world.rank, world.size, config.guard, config.run.steps)
     try:
         yield watchdog
     except BaseException:
+        # Other ranks then know that this one failed, and do not wait for its heartbeat.
         watchdog.close(orderly=False)
         raise
     watchdog.close(orderly=True)
 
 
 class StopRequest:
-    """Whether this process has been asked to end the run: by a signal, or because the launcher that started it has
-    ended. See `stop_signals`.
+    """Whether this process was requested to end the run: by a signal, or because its launcher has ended. See
+    `stop_signals`.
 
-    asked_by: what is said of that; empty as long as nothing has come."""
+    asked_by: what requested it, for messages; empty as long as nothing has.
+    """
 
     def __init__(self, signals: SignalHandlers | None):
         self.signals, self.asked_by = signals, ""
 
     def ask(self, what: str) -> None:
-        """Lets the run end after the present step, with a checkpoint."""
+        """Ends the run after the present step, with a checkpoint."""
         self.asked_by = what if what == LAUNCHER_ENDED else "a signal"
 
     def defer(self, folder: Path, done: Callable[[], int], steps: int) -> None:
-        """From now on what asks the run to end is noted, for the next step to tell all ranks. Called once status.json
-        is about to say `running`, which a signal that ends the process at once replaces by `failed`.
+        """From now on, signals only set the request, and the next step tells all ranks. Before that they end the
+        process at once. Called when status.json is about to say `running`; a signal that ends the process at once then
+        changes it to `failed`.
 
-        done: says how many of the `steps` were."""
+        done: returns the number of steps done, of `steps`.
+        """
         if self.signals is None:
             return
 
@@ -211,9 +219,11 @@ class StopRequest:
             os.write(2, f"\n{reason}\n".encode())
 
         def interrupt(*_: object) -> None:
+            # The second Ctrl-C raises KeyboardInterrupt.
             signal.signal(signal.SIGINT, signal.default_int_handler)
             if process_rank() == 0:
-                # By the descriptor: print may be what was interrupted. Ctrl-C may also have ended `tee` behind it.
+                # Written to the file descriptor, since the signal may have interrupted a `print`. Ctrl-C may also have
+                # ended a `tee` that reads it.
                 with contextlib.suppress(OSError):
                     os.write(2, INTERRUPTING)
             self.ask("SIGINT")
@@ -221,7 +231,8 @@ class StopRequest:
         self.signals.stop, self.signals.leave = self.ask, leave
         if not self.signals.own:
             self.signals.handle()
-        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as for what a script starts in the background
+        # Background jobs of a script ignore SIGINT, and have to keep ignoring it.
+        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
             self.signals.before[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
 
 
@@ -230,12 +241,13 @@ INTERRUPTING = b"\nstopping: this step ends, then the run saves. Ctrl-C again le
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[StopRequest]:
-    """Signals that would end this process end the run in order: see `util/signals.py`, and `StopRequest.defer`. Ctrl-C
-    again raises `KeyboardInterrupt`.
+    """Context in which signals that would end this process end the run in order; see `util/signals.py` and
+    `StopRequest.defer`. A second Ctrl-C raises `KeyboardInterrupt`.
 
-    The command line's own process has its signals handled already, and keeps the handlers to its end: they are not to
-    change its exit code while it ends."""
-    if threading.current_thread() is not threading.main_thread():  # a notebook's worker: signals are not ours
+    The command line's own process has handlers already and keeps them to its end: signals must not change its exit code
+    while it ends.
+    """
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
         yield StopRequest(None)
     elif SignalHandlers.present is not None:
         yield StopRequest(SignalHandlers.present)
@@ -249,33 +261,39 @@ def stop_signals() -> Iterator[StopRequest]:
 
 
 class RunClock:
-    """The time that this start may still take, where `hours` limit it; counted from when the clock was made.
+    """The time that remains to this start of the run, where `hours` limit it. It counts from the clock's construction.
 
-    A pass of the training loop is one step with what follows it (an evaluation, a save); the first of a start, which
-    compiles, is not taken as a measure."""
+    A pass of the training loop is one step with what follows it (evaluation, save). The first pass of a start compiles,
+    so it is not taken as a measure.
+    """
 
     UNKNOWN_SAVE = 0.05
-    """Share of the time that is left for the last save as long as none has been timed."""
+    """Fraction of the limit reserved for the last save, as long as no save has been timed."""
     LONGEST_UNKNOWN = 300.0
-    """The most of it, in seconds."""
+    """Upper limit of that reserve, in seconds."""
 
     def __init__(self, hours: float | None):
         self.limit, self.began, self.over = None if hours is None else 3600 * hours, time.monotonic(), False
         self.passes, self.longest, self.entered = 0, 0.0, self.began
 
     def next_pass(self) -> None:
-        """A pass begins, and the one before it has ended."""
+        """Marks the end of a pass and the start of the next."""
         now = time.monotonic()
+        # The first pass compiles, so it says nothing of the others.
         if self.passes > 1:
             self.longest = max(self.longest, now - self.entered)
         self.passes, self.entered = self.passes + 1, now
 
     def up(self, save: float | None) -> bool:
-        """Whether the run has to end (`over` from then on): two more passes, as the wish may be known one pass later,
-        and the last save would take too long. save: seconds of the longest one so far."""
+        """Whether the run has to end now; `over` from then on. save: seconds of the longest save so far, None if there
+        was none.
+
+        That is when two more passes and the last save would exceed the limit: the other ranks may learn of the decision
+        one pass later.
+        """
         if self.limit is not None and not self.over:
-            room = min(self.UNKNOWN_SAVE * self.limit, self.LONGEST_UNKNOWN) if save is None else 2 * save
-            self.over = time.monotonic() - self.began + 2 * self.longest + room >= self.limit
+            save_time = min(self.UNKNOWN_SAVE * self.limit, self.LONGEST_UNKNOWN) if save is None else 2 * save
+            self.over = time.monotonic() - self.began + 2 * self.longest + save_time >= self.limit
         return self.over
 
 
@@ -293,8 +311,8 @@ def list_launchers(world: World) -> list[str]:
 
 
 def warn_of_stale_store() -> None:
-    """Says at the first start that torchrun's restarts would fail. Those of its workers that it starts again read the
-    addresses of the dead ones, unless they have a store of their own."""
+    """Warns at the first start that torchrun's restarts would fail. Workers that it starts again read the addresses of
+    the dead ones from the shared store, unless they have a store of their own."""
     if (
         int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
         and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

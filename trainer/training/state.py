@@ -35,17 +35,20 @@ from trainer.precision.scaler import LossScale
 from trainer.training.gate import UpdateGate
 
 COPY = " (copy)"
-"""Ends the name of the last stage's copy of a tied embedding where its rank also holds the first stage's."""
+"""Suffix of the name of the last stage's copy of a tied embedding, on a rank that also holds the first stage's
+original."""
 
 
 @dataclass
 class TrainState:
-    """All that a checkpoint has to hold besides the position in the data, and the machinery around it.
+    """The training state: everything that a checkpoint holds besides the position in the data, and the objects that run
+    it.
 
-    stages: number of a pipeline stage -> this rank's part of the model. names: every parameter of the whole model, in
-    the order in which their gradient norms are kept. reports: by name, how many values the whole model's layers report
-    of a step. step: optimizer steps taken, skipped ones included. average: of the weights, where one is kept.
-    gate: shut behind a step that is to be run again.
+    stages: pipeline stage number -> this rank's part of that stage. deferred: where linear layers leave deferred weight
+    gradients. channels: point-to-point transfers of the pipeline, None without one. names: all parameters of the whole
+    model, in the order of the vector of gradient norms. reports: name of each statistic that layers report -> number of
+    its values. step: optimizer steps taken, including skipped ones. average: the moving average of the weights, if
+    there is one. gate: closed by a step that has to be run again.
     """
 
     config: Config
@@ -84,25 +87,34 @@ class TrainState:
         weights: Weights | None = None,
         make: Make = Transformer,
     ) -> TrainState:
-        """Builds the parallel model on every rank, with `weights` or freshly drawn ones. All ranks call it together."""
+        """Builds the parallel model on every rank, with `weights` or with freshly drawn ones. All ranks call it
+        together."""
+        # The order below is the engine's contract: shard and materialize each stage, then one optimizer over all of
+        # them.
         engine = load_engine(plan.engine, world.device)(config, plan, world)
         deferred = DeferredGrads()
+        # Interleaved and V-shaped schedules place several stages on one rank, and each is a module of its own.
         stages = {
             stage: parallelize(
                 config, spec, layers, plan, world, engine, deferred if pipeline.splits_backward else None, make
             )
             for stage, layers in pipeline.stages(world.place("pp")).items()
         }
+        # Norms and statistics of all stages are summed in one vector, so each rank needs the names of the whole model.
+        # On the meta device it takes no memory.
         with torch.device("meta"):
             whole = make(spec, None)
         whole.set_loss(config.loss.z_loss, config.loss.chunk, config.compile, terms=loss_terms(config.loss))
         parameters, infos, copies = named_parameters(stages)
+        # A copy gets the policy of its original, or both would receive different updates.
         types = {name.removesuffix(COPY): info for name, info in infos.items()}
         policies = parameter_policies(types, config.precision.types, config.optimizer)
         policies = {name: policies[name.removesuffix(COPY)] for name in parameters}
         channels = None
         if plan.pp > 1:
             placement = pipeline.schedule.placement
+            # Opening a channel blocks until its other end does so. All ranks of a pipeline therefore pass the same set
+            # of edges.
             channels = PipelineChannels(world.pipeline, stage_edges(placement), world.device, timeout=world.timeout)
         shared = share_parameters(spec, pipeline, parameters, copies, channels, world)
         optimizer, scaler = engine.build_optimizer(
@@ -126,11 +138,14 @@ class TrainState:
         )
 
     def use_schedule(self, schedule: Schedule) -> None:
-        """Trains by `schedule` from the next step on; stages and their ranks stay as they are."""
+        """Trains by `schedule` from the next step on. The stages and their ranks stay as they are."""
         self.pipeline = PipelinePlan(schedule, self.pipeline.split)
         tokens, width = self.plan.token_ranks, self.spec.width
         compute = DTYPES[self.config.precision.compute]
+        # ZeRO-2 and 3 keep gradients sharded, so they reduce after every micro-batch; 0 and 1 once a step.
         every = self.plan.stage >= 2 and not self.compression.once
+        # Tensor- and context-parallel ranks hold different tokens between layers, so a stage sends only its
+        # 1/`token_ranks` of a micro-batch's hidden states.
         self.runtime = PipelineRuntime(
             schedule,
             self.engine.modules,
@@ -143,42 +158,44 @@ class TrainState:
         )
 
     def close(self) -> None:
-        """Ends the communicators that only this state uses. All ranks call it together."""
+        """Closes the communicators that only this state uses. All ranks call it together."""
         if self.channels is not None:
             self.channels.close()
         self.compression.close()
 
     def free(self) -> None:
-        """Closes the state and frees the memory of model and optimizer, whoever still holds the state itself; `step`,
-        `scaler` and what it was built from stay. All ranks call it together."""
+        """Closes the state and frees the memory of model and optimizer, even if the state itself is still referenced.
+        `step`, `scaler` and the arguments of `build` remain. All ranks call it together."""
         self.close()
         del self.engine, self.stages, self.shared, self.optimizer, self.runtime, self.average
-        gc.collect()  # FSDP's modules refer to each other
+        gc.collect()  # FSDP's modules form reference cycles
 
     @property
     def compression(self) -> Compression | NoCompression:
-        """What happens to gradients on their way to other ranks."""
+        """The compression of gradients on their way to other ranks."""
         return self.engine.compression
 
     @property
     def parameters(self) -> dict[str, nn.Parameter | Fragment]:
-        """The fp32 parameters of this rank by global name. Between forward and backward the modules' own attributes are
-        gathered copies in the compute type."""
+        """The fp32 parameters of this rank by global name, without copies. Between forward and backward the attributes
+        of the modules are gathered copies in the compute type, so they must not be taken for these."""
         return {name: parameter for name, parameter in self.optimizer.parameters.items() if not name.endswith(COPY)}
 
     def tensors(self) -> dict[str, Tensor | Fragment]:
-        """Everything sharded, by plan-independent name."""
+        """All sharded tensors of the state (parameters, moments, average) by plan-independent name."""
         optimizer = {name: tensor for name, tensor in self.optimizer.tensors().items() if not name.endswith(COPY)}
         average = self.average.tensors() if self.average is not None else {}
         return {f"model.{name}": parameter for name, parameter in self.parameters.items()} | optimizer | average
 
     def after_load(self) -> None:
-        """Once `tensors` have been filled: brings what a checkpoint does not hold into line."""
+        """To be called after `tensors` have been filled: restores what a checkpoint does not hold."""
         self.optimizer.after_load(self.shared.copies)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Has the average of the weights in their place meanwhile; nothing may be gathered when it begins or ends."""
+        """Context in which the average of the weights takes their place. No parameter may be gathered when it begins or
+        ends, since a gathered copy would still have the old values."""
+        # `swap` leaves copies of tied embeddings as they are, so they are set afterwards.
         self.average.swap()
         self.after_load()
         try:
@@ -191,8 +208,8 @@ class TrainState:
 def named_parameters(
     stages: dict[int, Stage],
 ) -> tuple[dict[str, nn.Parameter], dict[str, ParameterInfo], list[tuple[str, str]]]:
-    """This rank's parameters and their declarations by global name, and (name, name of its copy) where two stages on it
-    hold the same one."""
+    """This rank's parameters and their declarations by global name, and pairs (name, name of its copy) where two stages
+    on this rank hold the same parameter."""
     parameters: dict[str, nn.Parameter] = {}
     infos: dict[str, ParameterInfo] = {}
     copies = []
@@ -200,6 +217,8 @@ def named_parameters(
         declared = parameter_infos(model)
         for name, parameter in model.named_parameters():
             info = declared[name]
+            # Schedules that fold the stages into a V place the first and the last stage on one rank. With tied
+            # embeddings it then holds the table twice.
             if name in parameters:
                 copies.append((name, name + COPY))
                 name += COPY
@@ -215,15 +234,16 @@ def share_parameters(
     channels: PipelineChannels | None,
     world: World,
 ) -> SharedParameters:
-    """The parameters that other ranks hold too; a tied embedding gets a communicator between the two that have it."""
+    """The parameters that other ranks hold too. Where the two ends of a tied embedding are on different ranks, they get
+    a communicator of their own."""
     first, last = pipeline.schedule.placement[0], pipeline.schedule.placement[-1]
     here = world.place("pp")
-    tied_apart = spec.tied and first != last and here in (first, last)
+    tied_across_ranks = spec.tied and first != last and here in (first, last)
     return SharedParameters(
         parameters,
         copies,
-        ["embedding.weight"] if tied_apart else [],
-        channels.connect((first, last), "tied") if tied_apart else None,
+        ["embedding.weight"] if tied_across_ranks else [],
+        channels.connect((first, last), "tied") if tied_across_ranks else None,
         here == first,
         world,
     )

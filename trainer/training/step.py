@@ -19,7 +19,8 @@ from trainer.util.trace_labels import OPTIMIZER
 
 
 class ControlFlag(IntFlag):
-    """What a rank may ask of all: to stop, to be gone on with; to finish, as done; to save; to evaluate."""
+    """What one rank may request of all ranks. STOP: end the run and leave it resumable. FINISH: end the run as
+    complete. SAVE: write a checkpoint. EVALUATE: run an evaluation."""
 
     STOP = 1
     FINISH = 2
@@ -27,41 +28,56 @@ class ControlFlag(IntFlag):
     EVALUATE = 8
 
 
-def train_step(state: TrainState, batches: list[MicroBatch], asked: int) -> dict[str, Tensor]:
+def train_step(state: TrainState, batches: list[MicroBatch], requested: int) -> dict[str, Tensor]:
     """Runs one optimizer step on this rank's micro-batches. Nothing is read back from the device.
 
-    The loss of the step is the sum over all valid tokens of all ranks divided by their number, whatever the
-    micro-batches and ranks. A step whose loss or gradient is not finite changes nothing, and may be run again
-    (`state.gate`). `asked` is what this rank asks for, as an `ControlFlag`.
+    The loss of the step is the sum of the token losses over all ranks and micro-batches, divided by the global number
+    of valid tokens. It therefore does not depend on how the batch is split. A step whose loss or gradient is not finite
+    changes nothing and can be run again (see `state.gate`).
 
-    Returns device scalars, equal on all ranks: loss, valid (tokens that it is the mean of), grad_norm, lr, loss_scale,
-    found_inf; and five vectors: asked (how many ranks ask for each `ControlFlag`), squares (squared gradient norm of
-    each parameter of the model, as in `state.names`), losses and targets (summed loss and number of valid tokens of
-    each of this rank's own sequences; zeros but on one of the ranks that share them), statistics (what layers report of
-    the step, one after the other as in `state.reports`)."""
+    batches: one per micro-batch of the schedule. requested: the `ControlFlag`s that this rank requests.
+
+    Returns device tensors that are equal on all ranks, except where noted. Scalars: loss (nats per token), valid
+    (number of tokens that the loss is the mean of), grad_norm (before clipping), lr, loss_scale, found_inf (1 where the
+    update was skipped). Vectors: asked (number of ranks that request each `ControlFlag`), squares (squared gradient
+    norm of each parameter of the whole model, in the order of `state.names`), losses and targets (summed loss and
+    number of valid tokens of each of this rank's sequences; they differ by rank and are parts of a sum over the ranks
+    that share a sequence), statistics (the statistics that layers report, concatenated in the order of
+    `state.reports`).
+    """
     world, scaler, optimizer = state.world, state.scaler, state.optimizer
+    # The gradient of every micro-batch is divided by the number of valid tokens of the global batch, so this number has
+    # to be known before the first forward pass. The control flags travel in the same all-reduce.
     targets = own_targets(state, batches)
     counts = torch.zeros(1 + len(ControlFlag), dtype=torch.float64, device=world.device)
     counts[0] = targets.sum()
-    for place, ask in enumerate(ControlFlag, start=1):
-        if asked & ask:
-            counts[place] = 1
-    valid, asking = world.sum_all(counts).split([1, len(ControlFlag)])
+    for index, flag in enumerate(ControlFlag, start=1):
+        if requested & flag:
+            counts[index] = 1
+    valid, requests = world.sum_all(counts).split([1, len(ControlFlag)])
     valid = valid.squeeze().clamp(min=1)  # a step without any target has loss and gradients of zero
 
     state.compression.begin_step(state.step, scaler)
+    # The runtime backpropagates each micro-batch's summed loss times (loss scale / valid tokens), so gradients are sums
+    # and no rank divides by a number of ranks afterwards.
     losses = own_losses(state, state.runtime.train(batches, scaler.scale(1 / valid.float())))
+    # FSDP has reduced over the data-parallel ranks only. Parameters that tensor-parallel ranks hold whole, and tied
+    # embeddings on two pipeline stages, still have partial gradients.
     state.shared.sum()
     with record_function(OPTIMIZER):
         squares = state.shared.squares(optimizer.gradients())
     total, squares, statistics = sum_over_ranks(state, losses.sum(), squares, state.runtime.statistics)
 
+    # From here on, all ranks compute the same values from the same bits, so they skip or apply the update together.
     scale = scaler.value.double()
+    # The gradients still contain the loss scale. The optimizer divides by it inside of its update.
     loss, norm = total / valid, squares.sum().sqrt() / scale
     found_inf = state.gate.found_inf(loss, norm)
     clip = state.config.optimizer.clip_norm
     coefficient = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones_like(norm)
     rate = learning_rate(state.config.lr, state.config.run.steps, optimizer.updates)
+    # With offload the optimizer runs on the CPU: these scalars move there, and the host waits for the device. Otherwise
+    # both devices are the same and `to` does nothing.
     target = optimizer.updates.device
     with record_function(OPTIMIZER):
         found_inf = optimizer.step(rate, (scale / coefficient).float().to(target), found_inf.to(target))
@@ -77,24 +93,27 @@ def train_step(state: TrainState, batches: list[MicroBatch], asked: int) -> dict
         "lr": rate.to(world.device),
         "loss_scale": scale,
         "found_inf": found_inf,
-        "asked": asking,
+        "asked": requests,
         "squares": squares / scale.square(),
         "losses": losses,
         "targets": targets,
         "statistics": statistics,
     }
+    # Last, because everything above has to use the scale that this step's gradients were computed with.
     scaler.update(found_inf, state.gate.shut)
     state.step += 1
     return result
 
 
 def own_losses(state: TrainState, losses: Tensor) -> Tensor:
-    """What the executor returned, by sequence; zeros on all but one of the tensor-parallel ranks, which share it."""
+    """The runtime's losses, one per sequence: [sequences]. Tensor-parallel ranks compute the same losses, so all but
+    the first of them return zeros, and a sum over ranks counts each loss once."""
     return losses.flatten() if state.world.place("tp") == 0 else torch.zeros_like(losses).flatten()
 
 
 def own_targets(state: TrainState, batches: list[MicroBatch]) -> Tensor:
-    """The number of valid tokens of each sequence of `batches`, fp64; zeros on ranks that do not speak for them."""
+    """The number of valid tokens of each sequence of `batches`, fp64: [sequences]. Zeros on all ranks but one of those
+    that read the same data, so that a sum over ranks counts each token once."""
     counts = torch.stack([(batch.targets != IGNORE).sum(1) for batch in batches])
     return counts.flatten().double() * state.world.speaks_for_data
 
@@ -102,17 +121,22 @@ def own_targets(state: TrainState, batches: list[MicroBatch]) -> Tensor:
 def sum_over_ranks(
     state: TrainState, loss: Tensor, squares: Tensor, statistics: dict[str, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The summed loss, the squared gradient norm of every parameter of the model, and what layers report, the same bits
-    on all ranks.
+    """Sums over all ranks in one all-reduce of one small fp64 vector: the loss (scalar), the squared gradient norm of
+    every parameter of the model [names], and the layers' statistics [sum of `state.reports`]. All ranks get the same
+    bits.
 
-    One reduction of one small vector; summing per parameter first, in a fixed order, makes the global norm independent
-    of the plan."""
+    loss, squares [this rank's parameters], statistics: this rank's parts. Squares are summed per parameter first and
+    over parameters afterwards, in a fixed order, which makes the global norm independent of the plan.
+    """
     names = len(state.names)
-    places = {name: index for index, name in enumerate(state.names, start=1)}
-    mine = [places[name.removesuffix(COPY)] for name in state.shared.parameters]  # copies have squares of zero
+    positions = {name: index for index, name in enumerate(state.names, start=1)}
+    # A copy of a tied embedding goes to the position of its original. Its square is zero, so nothing is counted twice.
+    mine = [positions[name.removesuffix(COPY)] for name in state.shared.parameters]
     starts = dict(zip(state.reports, itertools.accumulate(state.reports.values(), initial=1 + names)))
     for name in statistics:
         mine += range(starts[name], starts[name] + state.reports[name])
+    # Layout: [loss, squares of all parameters of the model, statistics]. A rank adds its parts to zeros at their
+    # positions.
     vector = torch.zeros(1 + names + sum(state.reports.values()), dtype=torch.float64, device=squares.device)
     vector.index_add_(0, on_device(tuple(mine), squares.device), torch.cat([squares, *statistics.values()]))
     vector[0] += loss
@@ -122,24 +146,28 @@ def sum_over_ranks(
 
 @lru_cache(maxsize=16)
 def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Kept between steps: the host would wait for the copy, and so for all that the device still has to do."""
+    """Integers as a tensor on `device`, cached between steps: an upload from pageable memory would make the host wait
+    for all queued device work in every step."""
     return torch.tensor(numbers, device=device)
 
 
 @torch.no_grad()
 def evaluate(state: TrainState, batches: Iterable[MicroBatch], sources: Sequence[str] = ()) -> Tensor:
-    """Mean loss per valid token over all ranks' `batches` (each rank has as many), then over those of their sequences
-    that are from each of `sources` (NaN without any): [1 + sources], equal on all ranks.
+    """Mean loss per valid token over `batches` of all ranks, then over those of their sequences that are from each of
+    `sources` (NaN for a source without any): fp64 [1 + sources], equal on all ranks.
 
-    No backward pass follows that would drop the gathered parameters, so they are dropped here.
+    Every rank passes as many batches as the others. All ranks call it together.
     """
     batches = list(batches)
     losses = own_losses(state, state.runtime.evaluate(batches))
+    # In training, the backward pass frees the gathered parameters. No backward pass follows here, so they are freed
+    # explicitly.
     for stage in state.stages:
         state.runtime.sharding.reshard(stage)
     parts = torch.stack([losses, own_targets(state, batches)])
+    # Row 0 selects all sequences, each further row those of one source.
     ids = [sample for batch in batches for sample in batch.ids]
-    whose = torch.tensor([[True] * len(ids), *([source_of(sample) == name for sample in ids] for name in sources)])
-    sums = torch.where(whose.to(parts.device), parts[:, None], 0).sum(-1)
+    selected = torch.tensor([[True] * len(ids), *([source_of(sample) == name for sample in ids] for name in sources)])
+    sums = torch.where(selected.to(parts.device), parts[:, None], 0).sum(-1)
     total, valid = state.world.sum_all(sums).unbind()
     return total / valid

@@ -50,11 +50,11 @@ T = TypeVar("T")
 
 
 class Trainer:
-    """A run in progress: what is trained (`state`), on what (`loader`), and the loop. All ranks call its methods
-    together.
+    """A run in progress: what is trained (`state`), on which data (`loader`), and the training loop. All ranks call its
+    methods together.
 
-    opening: what rank 0 says at the start; tokens: trained on so far; stop: whether this rank has been asked to end the
-    run, of which the next step tells all ranks.
+    opening: the report that rank 0 prints at the start. tokens: number of tokens trained on so far. stop: whether this
+    process was requested to end the run; the next step tells all ranks.
     """
 
     def __init__(
@@ -80,14 +80,15 @@ class Trainer:
         self.state = TrainState.build(config, layout.spec, layout.plan, layout.pipeline, world, weights)
         progress, messages = self.start.resume(self.state)
         self.tokens, self.loader = progress.tokens, self.load_from(progress.samples)
-        # First, so that leftovers are removed before anything is set aside; see `remove_leftovers`.
-        self.checkpointer = self.opened(lambda: Checkpointer(self.folder / "checkpoints", config.checkpoint))
+        # The checkpointer comes before `open_folder`: it removes leftovers of killed saves before checkpoints of an
+        # earlier run are set aside. See `remove_leftovers`.
+        self.checkpointer = self.open_on_all_ranks(lambda: Checkpointer(self.folder / "checkpoints", config.checkpoint))
         messages = [*corpus.notes, *messages, *self.open_folder()]
         self.memory = self.open_memory()
         self.pauses, self.save_waits = PauseTimes(), False
         self.profiling = StepProfiler(config, world, self.state.step, self.pauses)
         known = progress.skipped, corpus, self.profiling.metrics, self.pauses
-        self.ledger = self.opened(lambda: MetricsTracker(self.state, self.batch, *known))
+        self.ledger = self.open_on_all_ranks(lambda: MetricsTracker(self.state, self.batch, *known))
         self.adaptation = Adaptation(self.state, self.batch, self.ledger)
         self.replicas, self.repeats = ReplicaComparison(self.state, self.checkpointer), StepRepeats(self.state)
         for text in messages:
@@ -97,17 +98,20 @@ class Trainer:
         self.hooks.run.begin(self.state, self.tokens, self.ledger.latest, self.ledger.log)
 
     def train(self) -> int:
-        """The loop. Returns the exit code."""
+        """Runs the training loop to the end of the run. Returns the exit code."""
         steps, first, status, code, reason = self.config.run.steps, self.state.step, "failed", FAILED, None
         try:
             gc.collect()
-            gc.freeze()  # what exists now lives to the end: the collector need not look at it again
+            gc.freeze()  # objects of the setup live to the end; without this each full collection would scan them
             self.hooks.call("start")
             if self.config.eval.at_start and self.state.step == 0:
                 self.evaluate()
             while self.state.step < steps and not self.ledger.stop:
+                # If this step is profiled, the slowest rank known so far is among the profiled ones.
                 slow = self.ledger.latest.get("straggler_rank")
                 with self.profiling.step(self.state.step + 1, self.state.runtime, slow):
+                    # The host queues this step on the device first and reads the numbers of the previous one
+                    # afterwards, so that the device is never idle while the host waits.
                     self.one_step()
                     self.read_back()
                     self.hooks.call("step")
@@ -117,6 +121,8 @@ class Trainer:
                 self.copy_to_memory_if_due()
                 self.save_if_due()
                 self.report_saves()
+            # On a GPU the numbers of the last steps have not been read yet. They decide what is saved and with which
+            # exit code the run ends.
             self.read_back(everything=True)
             self.watchdog.enter(ENDING, self.state.step)
             if self.save_at_end():
@@ -128,8 +134,10 @@ class Trainer:
             if self.state.plan.pp > 1:
                 try:
                     write_schedule(self.folder, self.state, self.batch)
-                except OSError as error:  # on rank 0 alone, which must not leave the others
+                except OSError as error:  # on rank 0 alone; raising would leave the others waiting in `close`
                     self.ledger.log.event(f"the schedule was not written: {reason_of(error)}")
+            # The order matters: background saves use process groups, so they end before the state closes its
+            # communicators.
             self.checkpointer.close()
             if self.memory is not None:
                 self.memory.close(remove=code != FAILED)
@@ -137,7 +145,7 @@ class Trainer:
         except BaseException as error:
             reason = reason_of(error)
             self.watchdog.enter(ENDING, self.state.step)
-            if isinstance(error, NonFiniteError):  # on all ranks: a save in the background is from before it
+            if isinstance(error, NonFiniteError):  # on all ranks; a save in the background is of an earlier step
                 self.checkpointer.wait()
                 self.report_saves()
             raise
@@ -151,26 +159,30 @@ class Trainer:
         return code
 
     def one_step(self) -> None:
-        """Fetches a batch and trains on it."""
+        """Fetches the next batch and trains on it."""
         number = self.state.step + 1
         self.clock.next_pass()
         self.ledger.begin_step()
         self.watchdog.enter(DATA, number)
         with record_function(trace_labels.DATA):
             batches = next(self.loader)
-        asked = self.hooks.run.take_asked() | (
+        # One rank's request is enough: the step sums the flags over ranks, so all ranks act on it after the same step.
+        requested = self.hooks.run.take_asked() | (
             ControlFlag.STOP if self.stop.asked_by or self.time_is_up() else ControlFlag(0)
         )
         tokens = self.tokens + self.batch.tokens
-        self.take_step(TakenStep(number, batches, asked, self.loader.position, tokens))
+        self.take_step(TakenStep(number, batches, requested, self.loader.position, tokens))
 
     def take_step(self, taken: TakenStep) -> None:
-        """Trains on a batch, for the first time or again, and queues what is to be known of the step."""
+        """Trains on a batch, for the first time or again, and queues its numbers for reading back."""
         state, batches, number = self.state, taken.batches, taken.step
         self.watchdog.enter(STEP, number)
         self.repeats.note(taken)
         self.tokens, self.loader.position = taken.tokens, taken.position
+        # Seeding by (seed, step, data rank) makes random numbers independent of earlier steps: no generator state is
+        # saved, and a resumed or repeated step draws the same ones.
         torch.manual_seed(name_seed(self.config.run.seed, f"step {state.step} rank {self.world.data.get_local_rank()}"))
+        # `scalars` stay on the device. Nothing here may call `.item()` on them.
         scalars = self.recorded(batches, taken.asked) if self.recorded else train_step(state, batches, taken.asked)
         self.hooks.run.advance(state, scalars, self.tokens)
         if self.ledger.due(number):
@@ -180,7 +192,9 @@ class Trainer:
         self.ledger.add(state, scalars, batches, self.tokens, self.loader)
 
     def read_back(self, everything: bool = False) -> None:
-        """Logs the steps whose numbers have arrived, or all of them."""
+        """Logs the steps whose numbers have arrived on the host. everything: waits for those of all steps."""
+        # A step that was not finite is run again before it is logged. Its repetition may be suspicious in a later step,
+        # hence the loop.
         while suspicious := self.repeats.suspicious(self.ledger.deferred.peek(everything)):
             self.run_again(suspicious)
         ready = self.ledger.deferred.peek(everything)
@@ -189,26 +203,32 @@ class Trainer:
             self.replicas.judge(step, numbers, self.counters())
 
     def run_again(self, first: Ready) -> None:
-        """Repeats a step that is not finite, from the state before it, and the steps behind it. All ranks do so
-        together."""
+        """Repeats a step that was not finite, from the state before it, and then the steps that were queued behind it.
+        The gate on the device has kept all of them from changing the state. All ranks call it together.
+
+        first: the numbers of the step's first execution.
+        """
         suspect, *behind = self.repeats.rewind(first[0])
+        # The queued numbers belong to discarded executions. The steps below produce new ones.
         self.ledger.deferred.discard()
         self.ledger.begin_step()
         self.take_step(suspect)
         [second] = self.ledger.deferred.peek(block=True)
-        told, again = self.repeats.settle(first, second)
+        explanation, failed_again = self.repeats.settle(first, second)
         self.ledger.repeated += 1
-        self.ledger.log.event(told)
-        if again:
+        self.ledger.log.event(explanation)
+        # A result that is not finite twice may come from replicas that have drifted apart.
+        if failed_again:
             self.replicas.check(self.counters())
         for taken in behind:
             self.take_step(taken)
 
     def adapt(self) -> None:
-        """Takes up another schedule, where its measurement has come so far."""
+        """Switches to another pipeline schedule as soon as `schedule=auto` has measured enough steps."""
         if self.adaptation.schedule_due() and self.state.step < self.config.run.steps and not self.ledger.stop:
             self.read_back(everything=True)
-            if self.ledger.first_skipped is not None:  # the change may need a checkpoint of the present step
+            # A new split of layers goes through a checkpoint, and a skipped step is not saved.
+            if self.ledger.first_skipped is not None:
                 return
             self.watchdog.enter(SCHEDULE, self.state.step)
             before = self.batch
@@ -222,27 +242,28 @@ class Trainer:
                 self.loader = self.load_from(self.loader.position)
 
     def evaluate_if_due(self) -> None:
-        """Evaluates every `eval.every` steps and after the last."""
+        """Evaluates every `eval.every` steps, after the last step, and where a callback requests it."""
         step, every = self.state.step, self.config.eval.every
         due = every and (step % every == 0 or step >= self.config.run.steps)
         if not (self.ledger.take(ControlFlag.EVALUATE) or due) or self.ledger.stop:
             return
         if not len(self.corpus.eval) and not self.corpus.sets:
-            self.ledger.log.event("an evaluation was asked for, and nothing is held out: set data.eval_fraction")
+            self.ledger.log.event("an evaluation was requested, but no documents are held out: set data.eval_fraction")
             return
-        self.read_back(everything=True)  # or the pause would begin with the end of a step
+        # This waits for the device. Otherwise the rest of the step would be counted as a part of the pause.
+        self.read_back(everything=True)
         with self.pauses.spent("evaluation"):
             self.evaluate()
 
     def evaluate(self) -> None:
-        """Mean loss on the held-out sequences, the same ones every time and under every plan, by source where there are
-        several; and on every set."""
+        """Evaluates the mean loss on the held-out sequences, by source where there are several, and on every set of
+        `eval.sets`. The sequences are the same each time and under every plan."""
         self.read_back(everything=True)
         self.watchdog.enter(EVALUATING, self.state.step)
         record: dict[str, float | None] = {"step": self.state.step, "tokens": self.tokens, "eval_loss": None}
-        held, sources = self.corpus.eval, self.ledger.sources
-        if len(held):
-            record["eval_loss"], *losses = self.losses_on(held, sources)
+        held_out, sources = self.corpus.eval, self.ledger.sources
+        if len(held_out):
+            record["eval_loss"], *losses = self.losses_on(held_out, sources)
             record |= {f"eval_loss/{name}": loss for name, loss in zip(sources, losses)}
         for name, samples in self.corpus.sets.items():
             (record[f"eval_loss/{name}"],) = self.losses_on(samples)
@@ -250,7 +271,7 @@ class Trainer:
         self.hooks.call("evaluation")
 
     def sample_if_due(self) -> None:
-        """Has the model continue the prompts every `eval.generate.every` steps and after the last."""
+        """Lets the model continue the prompts every `eval.generate.every` steps and after the last."""
         step, settings = self.state.step, self.config.eval.generate
         due = settings.every and (step % settings.every == 0 or step >= self.config.run.steps)
         if not due or self.ledger.stop:
@@ -264,11 +285,13 @@ class Trainer:
         self.ledger.log.samples(step, samples)
 
     def weights_to_evaluate(self) -> AbstractContextManager[None]:
-        """The weights as trained, or with `eval.ema` their average in their place."""
+        """Context in which the model holds the weights to evaluate: the trained ones, or their average with
+        `eval.ema`."""
         return self.state.averaged() if self.config.eval.ema else nullcontext()
 
     def losses_on(self, samples: CorpusSide, sources: Sequence[str] = ()) -> list[float]:
-        """Mean loss on sequences that are not trained on, and by source."""
+        """Mean loss per token on `samples`, which are not trained on, followed by the mean loss of each of
+        `sources`."""
         batches = eval_batches(
             samples,
             self.config.eval.sequences,
@@ -282,8 +305,8 @@ class Trainer:
             return evaluate(self.state, batches, sources).tolist()
 
     def save_if_due(self) -> None:
-        """Saves every `checkpoint.every` steps, and where a callback asks; the last step is saved at the end. After a
-        skipped step the save waits for the next one that is not skipped."""
+        """Saves every `checkpoint.every` steps and where a callback requests it. The last step is saved by
+        `save_at_end`. After a skipped step the save waits for the next step that is not skipped."""
         step, every = self.state.step, self.config.checkpoint.every
         if step < self.config.run.steps and not self.ledger.stop:
             if self.ledger.take(ControlFlag.SAVE) or every and step % every == 0 or self.save_waits:
@@ -309,8 +332,8 @@ class Trainer:
                     self.memory.save(step, *self.checkpoint_contents())
 
     def check_state(self) -> None:
-        """Raises `NonFiniteError` on all ranks if the state holds values that are not finite: it must not become a
-        checkpoint, and no later step would make it finite again."""
+        """Raises `NonFiniteError` on all ranks if the state holds values that are not finite. Such a state must not
+        become a checkpoint, since no later step makes it finite again."""
         if bad := find_non_finite(self.state.tensors(), self.world):
             step, more = self.state.step, ", ..." if len(bad) > 3 else ""
             self.ledger.log.note_non_finite(self.ledger.first_skipped or step + 1)
@@ -322,14 +345,15 @@ class Trainer:
 
     @property
     def failing(self) -> int:
-        """The number of steps, up to the present one, that made no update. 0 as long as fp16's loss scale may be the
-        reason."""
+        """The number of steps, up to the present one, that made no update and cannot be explained by fp16's loss scale.
+        0 while the loss scale may still be the reason."""
         first = self.ledger.first_skipped
         return self.state.step + 1 - first if first is not None and self.ledger.skipped_in_row else 0
 
     def checkpoint_contents(self) -> tuple[dict[str, Tensor | Fragment], dict[str, Any]]:
-        """What a checkpoint holds: tensors, and its part of the manifest. Within failing steps it is the checkpoint of
-        the step before them, whose tensors they have left as they were."""
+        """The tensors of a checkpoint and its part of the manifest. Within failing steps this is the checkpoint of the
+        step before them: failing steps leave the tensors unchanged, so only counters and loss scale have to be set
+        back."""
         failing, scaler = self.failing, self.state.scaler.state_dict()
         if failing and scaler:
             scaler |= {"scale": self.ledger.scale_before, "_growth_tracker": 0}
@@ -342,11 +366,12 @@ class Trainer:
         return describe_checkpoint(self.state, self.batch, progress, self.start, scaler)
 
     def save(self, wait: bool = False) -> None:
-        """Hands the state to the checkpointer, which writes while training goes on, unless it is to `wait`. Within
-        failing steps, what is saved is the step before them. Within skipped steps, no older checkpoint is removed.
-        Raises `NonFiniteError` on all ranks if the state is not finite."""
+        """Hands the state to the checkpointer, which copies it and writes while training goes on. wait: returns only
+        when the checkpoint is complete. Within failing steps, the step before them is saved. Within skipped steps, no
+        older checkpoint is removed. Raises `NonFiniteError` on all ranks if the state is not finite."""
         self.read_back(everything=True)
         self.watchdog.enter(SAVING, self.state.step)
+        # Replicas are written by one rank each. If they had drifted apart, the checkpoint would mix their values.
         self.replicas.check(self.counters())
         self.check_state()
         self.save_waits, skipping = False, self.ledger.first_skipped is not None
@@ -356,28 +381,28 @@ class Trainer:
         self.hooks.call("save")
 
     def counters(self) -> dict[str, int]:
-        """The numbers of the host on which all ranks have to agree."""
+        """The host's counters, on which all ranks have to agree."""
         return {"step": self.state.step, "samples": self.loader.position, "tokens": self.tokens}
 
     def save_now(self) -> bool:
-        """Saves the present step, or the one before steps that fail, unless that has been done or is where this start
-        began. Says whether its checkpoint is there."""
+        """Saves the present step, or the step before failing ones, and waits. Nothing is done if that step has been
+        saved already or is the one that this start resumed from. Returns whether its checkpoint exists."""
         self.checkpointer.wait()
         self.read_back(everything=True)
         step = self.state.step - self.failing
-        known = self.checkpointer.saved_step == step or step == self.start.step and not self.start.in_memory
+        exists = self.checkpointer.saved_step == step or step == self.start.step and not self.start.in_memory
         if self.failing:
             self.ledger.log.event(
                 f"the last {self.failing} steps made no update: "
                 + (f"step {step} before them is what is saved" if step else "there is nothing to save")
             )
-        if not known:
+        if not exists:
             self.save(wait=True)
         self.report_saves()
-        return known or self.checkpointer.saved_step == step
+        return exists or self.checkpointer.saved_step == step
 
     def save_at_end(self) -> bool:
-        """The last save, where one is wanted; False where it failed."""
+        """Writes the last checkpoint where one is wanted. Returns False where that failed."""
         ledger = self.ledger
         wanted = self.config.checkpoint.at_end or ledger.stop and not ledger.finished or ledger.take(ControlFlag.SAVE)
         if not (wanted or self.save_waits) or self.save_now():
@@ -387,16 +412,17 @@ class Trainer:
         return False
 
     def report_saves(self) -> None:
-        """Prints what became of saves in the background."""
+        """Logs the results of saves in the background."""
         for text in [*self.checkpointer.poll(), *(self.memory.poll() if self.memory is not None else [])]:
             self.ledger.log.event(text)
 
     def time_is_up(self) -> bool:
-        """Whether `run.hours` end the run. The clock of the first rank alone decides, for all."""
+        """Whether `run.hours` end the run. Only rank 0's clock decides: clocks of several ranks could disagree. The
+        request reaches the others with the next step."""
         return self.world.rank == 0 and self.clock.up(self.checkpointer.longest)
 
     def load_from(self, position: int) -> BatchLoader:
-        """The training data from sample `position` on."""
+        """A loader of the training data from sample number `position` on."""
         return BatchLoader(
             self.corpus.train,
             self.batch,
@@ -410,8 +436,8 @@ class Trainer:
         )
 
     def open_memory(self) -> MemoryCheckpointer | None:
-        """What copies the state into host memory, if `checkpoint.peer_every` asks for it. Removes what memory holds of
-        this run from earlier starts, except what this one goes on from."""
+        """The checkpointer that copies the state into host memory, if `checkpoint.peer_every` is set, else None.
+        Removes in-memory checkpoints of earlier starts of this run, except the one that this start resumes from."""
         nodes, settings = self.start.nodes, self.config.checkpoint
         nodes.remove_checkpoints(self.start.path if self.start.in_memory else None)
         if not settings.peer_every:
@@ -422,21 +448,23 @@ class Trainer:
         return memory
 
     def open_folder(self) -> list[str]:
-        """Makes the run folder that of this start: sets an earlier run aside, and notes what is about to be trained,
-        with which settings, by whom. Returns what is to be said."""
+        """Prepares the run folder for this start: sets an earlier run aside and records the settings and the ranks of
+        this one. Returns messages for the log."""
         places, start = self.world.gather(history.describe_place(self.world)), self.start
-        # Not before all ranks are here: one that is still building leaves at once, and the others would fail.
+        # Only after the `gather`, when all ranks are built: until then a signal ends its process at once, and the
+        # others fail with it. From here on it is deferred to a step.
         self.stop.defer(self.folder, lambda: self.state.step, self.config.run.steps)
         known = self.config, start.step, start.path, places
         return self.world.agree(  # `opening` is known to rank 0 alone
             lambda: history.begin_start(*known, self.opening, self.corpus.tokenizer, start.in_memory)
         )
 
-    def opened(self, open_it: Callable[[], T]) -> T:
-        """What writes to the run folder, opened on every rank, or refused on every rank where one cannot."""
+    def open_on_all_ranks(self, open_resource: Callable[[], T]) -> T:
+        """Opens on every rank something that writes to the run folder. If that fails on one rank, it is refused on
+        every rank, so that none waits for another."""
 
-        def explained() -> T:
+        def open_with_context() -> T:
             with history.report_errors(self.config, self.start.step), explain_errors("run.dir", self.folder):
-                return open_it()
+                return open_resource()
 
-        return self.world.together(explained)
+        return self.world.together(open_with_context)

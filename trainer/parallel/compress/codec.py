@@ -1,12 +1,12 @@
-"""Blockwise quantisation of gradients, in one format that torch operators write on CPUs and Triton kernels on GPUs.
+"""Blockwise quantisation of gradients. Torch operators write one format on CPUs, and Triton kernels the same on GPUs.
 
-A payload is bytes [rows, row_bytes]. A row is `[scales | codes]`: an fp32 scale for each block, filled up to a multiple
-of 16 bytes, then the blocks' codes. A block is `block` neighbouring elements of one parameter (its last block is filled
-up with zeros), so that parameters never share a scale. Symmetric quantisation to the block's largest magnitude m:
-`scale = m / largest code`, `code = floor(x / scale + 1/2)`; int4 packs element j with element j + block/2. `bf16` has
-no scales.
+A payload is bytes [rows, row_bytes]. A row is `[scales | codes]`: an fp32 scale for each block, padded to a multiple of
+16 bytes, and then the codes of the blocks. A block is `block` neighbouring elements of one parameter, whose last block
+is padded with zeros, so parameters never share a scale. Quantisation is symmetric to the largest magnitude m of a
+block: `scale = m / largest code`, `code = floor(x / scale + 1/2)`. int4 packs element j with element j + block/2.
+`bf16` has no scales.
 
-Non-finite gradients stay visible: a block with one decodes to non-finite values.
+Gradients that are not finite stay visible: a block that contains one decodes to values that are not finite.
 """
 
 from __future__ import annotations
@@ -26,21 +26,23 @@ if TYPE_CHECKING:
 T = TypeVar("T", int, Tensor)
 
 LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
-"""The largest code."""
+"""The largest code of each kind."""
 
 BITS = {"bf16": 16, "int8": 8, "int4": 4, "fp8": 8}
 
 TINY = 1e-30
-"""Blocks whose largest magnitude is smaller become zero: their scale could not be inverted."""
+"""Blocks whose largest magnitude is smaller become zero, because the inverse of their scale would overflow."""
 
 
 @dataclass(frozen=True)
 class BlockCodec:
     """How blocks become codes.
 
-    kind: bf16, int8, int4 or fp8 (e4m3). block: elements that share a scale. hadamard: the size of the orthonormal
-    Hadamard matrices by which blocks are rotated before, which spreads outliers; 0 for no rotation. stochastic: codes
-    are rounded up or down at random, such that their mean is the value."""
+    kind: bf16, int8, int4 or fp8 (e4m3). block: number of elements that share a scale. hadamard: size of the
+    orthonormal Hadamard matrices that rotate blocks before quantisation, which spreads outliers over many elements; 0
+    for no rotation. stochastic: whether codes are rounded up or down at random such that their expectation is the
+    value.
+    """
 
     kind: str
     block: int
@@ -52,11 +54,11 @@ class BlockCodec:
         return self.kind in LARGEST
 
     def scale_bytes(self, blocks: int) -> int:
-        """Bytes of a row's scales, after which its codes begin."""
+        """Bytes of a row's scales, behind which its codes begin."""
         return -(-blocks // 4) * 16 if self.scaled else 0
 
     def row_bytes(self, blocks: int) -> int:
-        """Size of a row of so many blocks."""
+        """Bytes of a row of so many blocks."""
         return self.scale_bytes(blocks) + blocks * self.block * BITS[self.kind] // 8
 
     def split(self, payload: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
@@ -66,18 +68,18 @@ class BlockCodec:
 
 
 class BlockLayout:
-    """Where the blocks of a payload lie in a flat tensor.
+    """Maps the blocks of a payload to elements of a flat tensor.
 
-    segments: (offset, length) in the tensor, in order. Each is filled up to a multiple of `grain` (a multiple of
-    `block`) and cut into blocks. rows: of the payload. Every row gets `count` blocks, in order; the last ones may be
-    empty."""
+    segments: (offset, length) in the tensor, in order. Each is padded to a multiple of `grain` (a multiple of `block`)
+    and cut into blocks. rows: of the payload. Every row has `count` blocks, in order; the last blocks may be empty.
+    """
 
     def __init__(
         self, segments: Sequence[tuple[int, int]], block: int, rows: int, device: torch.device, grain: int = 0
     ):
         self.block, self.rows, self.device, self.grain = block, rows, device, grain or block
         self.places, place = [], 0
-        """(first element among the blocks, offset, length) of each segment."""
+        """(first element among the blocks, offset in the tensor, length) of each segment."""
         for offset, length in segments:
             self.places.append((place, offset, length))
             place += -(-length // self.grain) * self.grain
@@ -85,29 +87,29 @@ class BlockLayout:
 
     @classmethod
     def dense(cls, rows: int, length: int, block: int, device: torch.device) -> BlockLayout:
-        """Blocks of a tensor that holds `rows` rows of `length` elements, a multiple of `block`."""
+        """The layout of a tensor that holds `rows` rows of `length` elements, a multiple of `block`, without gaps."""
         return cls([(0, rows * length)], block, rows, device)
 
     @property
     def length(self) -> int:
-        """Elements in a row."""
+        """Number of elements in a row, padding included."""
         return self.count * self.block
 
     def gather(self, flat: Tensor) -> Tensor:
-        """The blocks [rows, count, block] of a flat tensor, in its type."""
+        """Copies the elements of a flat tensor into blocks [rows, count, block], in the tensor's type."""
         blocks = flat.new_zeros(self.rows, self.count, self.block)
         for place, offset, length in self.places:
             blocks.view(-1)[place : place + length] = flat[offset : offset + length]
         return blocks
 
     def scatter(self, blocks: Tensor, flat: Tensor) -> None:
-        """Writes blocks [rows, count, block] to their places in a flat tensor."""
+        """Writes blocks [rows, count, block] to their places in a flat tensor. Padding is dropped."""
         for place, offset, length in self.places:
             flat[offset : offset + length] = blocks.view(-1)[place : place + length]
 
     @cached_property
     def table(self) -> tuple[Tensor, Tensor]:
-        """For kernels: offset (int64) and length (int32) of every block [rows x count]."""
+        """For the kernels: offset (int64) and length (int32) of every block, [rows x count] each."""
         starts = torch.zeros(self.rows * self.count, dtype=torch.int64)
         lengths = torch.zeros(self.rows * self.count, dtype=torch.int32)
         for place, offset, length in self.places:
@@ -119,25 +121,28 @@ class BlockLayout:
 
 
 class ErrorFeedback:
-    """Error feedback: the quantisation errors of earlier steps, added to the next gradient (Seide et al., Interspeech
-    2014).
+    """Error feedback: the quantisation errors of earlier steps are added to the next gradient (Seide et al., 1-bit SGD,
+    Interspeech 2014).
 
-    `classic` keeps the whole error in fp32: what t steps have sent is the sum of their gradients minus the error kept.
-    `average8` keeps a moving average of errors in int8 with a scale for each block, in a quarter of the memory (LoCo,
-    arXiv 2407.04480). Errors are kept in units of the gradient without the loss scale, rotated as the codec rotates.
+    `classic` keeps the whole error in fp32: what t steps have sent is the sum of their gradients minus the error that
+    is kept. `average8` keeps a moving average of errors in int8 with a scale for each block, in a quarter of the memory
+    (LoCo, arXiv 2407.04480). Errors are in units of the gradient without the loss scale, and rotated as the codec
+    rotates.
 
-    kept: the errors that the next step adds. left: the errors of the step in progress. `end_step` makes them the kept
-    ones, unless the step's update was skipped."""
+    kept: the errors that the next step adds. pending: the errors of the step in progress. `end_step` makes them the
+    kept ones, unless the step's update was skipped.
+    """
 
     DECAY = 0.8
     RESET = 1024
-    """average8: the average is reset every so many steps."""
+    """average8: number of steps after which the average is reset."""
 
     def __init__(self, kind: str, blocks: BlockLayout):
         self.kind = kind
         shape = blocks.rows, blocks.count, blocks.block
+        # Two sets: whether the step's update is applied is known only after the errors have been computed.
         self.kept = self._zeros(shape, blocks.device)
-        self.left = self._zeros(shape, blocks.device)
+        self.pending = self._zeros(shape, blocks.device)
 
     def _zeros(self, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
         if self.kind == "classic":
@@ -145,25 +150,27 @@ class ErrorFeedback:
         return torch.zeros(shape, dtype=torch.int8, device=device), torch.zeros(shape[:-1], device=device)
 
     def read(self) -> Tensor:
-        """The errors kept, in fp32: [rows, count, block]."""
+        """The kept errors in fp32: [rows, count, block]."""
         values = self.kept[0].float()
         return values if self.kind == "classic" else values * self.kept[1].unsqueeze(-1)
 
-    def write(self, left: Tensor) -> None:
-        """Takes the errors of the step in progress: [rows, count, block]."""
+    def write(self, error: Tensor) -> None:
+        """Stores the errors of the step in progress: [rows, count, block]."""
         if self.kind == "classic":
-            self.left[0].copy_(left)
+            self.pending[0].copy_(error)
             return
-        average = self.DECAY * self.read() + (1 - self.DECAY) * left
+        average = self.DECAY * self.read() + (1 - self.DECAY) * error
         scale, inverse = scale_of(average, 127.0)
-        self.left[0].copy_((average * inverse.unsqueeze(-1) + 0.5).floor_().clamp_(-127, 127))
-        self.left[1].copy_(scale)
+        self.pending[0].copy_((average * inverse.unsqueeze(-1) + 0.5).floor_().clamp_(-127, 127))
+        self.pending[1].copy_(scale)
 
     def end_step(self, found_inf: Tensor, step: int) -> None:
-        """After step number `step`: keeps its errors, unless its update was skipped (`found_inf`, a scalar, is 1)."""
-        anew = self.kind == "average8" and step % self.RESET == 0
-        for kept, left in zip(self.kept, self.left):
-            kept.copy_(torch.where(found_inf > 0, kept, torch.zeros_like(left) if anew else left))
+        """After step number `step`: keeps its errors, unless its update was skipped (`found_inf`, a scalar tensor, is
+        1). Selects on the device, so the host waits for nothing."""
+        reset = self.kind == "average8" and step % self.RESET == 0
+        for kept, pending in zip(self.kept, self.pending):
+            # A skipped step is run again or dropped. Its errors belong to gradients that were never applied.
+            kept.copy_(torch.where(found_inf > 0, kept, torch.zeros_like(pending) if reset else pending))
 
 
 def pack_blocks(
@@ -174,26 +181,29 @@ def pack_blocks(
     unit: Tensor | None = None,
     seed: int = 0,
 ) -> Tensor:
-    """Encodes the blocks of a flat tensor of any float type: the payload [rows, row_bytes].
+    """Encodes the blocks of a flat tensor of any float type. Returns the payload [rows, row_bytes].
 
-    errors: those of earlier steps are added first; those of this step are written to it. unit: the loss scale, a scalar
-    tensor. seed: for stochastic rounding."""
+    errors: those of earlier steps are added first, and those of this step are written to it. unit: the loss scale, a
+    scalar tensor. seed: for stochastic rounding.
+    """
     if flat.is_cuda:
         return triton_pack(codec, flat, blocks, errors, unit, seed)
     values = hadamard_rotate(blocks.gather(flat).float(), codec.hadamard)
     if errors is None:
         return encode_blocks(codec, values, seed)[0]
-    payload, left = encode_blocks(codec, values + errors.read() * unit, seed)
-    errors.write(left / unit)
+    # The gradient contains this step's loss scale and the errors do not, because the scale may change between steps.
+    payload, error = encode_blocks(codec, values + errors.read() * unit, seed)
+    errors.write(error / unit)
     return payload
 
 
 def unpack_blocks(codec: BlockCodec, payload: Tensor, blocks: BlockLayout, flat: Tensor) -> None:
-    """Decodes a payload [senders, rows, row_bytes], sums it over senders, and writes the sum to its places in
+    """Decodes a payload [senders, rows, row_bytes], sums it over senders in fp32, and writes the sum to its places in
     `flat`."""
     if flat.is_cuda:
         triton_unpack(codec, payload, blocks, flat)
     else:
+        # The rotation is linear, so rotating back once after the sum equals rotating back each sender's part.
         blocks.scatter(hadamard_rotate(decode_payload(codec, payload, blocks.count), codec.hadamard), flat)
 
 
@@ -205,12 +215,12 @@ def triton_pack(
     unit: Tensor | None = None,
     seed: int = 0,
 ) -> Tensor:
-    """`pack_blocks` in one pass over the gradient, with the same bits."""
+    """`pack_blocks` on a GPU, in one pass over the gradient and with the same bits."""
     from trainer.kernels import quantize  # needs Triton
 
     payload = torch.empty(blocks.rows, codec.row_bytes(blocks.count), dtype=torch.uint8, device=flat.device)
     feedback = (
-        {"feedback": errors.kind, "decay": errors.DECAY, "kept": errors.kept, "left": errors.left, "unit": unit}
+        {"feedback": errors.kind, "decay": errors.DECAY, "kept": errors.kept, "left": errors.pending, "unit": unit}
         if errors
         else {}
     )
@@ -219,14 +229,14 @@ def triton_pack(
 
 
 def triton_unpack(codec: BlockCodec, payload: Tensor, blocks: BlockLayout, flat: Tensor) -> None:
-    """`unpack_blocks` in one pass over the received bytes, with the same bits."""
+    """`unpack_blocks` on a GPU, in one pass over the received bytes and with the same bits."""
     from trainer.kernels import quantize
 
     quantize.unpack_blocks(_form(codec, blocks), payload, blocks.table, flat)
 
 
 def _form(codec: BlockCodec, blocks: BlockLayout) -> quantize.BlockFormat:
-    """The codec as the kernels see it."""
+    """The codec in the form that the kernels take."""
     from trainer.kernels import quantize
 
     return quantize.BlockFormat(
@@ -241,9 +251,9 @@ def _form(codec: BlockCodec, blocks: BlockLayout) -> quantize.BlockFormat:
 
 
 def encode_blocks(codec: BlockCodec, blocks: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Quantises blocks [rows, count, block], which are rotated already if the codec rotates.
+    """Quantises blocks [rows, count, block]. They are rotated already if the codec rotates.
 
-    Returns the payload [rows, row_bytes] and the quantisation error, in fp32 and rotated: [rows, count, block].
+    Returns the payload [rows, row_bytes], and the quantisation error in fp32, rotated: [rows, count, block].
     """
     rows, count, block = blocks.shape
     payload = torch.zeros(rows, codec.row_bytes(count), dtype=torch.uint8, device=blocks.device)
@@ -260,20 +270,24 @@ def encode_blocks(codec: BlockCodec, blocks: Tensor, seed: int = 0) -> tuple[Ten
         quantised = scaled.clamp(-largest, largest).to(torch.float8_e4m3fn)
         codes.copy_(quantised.view(rows, -1).view(torch.uint8))
     else:
+        # floor(x + u) with u uniform in [0, 1) has the mean x; with u = 1/2 it rounds to nearest.
         up = uniform_noise(scaled.shape, seed, blocks.device) if codec.stochastic else 0.5
         quantised = (scaled + up).floor_().clamp_(-largest, largest)
         if codec.kind == "int8":
             codes.copy_(quantised.to(torch.int8).view(rows, -1).view(torch.uint8))
         else:
+            # Codes -7 to 7 become 1 to 15, so that two of them fit into a byte without a sign.
             low, high = (quantised + 8).to(torch.uint8).split(block // 2, -1)
             codes.copy_((low | high << 4).view(rows, -1))
     return payload, blocks - quantised.float() * scale.unsqueeze(-1)
 
 
 def decode_payload(codec: BlockCodec, payload: Tensor, count: int) -> Tensor:
-    """Decodes a payload and sums it over senders, in their order, in fp32; still rotated.
+    """Decodes a payload and sums it over senders, in fp32 and in the order of senders, which makes the sum
+    deterministic. The result is still rotated.
 
-    payload [senders, rows, row_bytes] -> [rows, count, block]."""
+    payload: [senders, rows, row_bytes] -> [rows, count, block].
+    """
     total = torch.zeros(payload.shape[1], count, codec.block, device=payload.device)
     for row in payload:
         scales, codes = codec.split(row, count)
@@ -291,7 +305,8 @@ def decode_payload(codec: BlockCodec, payload: Tensor, count: int) -> Tensor:
 
 
 def scale_of(blocks: Tensor, largest: float) -> tuple[Tensor, Tensor]:
-    """The scale of each block and its inverse; NaN and 0 where a block is not finite."""
+    """The scale of each block [...] and its inverse, from blocks [..., block]. A block that is not finite gets a scale
+    that is not finite and an inverse of zero."""
     magnitude = blocks.abs().amax(-1)
     scale = torch.where(magnitude < TINY, 0.0, magnitude * (1 / largest))
     return scale, torch.where(scale > 0, 1 / scale, 0.0)
@@ -303,11 +318,13 @@ def hadamard_factor(size: int) -> float:
 
 
 def hadamard_rotate(blocks: Tensor, size: int) -> Tensor:
-    """Multiplies runs of `size` elements by the orthonormal Hadamard matrix, which is its own inverse."""
+    """Multiplies runs of `size` elements by the orthonormal Hadamard matrix, which is its own inverse (fast
+    Walsh-Hadamard transform)."""
     if not size:
         return blocks
     values, half = blocks, 1
     while half < size:
+        # One butterfly step. After log2(size) steps every element is a signed sum of all elements of its run.
         low, high = values.view(-1, 2, half).unbind(1)
         values = torch.stack([low + high, low - high], 1)
         half *= 2
@@ -315,8 +332,8 @@ def hadamard_rotate(blocks: Tensor, size: int) -> Tensor:
 
 
 def uniform_noise(shape: Sequence[int], seed: int, device: torch.device) -> Tensor:
-    """Numbers in [0, 1) as a function of seed and position alone: a 32-bit finaliser (Wellons, lowbias32) of the
-    position."""
+    """Numbers in [0, 1) as a function of seed and position alone, so that the kernels draw the same ones: a 32-bit
+    finaliser (Wellons, lowbias32) of the position."""
     word = torch.arange(math.prod(shape), device=device) & 0xFFFFFFFF
     return (_finalised(word ^ mix_seed(seed)) >> 8).float().mul_(2.0**-24).view(shape)
 
@@ -324,12 +341,14 @@ def uniform_noise(shape: Sequence[int], seed: int, device: torch.device) -> Tens
 def mix_seed(seed: int) -> int:
     """A hash of the seed, in 31 bits.
 
-    Positions are combined with it bit by bit. With the plain seed, seeds that differ in few bits would draw the same
-    numbers in another order."""
+    Positions are combined with it by exclusive or. With the plain seed, two seeds that differ in few bits would draw
+    the same numbers in another order.
+    """
     return _finalised(seed & 0xFFFFFFFF) & 0x7FFFFFFF
 
 
 def _finalised(word: T) -> T:
+    # The constants of lowbias32. In Python integers the mask stands for the overflow of 32 bits.
     for shift, multiplier in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         word = ((word ^ word >> shift) * multiplier) & 0xFFFFFFFF
     return word ^ word >> 16

@@ -1,10 +1,11 @@
 """Reductions of gradients over the data-parallel ranks with quantised hops, in place of FSDP's own reductions.
 
-FSDP passes one flat buffer for each unit: each layer, and embedding, final norm and head together. It has a row for
-each rank of the shard group, with that rank's shard of each parameter. `UnitMessage` reduces it: by a reduce-scatter
-within the shard group, then by an all-reduce over replicas. Each goes over one link or, where its group spans nodes,
-over two: an all-to-all over the ranks of all nodes would cross the network once for every rank of a node (Wang et al.,
-arXiv 2306.10209)."""
+FSDP passes one flat buffer for each unit (a layer; or embedding, final norm and head together). It has a row for each
+rank of the shard group, with that rank's shard of each parameter. `UnitMessage` reduces it by a reduce-scatter within
+the shard group and then by an all-reduce over replicas. Each of them takes one link or, where its group spans several
+nodes, two: with a flat all-to-all over the ranks of all nodes, every rank of a node would send its own copy over the
+network (ZeRO++, Wang et al., arXiv 2306.10209).
+"""
 
 from __future__ import annotations
 
@@ -34,8 +35,9 @@ from trainer.precision.scaler import LossScale
 class LinkUse:
     """One use of a link in a reduction.
 
-    blocks: what is sent. places: where the received blocks are written. errors: what quantisation left out of earlier
-    steps, None without error feedback."""
+    blocks: layout of what is sent. places: layout of where the received blocks are written. errors: error feedback,
+    i.e. what quantisation left out of earlier steps; None without it.
+    """
 
     link: CompressedLink
     blocks: BlockLayout
@@ -44,12 +46,13 @@ class LinkUse:
 
 
 class CodedPath:
-    """The reduction of a message's quantised parameters over `links`: a reduce-scatter over the first link to the last
-    and, for an all-reduce, an all-gather over the last link to the first.
+    """The reduction of a message's quantised parameters over `links`: a reduce-scatter from the first link to the last
+    and, for an all-reduce, an all-gather back from the last link to the first.
 
     segments: (offset, length) of the parameters in the message, in the order in which their blocks go to the `rows`
-    ranks. parts: (offset, length) in a reduce-scatter's result at which this rank's share is written; None for an
-    all-reduce."""
+    ranks. parts: (offset, length) in a reduce-scatter's result where this rank's share is written; None for an
+    all-reduce.
+    """
 
     def __init__(
         self,
@@ -60,31 +63,34 @@ class CodedPath:
         feedback: dict[str, str],
         device: torch.device,
     ):
+        # Links may have codecs with different block sizes. Padding every segment to the largest one gives rows of the
+        # same length on all links.
         grain = max(link.codec.block for link in links if link.codec is not None)
         block = [link.codec.block if link.codec is not None else grain for link in links]
         start = [BlockLayout(segments, size, rows, device, grain) for size in block]
         length = start[0].length
         self.length, self.device = length, device
         self.scatter_uses: list[LinkUse] = []
-        left = rows
+        remaining = rows
+        # Each hop divides the number of rows by the size of its group, until the last leaves this rank's share.
         for index, link in enumerate(links):
-            blocks = start[0] if index == 0 else BlockLayout.dense(left, length, block[index], device)
-            left //= link.size
+            blocks = start[0] if index == 0 else BlockLayout.dense(remaining, length, block[index], device)
+            remaining //= link.size
             last_of_scatter = parts is not None and index == len(links) - 1
             places = (
                 BlockLayout(parts, block[index], 1, device, grain)
                 if last_of_scatter
-                else BlockLayout.dense(left, length, block[index], device)
+                else BlockLayout.dense(remaining, length, block[index], device)
             )
             self.scatter_uses.append(LinkUse(link, blocks, places, _errors(link, feedback, blocks)))
         self.gather_uses: list[LinkUse] = []
         if parts is None:
-            # The first link of the all-gather that has a codec encodes; the links after it pass its bytes on, so that
-            # all ranks decode the same bytes.
+            # The first link of the all-gather that has a codec encodes. The links after it pass its bytes on unchanged,
+            # so all ranks decode the same bytes and replicas stay equal.
             encoder = next(index for index in reversed(range(len(links))) if links[index].codec is not None)
             for index in reversed(range(len(links))):
-                blocks = BlockLayout.dense(left, length, block[encoder], device)
-                left *= links[index].size
+                blocks = BlockLayout.dense(remaining, length, block[encoder], device)
+                remaining *= links[index].size
                 self.gather_uses.append(
                     LinkUse(
                         links[index],
@@ -99,18 +105,21 @@ class CodedPath:
         return (use.errors for use in [*self.scatter_uses, *self.gather_uses] if use.errors is not None)
 
     def scatter(self, flat: Tensor, target: Tensor, unit: Tensor, seed: int) -> None:
-        """Reduce-scatter of `flat` into `target`, which for an all-reduce is this rank's share [length]."""
+        """Reduce-scatter of `flat` into `target`, which for an all-reduce is this rank's share [length]. unit: the loss
+        scale. seed: for stochastic rounding."""
         for use in self.scatter_uses:
             last = use is self.scatter_uses[-1]
             result = target if last else torch.empty(use.places.rows * self.length, device=self.device)
             use.link.scatter(flat, use.blocks, result, use.places, use.errors, unit, seed)
+            # Another seed for each hop: with the same one their rounding errors would be correlated.
             flat, seed = result, seed + 1
 
     def reduce(self, flat: Tensor, unit: Tensor, seed: int, common: int) -> None:
-        """All-reduce in place; all ranks get the same bits.
+        """All-reduce of `flat` in place. All ranks get the same bits.
 
-        common: a seed that is the same on all ranks. Where the last link is not quantised, several nodes encode the
-        same values before the all-gather, and have to round them alike."""
+        common: a seed that is equal on all ranks. Where the last link is not quantised, several nodes hold the same
+        sums and encode them before the all-gather. They have to round them alike.
+        """
         share = torch.empty(self.length, device=self.device)
         self.scatter(flat, share, unit, seed)
         moving, codec = share.view(1, -1), None
@@ -128,13 +137,14 @@ def _errors(link: CompressedLink, feedback: dict[str, str], blocks: BlockLayout)
 
 
 class UnitMessage:
-    """The gradients of one FSDP unit, and how they are reduced.
+    """The gradients of one FSDP unit and how they are reduced.
 
-    The object is FSDP's custom reduce-scatter (`set_custom_reduce_scatter`); `reduce` is FSDP's all-reduce hook
-    (`set_all_reduce_hook`)."""
+    The object itself is FSDP's custom reduce-scatter (`set_custom_reduce_scatter`); `reduce` is FSDP's all-reduce hook
+    (`set_all_reduce_hook`).
+    """
 
     def __init__(self, owner: Compression, number: int, parameters: dict[str, tuple[int, bool]]):
-        """parameters: by name, the elements in a row of the buffer, and whether they may be quantised."""
+        """parameters: by name, the number of elements in a row of the buffer, and whether they may be quantised."""
         self.owner, self.number, self.parameters = owner, number, parameters
         self.coded, self.plain, self.chunk = [], [], 0
         for length, quantised in parameters.values():
@@ -145,6 +155,8 @@ class UnitMessage:
         ranks = owner.shards
         if owner.coded(owner.scatter_links) and self._large(self.chunk * ranks):
             local = owner.scatter_links[0].size
+            # With two hops, the first sends to the ranks of this node, so its destinations' rows must be contiguous:
+            # all rows of local rank 0 on every node, then those of local rank 1. With one hop this is the identity.
             order = [place * local + first for first in range(local) for place in range(ranks // local)]
             segments = [(row * self.chunk + offset, length) for row in order for offset, length in self.coded]
             self.scatter_path = CodedPath(
@@ -156,6 +168,7 @@ class UnitMessage:
             )
 
     def _large(self, elements: int) -> bool:
+        # `min_size` is in bytes of fp32. Small messages cost latency, not bandwidth, so they are not quantised.
         return bool(self.coded) and 4 * elements >= self.owner.settings.min_size
 
     @property
@@ -163,7 +176,7 @@ class UnitMessage:
         return (errors for path in (self.scatter_path, self.reduce_path) if path is not None for errors in path.errors)
 
     def allocate(self, size: torch.Size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for a message or its result; FSDP calls this."""
+        """Memory for a message or for its result. FSDP calls this."""
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
@@ -174,11 +187,13 @@ class UnitMessage:
         op: dist.ReduceOp,
         async_op: bool = False,
     ) -> None:
-        """Reduce-scatter of rows [shards, chunk] into this rank's [chunk]."""
+        """Reduce-scatter of rows [shards x chunk] into this rank's [chunk]. FSDP calls this on its reduce-scatter
+        stream."""
         if self.scatter_path is None:
             self.owner.whole_scatter.scatter_plain(input_tensor, output_tensor)
             return
         self._check(output_tensor)
+        # Parameters that may not be quantised (norms, biases) travel in one plain collective beside the encoded ones.
         if self.plain:
             rows = torch.cat(
                 [input_tensor.view(-1, self.chunk)[:, offset : offset + length] for offset, length in self.plain], 1
@@ -190,15 +205,17 @@ class UnitMessage:
 
     @torch.no_grad()
     def reduce(self, output: Tensor) -> None:
-        """All-reduce of [chunk] over replicas. Before the last reduction of a step, `output` is only accumulated."""
-        if output.is_cuda:  # FSDP may free it, after adding or casting it, before this stream is done
+        """All-reduce of [chunk] over replicas, in place. Before a step's last reduction, `output` is only
+        accumulated."""
+        # FSDP allocated `output` on another stream, and may free it before this stream has used it.
+        if output.is_cuda:
             output.record_stream(torch.cuda.current_stream())
         if self.partial is not None:
             output += self.partial
             self.partial = None
         if not self.owner.last:
             self.partial = output.clone()
-            output.zero_()  # FSDP adds it to its gradient
+            output.zero_()  # FSDP adds it to the gradient; the whole sum follows with the last reduction
             return
         if self.reduce_path is None:
             self.owner.whole_reduce.sum_plain(output)
@@ -215,12 +232,16 @@ class UnitMessage:
             output[offset : offset + length] = part
 
     def _check(self, output: Tensor) -> None:
+        """FSDP leaves parameters without a gradient out of the buffer, which would shift the offsets of all parameters
+        behind them."""
         if output.numel() != self.chunk:
             raise RuntimeError(
                 f"a message of {self.chunk} elements was reduced with {output.numel()}: a parameter had no gradient"
             )
 
     def _seed(self, use: int, rank: int | None = None) -> int:
+        """A seed that differs between steps, ranks, messages and uses (hops) of a message. Equal on all ranks with
+        rank=0."""
         word = (
             (self.owner.step * 0x9E3779B1 + (self.owner.rank if rank is None else rank)) * 0x85EBCA6B
             + self.number * 16
@@ -230,12 +251,12 @@ class UnitMessage:
 
 
 def compression_of(settings: GradCommConfig, plan: Plan, world: World) -> Compression | NoCompression:
-    """The compression of gradients that `parallel.grad_comm` asks for. All ranks call it together."""
+    """The compression of gradients that `parallel.grad_comm` sets. All ranks call it together."""
     return Compression(settings, plan, world) if enabled_codecs(settings) else NoCompression()
 
 
 class NoCompression:
-    """Stands for `Compression` where no hop has a codec: gradients travel as the engine sends them."""
+    """Stands for `Compression` where no hop has a codec: FSDP's own reductions are used."""
 
     adds_replicas = once = False
     feedback_bytes, last, partial_sums, errors = 0, True, (), ()
@@ -259,14 +280,15 @@ class NoCompression:
 
 
 class Compression:
-    """The quantised hops of a plan: their links, and the messages of this rank's stages.
+    """The quantised hops of a plan: their links, and the messages of this rank's stages. All ranks construct it
+    together.
 
-    All ranks construct it together. last: set before every reduction; whether it is the stage's last in the step. unit:
-    the step's loss scale, by which gradients are multiplied.
+    last: whether the next reduction is the stage's last one in the step; set before every reduction. unit: the step's
+    loss scale, which the gradients contain.
     """
 
     adds_replicas = True
-    """It also adds up replicas, so FSDP is to reduce within the shard group alone."""
+    """It also sums over replicas, so FSDP only has to reduce within the shard group."""
 
     def __init__(self, settings: GradCommConfig, plan: Plan, world: World):
         self.settings, self.device, self.rank = settings, world.device, world.rank
@@ -277,6 +299,7 @@ class Compression:
         scattered, reduced = reduction_routes(plan, node_size(world.size))
         self.scatter_links = _links(scattered, world, "shard", settings)
         self.reduce_links = _links(reduced, world, "replicate", settings)
+        # Plain links over the whole groups, for what is not quantised. Their traffic counts as that of the last hop.
         self.whole_scatter, self.whole_reduce = (
             CompressedLink(route.hops[-1][0], world.dimensions[name].get_group(), None) if route else None
             for route, name in ((scattered, "shard"), (reduced, "replicate"))
@@ -288,12 +311,12 @@ class Compression:
 
     @property
     def once(self) -> bool:
-        """Whether gradients are reduced only once a step, whatever the plan: each quantised reduction would add an
+        """Whether gradients are reduced only once a step under every plan, because each quantised reduction adds an
         error."""
         return self.coded(self.scatter_links)
 
     def attach(self, model: nn.Module, policies: dict[str, ParameterPolicy]) -> None:
-        """Takes over the reductions of a sharded model's units."""
+        """Replaces the reductions of a sharded model's units."""
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         for unit in fsdp_units(model):
             parameters = {
@@ -308,13 +331,13 @@ class Compression:
                 unit.set_all_reduce_hook(message.reduce)
 
     def begin_step(self, step: int, scaler: LossScale) -> None:
-        """Before optimizer step `step`, with its loss scale."""
+        """Before optimizer step number `step`. scaler: its loss scale."""
         self.step, self.unit = step, scaler.value
         for link in self._all_links():
             link.sent = 0
 
     def end_step(self, found_inf: Tensor) -> None:
-        """After the step, whose update was skipped where `found_inf` (a scalar) is one."""
+        """After the step. Its errors count only if its update was applied (`found_inf`, a scalar, is zero)."""
         for message in self.messages:
             for errors in message.errors:
                 errors.end_step(found_inf, self.step + 1)
@@ -326,18 +349,20 @@ class Compression:
 
     @property
     def feedback_bytes(self) -> int:
-        """Bytes of this rank's error feedback: errors of earlier steps, and of the step in progress."""
+        """Bytes of this rank's error feedback, of earlier steps and of the step in progress."""
         return sum(part.nbytes for part in self.errors)
 
     def identity(self) -> dict[str, Any]:
-        """What the meaning of `tensors` depends on. The same on all ranks, which call it together.
+        """Everything that the meaning of `tensors` depends on, as JSON data. Equal on all ranks, which call it
+        together.
 
-        Ranks of a pipeline have different messages, so a hash of all ranks' messages is part of it."""
+        Ranks of a pipeline have different messages, so a hash of all ranks' messages is included.
+        """
         everyone = gather_objects(name_seed(0, json.dumps([message.parameters for message in self.messages])))
         return json.loads(
             json.dumps(
                 {
-                    "chosen": [],  # part of the format: what codec=auto had chosen, which there was once
+                    "chosen": [],  # part of the format: the choices of codec=auto, which earlier versions had
                     "settings": dataclasses.asdict(self.settings),
                     "plan": self.plan.to_dict(),
                     "hops": [[link.kind, link.size] for link in [*self.scatter_links, *self.reduce_links]],
@@ -347,23 +372,24 @@ class Compression:
         )
 
     def resume(self, saved: dict[str, Any] | None) -> bool:
-        """Whether settings and plan are those of a checkpoint, so that `tensors` can be filled from it. saved: its
-        `identity`, None where it has none. All ranks call it together."""
+        """Whether settings and plan equal those of a checkpoint, so that `tensors` can be filled from it. saved: the
+        checkpoint's `identity`, or None. All ranks call it together."""
         return saved is not None and self.identity() == with_chosen_codecs(saved)
 
     @property
     def partial_sums(self) -> list[Tensor]:
-        """What is accumulated of a step's gradients before their last reduction."""
+        """The accumulated gradients of a step before its last reduction."""
         return [message.partial for message in self.messages if message.partial is not None]
 
     @property
     def errors(self) -> Iterator[Tensor]:
         """All tensors of error feedback."""
-        return (part for message in self.messages for one in message.errors for part in (*one.kept, *one.left))
+        return (part for message in self.messages for one in message.errors for part in (*one.kept, *one.pending))
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds: the error feedback of this rank."""
+        """The error feedback of this rank, as a checkpoint holds it."""
         return {
+            # Errors belong to a rank, not to a parameter: two ranks quantise different gradients of the same parameter.
             f"compression.{self.rank}.{message.number}.{index}.{part}": tensor
             for message in self.messages
             for index, errors in enumerate(message.errors)
@@ -373,6 +399,7 @@ class Compression:
     def close(self) -> None:
         """Destroys the process groups that only this object uses. All ranks call it together."""
         for links in (self.scatter_links, self.reduce_links):
+            # A single link uses a group of the mesh, which others need too.
             for link in links if len(links) > 1 else ():
                 dist.destroy_process_group(link.group)
 
@@ -381,8 +408,8 @@ class Compression:
 
 
 def with_chosen_codecs(saved: dict[str, Any]) -> dict[str, Any]:
-    """The identity in a checkpoint, with codecs set by hand. Earlier versions had codec=auto, which measured whether
-    int8 paid on a hop, and noted in `chosen` the hops on which it did."""
+    """A checkpoint's identity with explicit codecs. Earlier versions had codec=auto, which measured on which hops int8
+    pays, and saved these in `chosen`."""
     settings = saved.get("settings")
     if not isinstance(settings, dict):
         return saved
@@ -396,18 +423,19 @@ def with_chosen_codecs(saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def resolve_codec(hop: HopConfig) -> BlockCodec | None:
-    """The codec of a hop."""
+    """The codec of a hop, None where it sends gradients as they are."""
     if hop.codec == "none":
         return None
     return BlockCodec(hop.codec, hop.block or BLOCK[hop.codec], hop.hadamard, hop.stochastic)
 
 
 def _links(route: ReductionRoute | None, world: World, name: str, settings: GradCommConfig) -> list[CompressedLink]:
-    """The links of a route, first to last, with their codecs."""
+    """The links of a route with their codecs, from first to last. All ranks call it together."""
     if route is None:
         return []
     groups = [world.dimensions[name].get_group()]
     if len(route.hops) > 1:
+        # Hop 1 connects the ranks of a node; hop 2 connects the ranks with the same place in their nodes.
         within = [part for group in route.groups for part in group]
         between = [ranks for group in route.groups for ranks in zip(*group)]
         groups = [_group(members, world) for members in (within, between)]
@@ -419,5 +447,7 @@ def _links(route: ReductionRoute | None, world: World, name: str, settings: Grad
 
 def _group(members: list[tuple[int, ...]], world: World) -> dist.ProcessGroup:
     """The group among `members` that this rank is in. All ranks call it together."""
+    # `new_group` is a collective over all ranks: each rank creates every group, in the same order, also those that it
+    # is not in.
     groups = [dist.new_group(list(ranks), timeout=world.timeout) for ranks in members]
     return next(group for group, ranks in zip(groups, members) if world.rank in ranks)

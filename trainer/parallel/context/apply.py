@@ -1,4 +1,4 @@
-"""Context parallelism, put onto a model: which process groups bring its sequences together."""
+"""Context parallelism applied to a model: which process groups exchange heads and which gather keys."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ Member = TypeVar("Member", bound=TensorGroup)
 
 
 def share_sequences(model: Stage, config: Config, spec: ModelSpec, plan: Plan, world: World) -> None:
-    """Lets a model compute this rank's part of each sequence, where the plan has ranks that share them."""
+    """Lets a model compute only this rank's part of each sequence, where the plan has ranks that share sequences."""
     context = resolve_context(config, spec, plan, node_size(world.size))
     if context is None:
         return
     assert world.context is not None and world.context.size() == plan.cp, "the mesh was made for another plan"
+    # Runs of `inner` neighbours exchange heads; the ranks with the same place in their runs gather keys. With one of
+    # the two sizes at 1, the whole context group does the other, and no further process group is needed.
     heads, keys = None, None
     if context.outer == 1:
         heads = world.context.get_group()
@@ -35,5 +37,5 @@ def share_sequences(model: Stage, config: Config, spec: ModelSpec, plan: Plan, w
 
 
 def make_member(group: dist.ProcessGroup | None, kind: type[Member] = TensorGroup) -> Member | None:
-    """This rank in a process group."""
+    """This rank as a member of a process group, None without one. kind: the implementation of the communication."""
     return None if group is None else kind(group.group_name, dist.get_rank(group), dist.get_world_size(group))

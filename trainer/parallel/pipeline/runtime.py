@@ -1,6 +1,8 @@
 """Runs a schedule: the micro-batches of one optimizer step, forward and backward, on the stages that this rank holds.
 
-Every training step goes through here, also that of a rank without a pipeline (one stage; F, B, F, B ...).
+Every training step goes through here. A rank without a pipeline has one stage and the order F, B, F, B, and so on. The
+actions (F, B, I, W and the transfers between them) are those of `planning/schedules/ir.py`; `lower.py` derives this
+rank's program from the schedule.
 """
 
 from __future__ import annotations
@@ -31,66 +33,70 @@ if TYPE_CHECKING:
     from trainer.data.batches import MicroBatch
 
 PATIENCE = 1.0
-"""Seconds that a rank waits for an explanation in the store after a transfer broke; then it reports that its peer has
-died without a word. A broken collective does not tell which connection failed, so after one a rank waits five times as
-long for another rank's explanation."""
+"""Seconds that a rank waits for an explanation in the store after a transfer failed. After that it reports that its
+peer died without one. The error of a broken collective does not say which connection failed, so after one a rank waits
+five times as long for another rank's explanation."""
 
 STEPS_TIMED = 3
-"""Steps whose times are kept: on CUDA the newest are still running when they are asked for."""
+"""Number of steps whose times are kept. On CUDA the newest steps are still running when times are read."""
 
 EVALUATED_TOGETHER = 8
-"""Micro-batches per rank that an evaluation has on their way: no backward pass holds back the first ranks there."""
+"""Micro-batches per pipeline rank that an evaluation runs before it waits for its transfers. Without backward passes
+nothing else would keep the first stages from running ahead, with all their outputs in memory."""
 
 
 class StageSharding(Protocol):
-    """What happens to a stage's parameters and gradients around its computation (ZeRO)."""
+    """Gathers a stage's parameters and reduces its gradients around its computation (ZeRO). Called by the runtime."""
 
     def begin(self, stage: int) -> None:
-        """A step starts: no reduction until one is asked for."""
+        """At the start of a step: no backward pass reduces until `begin_reducing_backward` or `reduce_now`."""
 
     def unshard(self, stage: int) -> None:
-        """The stage is needed soon: starts to gather its parameters."""
+        """Starts to gather the stage's parameters, which are needed soon."""
 
     def reshard(self, stage: int) -> None:
-        """The stage is not needed for a while: gathered parameters may go."""
+        """The stage is not needed for a while: its gathered parameters may be freed."""
 
     def accumulate(self, stage: int) -> None:
-        """Weight gradients were computed outside of a backward pass (W)."""
+        """After weight gradients were computed outside of a backward pass (W): takes them over."""
 
     def begin_reducing_backward(self, stage: int) -> None:
-        """The next backward pass (B) reduces the stage's gradients itself, overlapped; no `reduce_now` follows."""
+        """Before a full backward pass (B) that reduces the stage's gradients itself, overlapped. No `reduce_now`
+        follows it."""
 
     def end_reducing_backward(self, stage: int) -> None:
-        """That backward pass has run."""
+        """After that backward pass."""
 
     def reduce_now(self, stage: int) -> None:
-        """Reduces the gradients accumulated on the stage."""
+        """Reduces the gradients that the stage has accumulated."""
 
     def end(self, stage: int) -> None:
-        """The step's last action has run."""
+        """After the step's last action."""
 
 
 class DeferredGrads(Protocol):
-    """Where linear layers leave the work of their weight gradients."""
+    """Where linear layers leave the computation of their weight gradients. See `model.linear.DeferredGrads`."""
 
     active: bool
-    """While it is set, a backward pass leaves that work instead of doing it."""
+    """While it is set, backward passes leave weight gradients for later instead of computing them."""
 
     def take(self) -> Callable[[], None]:
-        """Everything left since the last call, as one function that computes and accumulates it."""
+        """Everything left since the last call, as one function that computes the gradients and accumulates them."""
 
 
 class RankAction(NamedTuple):
-    """An action of this rank; `reduces`: a backward pass that also does the reduction after it."""
+    """An action of this rank. reduces: whether this backward pass also does the reduction that follows it."""
 
     action: Action
     reduces: bool = False
 
 
 def join_reductions(actions: tuple[Action, ...]) -> tuple[RankAction, ...]:
-    """A lowered program, each reduction joined to the action before it on its stage where that is a full backward."""
+    """A lowered program in which each reduction is joined to the action before it on its stage, where that is a full
+    backward. FSDP can then reduce each layer's gradients while backward computes the next layer. After a W no backward
+    pass runs, so that reduction stays an action of its own."""
     program: list[RankAction] = []
-    latest: dict[int, int] = {}  # by stage, where its last compute action stands in the program
+    latest: dict[int, int] = {}  # stage -> index of its last compute action in the program
     for action in actions:
         if action.kind == "REDUCE_GRAD" and program[place := latest[action.stage]].action.kind == "B":
             program[place] = RankAction(program[place].action, reduces=True)
@@ -104,17 +110,18 @@ def join_reductions(actions: tuple[Action, ...]) -> tuple[RankAction, ...]:
 class PipelineRuntime:
     """Executes `schedule` on this rank.
 
-    stages: by stage, the module that this rank holds, called as a `Stage`: `hidden` is None on the first stage,
-    `targets` on all but the last. What is differentiated is the objective that the last returns, and those that any
-    reports. channels: the edges of the pipeline; None on a rank without one. hidden: shape and dtype of the activation
-    between any two stages, for a micro-batch. reduce, ahead: how `lower_schedule` places reductions ("last" or "every"
-    backward) and how many stages it gathers ahead.
+    stages: stage number -> the module of this rank, called as a `Stage`. `hidden` is None on the first stage; `targets`
+    is None on all but the last. What is differentiated is the objective that the last stage returns, and the objectives
+    that any stage reports. channels: the edges of the pipeline, None on a rank without one. hidden: shape and dtype of
+    the activation between two stages for a given micro-batch. reduce, ahead: how `lower_schedule` places reductions
+    ("last" or "every" backward) and how many actions ahead it starts receives and gathers.
 
-    Memory is bounded by the schedule: the buffer of a receive exists from its posting, the input of a micro-batch until
-    its backward (I or B) is done, its output only until it is sent.
+    Memory is bounded by the schedule. A receive buffer exists from the posting of the receive. The input of a
+    micro-batch exists until its backward pass (I or B) is done, its output only until it has been sent.
 
-    An error in an action is raised as `PipelineError` on every rank of the pipeline, naming the rank and action where
-    it happened; without channels it is raised as it is. After it the channels are closed."""
+    An error in an action is raised as `PipelineError` on every rank of the pipeline, naming the rank and the action.
+    Without channels it is raised unchanged. Afterwards the channels are closed.
+    """
 
     def __init__(
         self,
@@ -131,30 +138,34 @@ class PipelineRuntime:
         self.schedule, self.stages, self.channels, self.device = schedule, stages, channels, torch.device(device)
         self.sharding, self.deferred, self.hidden, self.ahead = sharding, deferred, hidden, ahead
         self.rank = 0 if channels is None else channels.rank
-        held = {stage for stage, rank in enumerate(schedule.placement) if rank == self.rank}
-        if held != set(stages):
+        here = {stage for stage, rank in enumerate(schedule.placement) if rank == self.rank}
+        if here != set(stages):
             raise ValueError(
-                f"schedule {schedule.name} places stages {sorted(held)} on rank {self.rank}, which has {sorted(stages)}"
+                f"schedule {schedule.name} places stages {sorted(here)} on rank {self.rank}, which has {sorted(stages)}"
             )
         self._program = join_reductions(lower_schedule(schedule, self.rank, reduce=reduce, ahead=ahead))
         self._evaluations: dict[int, tuple[RankAction, ...]] = {}
         self._times: deque[StepTimes] = deque(maxlen=STEPS_TIMED)
         self.probe: LayerProbe | None = None
         self.statistics: dict[str, Tensor] = {}
-        """What the stages of this rank reported in the latest step: vectors in fp64, summed over its micro-batches."""
+        """Statistics that this rank's stages reported in the latest step: fp64 vectors, summed over its
+        micro-batches."""
 
     def train(self, batches: list[MicroBatch], scale: Tensor) -> Tensor:
-        """Forward and backward of one step's micro-batches; gradients are added to those that the parameters have.
+        """Forward and backward of one step's micro-batches. Gradients are added to those that the parameters already
+        have.
 
-        scale: scalar that multiplies the objective in the backward pass (loss scale / valid tokens).
-        Returns the entropies [micro-batches, sequences of one] in fp64; zeros on ranks without the last stage.
+        scale: scalar that multiplies the objective in the backward pass (loss scale / valid tokens). Returns the summed
+        cross-entropies [micro-batches, sequences of each] in fp64, zeros on ranks without the last stage.
         """
         if len(batches) != self.schedule.microbatches:
             raise ValueError(
                 f"{len(batches)} micro-batches for schedule {self.schedule.name} of {self.schedule.microbatches}"
             )
         times = None
-        if self.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():  # a graph's events have no time
+        # Events that a CUDA graph captures cannot be timed, so a captured step has no times.
+        if self.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            # The oldest step's events are reused: creating CUDA events in each step costs host time.
             times = self._times.popleft() if len(self._times) == STEPS_TIMED else StepTimes(self.device)
             times.restart()
             self._times.append(times)
@@ -169,18 +180,19 @@ class PipelineRuntime:
 
     @torch.no_grad()
     def evaluate(self, batches: list[MicroBatch]) -> Tensor:
-        """The entropies [batches, sequences of one] in fp64 without backward passes; zeros on ranks without the last
-        stage.
+        """The summed cross-entropies [batches, sequences of each] in fp64, without backward passes; zeros on ranks
+        without the last stage.
 
-        Every rank of the pipeline passes as many batches, at least one. Gradients, also half accumulated ones, stay as
-        they are."""
+        Every rank of the pipeline passes as many batches, at least one. Gradients, also partly accumulated ones, are
+        left alone.
+        """
         modes = {stage: module.training for stage, module in self.stages.items()}
         for module in self.stages.values():
             module.eval()
-        together = len(batches) if self.channels is None else EVALUATED_TOGETHER * self.schedule.ranks
+        at_once = len(batches) if self.channels is None else EVALUATED_TOGETHER * self.schedule.ranks
         losses = []
-        for start in range(0, len(batches), together):
-            flight = _Flight(batches[start : start + together])
+        for start in range(0, len(batches), at_once):
+            flight = _Flight(batches[start : start + at_once])
             self._run(self._forward_only(len(flight.batches)), flight)
             losses.append(flight.losses(self.device))
         for stage, module in self.stages.items():
@@ -189,12 +201,13 @@ class PipelineRuntime:
 
     @property
     def times(self) -> StepTimes:
-        """Of the latest step, which may still run on the device; kept until `STEPS_TIMED` more are started."""
+        """Times of the latest step, which may still be running on the device. Kept until `STEPS_TIMED` more steps are
+        started."""
         return self._times[-1]
 
     @property
     def timeline(self) -> tuple[ActionSpan, ...]:
-        """When each compute action of the latest finished step ran."""
+        """Start and end of each compute action of the latest step that has finished on the device."""
         return self._finished().spans()
 
     def busy(self) -> float:
@@ -216,19 +229,22 @@ class PipelineRuntime:
         return self._evaluations[count]
 
     def _run(self, program: tuple[RankAction, ...], flight: _Flight) -> None:
+        # Labels cost host time for every action, so they exist only while a profile is taken.
         named = _named if torch.autograd._profiler_enabled() else _unnamed
         instruction = None
         try:
             for instruction in program:
                 with named(instruction.action):
                     self._perform(instruction, flight)
-            instruction = None
+            instruction = None  # an error from here on belongs to no action
+            # Sent tensors have to stay alive and unchanged until they are gone.
             if self.channels is not None:
                 with record_function(WAIT):
                     self.channels.flush()
         except Exception as error:
             self._fail(error, instruction and instruction.action)
         finally:
+            # An error inside of an I would otherwise leave all linear layers deferring.
             self.deferred.active = False
 
     def _perform(self, instruction: RankAction, flight: _Flight) -> None:
@@ -244,10 +260,12 @@ class PipelineRuntime:
                     flight.weights.pop(key)()
                     self.sharding.accumulate(stage)
             case "SEND_F":
+                # `pop` drops the runtime's reference. The channel keeps the tensor until it has been sent.
                 self.channels.send(flight.outputs.pop(key), placement[stage + 1])
             case "SEND_B":
                 self.channels.send(flight.input_gradients.pop(key), placement[stage - 1])
             case "RECV_F":
+                # Only posts the receive. The forward pass that reads the tensor waits for it.
                 flight.inputs[key] = self.channels.recv(
                     *self.hidden(flight.batches[action.microbatch]), placement[stage - 1]
                 )
@@ -267,7 +285,9 @@ class PipelineRuntime:
         number, last = action.microbatch, stage == self.schedule.stages - 1
         batch, hidden = flight.batches[number], None
         if stage > 0:
-            hidden = _arrived(flight.inputs.pop((stage, number)))
+            hidden = _wait_received(flight.inputs.pop((stage, number)))
+            # The input is a leaf: each stage has an autograd graph of its own, and `hidden.grad` is what the stage
+            # before gets.
             hidden.requires_grad_(flight.training)
         with flight.timed(action):
             output = self.stages[stage](batch.tokens, batch.targets if last else None, batch.documents, hidden)
@@ -276,37 +296,45 @@ class PipelineRuntime:
             output, entropy = output
             flight.entropies[number] = entropy.detach()
         elif self.schedule.placement[stage + 1] == self.rank:
+            # Both stages are on this rank (V-shaped schedules). They share the tensor without a transfer, but not a
+            # graph: the schedule may put their backward passes far apart.
             flight.inputs[stage + 1, number] = output.detach()
         else:
             flight.outputs[stage, number] = output.detach()
         if flight.training:
-            # The place in the graph from which backward starts, and not the output: its memory goes when it is sent.
+            # A gradient edge names the node of the graph where backward starts. Keeping it instead of the output lets
+            # the output's memory go as soon as it has been sent.
             flight.graphs[stage, number] = hidden, get_gradient_edge(output) if output.requires_grad else None
             if last:
+                # The derivative of (scale x objective) by the objective. On other stages this gradient is received.
                 flight.output_gradients[stage, number] = flight.scale.to(output.dtype)
             if report is not None:
                 flight.take((stage, number), report)
 
     def _backward(self, stage: int, action: Action, flight: _Flight, reduces: bool) -> None:
         key = stage, action.microbatch
-        gradient = _arrived(flight.output_gradients.pop(key))
+        gradient = _wait_received(flight.output_gradients.pop(key))
         hidden, output = flight.graphs.pop(key)
         if reduces:
+            # This sets FSDP's switches before autograd runs its hooks.
             self.sharding.begin_reducing_backward(stage)
         with flight.timed(action):
             self.deferred.active = action.kind == "I"
             ends = flight.objectives.pop(key, ())
-            if output is not None:  # nothing to do below the first stage that has something to train
+            if output is not None:  # None on a first stage that has nothing to train
                 ends = ((output, gradient), *ends)
             if ends:
+                # One call for all ends: the graph is walked, and parameters are reduced, once.
                 torch.autograd.backward(*zip(*ends))
             self.deferred.active = False
             if action.kind == "I":
+                # I has computed only the input's gradient. The closure is what the W of this micro-batch runs.
                 flight.weights[key] = self.deferred.take()
         if reduces:
             self.sharding.end_reducing_backward(stage)
         if hidden is None:
             return
+        # The stage before waits for a message, also where no gradient has reached the input.
         gradient = torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
         if self.schedule.placement[stage - 1] == self.rank:
             flight.output_gradients[stage - 1, action.microbatch] = gradient
@@ -314,33 +342,39 @@ class PipelineRuntime:
             flight.input_gradients[key] = gradient
 
     def _fail(self, error: Exception, action: Action | None) -> NoReturn:
-        """Raises what is to be known about an error on this or another rank, after telling it to the others.
+        """Raises what is to be known about an error on this or another rank, after reporting it to the others.
 
-        Closing the channels makes their transfers break, so that they look for what was told."""
+        Only the rank where an action failed knows the cause. Closing its channels breaks the transfers of the others,
+        which then look for the cause in the store.
+        """
         if self.channels is None:
             raise error
-        channels, me = self.channels, self.channels.ranks[self.rank]
+        channels, rank = self.channels, self.channels.ranks[self.rank]
         where = "the end of the step" if action is None else f"{action} ({_describe(action)})"
-        told = channels.failures.told(
-            PATIENCE if isinstance(error, TransferError) else 5 * PATIENCE if _broke(error) else 0.0
+        # An error of this rank's own needs no waiting. A broken transfer or collective is the effect of a failure
+        # elsewhere, whose cause may still be on its way to the store.
+        cause = channels.failures.find_first(
+            PATIENCE if isinstance(error, TransferError) else 5 * PATIENCE if _is_broken_collective(error) else 0.0
         )
-        if told is None and isinstance(error, TransferError):
-            told = channels.failures.tell(
-                f"rank {error.peer} was lost: it ended, or its connection broke, without a word of why; rank {me} "
+        if cause is None and isinstance(error, TransferError):
+            cause = channels.failures.report(
+                f"rank {error.peer} was lost: it ended, or its connection broke, without a word of why; rank {rank} "
                 f"noticed at {where}, {error}"
             )
-        mine = f"rank {me} failed in {where}: {type(error).__name__}: {error}"
-        told = told or channels.failures.tell(mine)
+        failure = f"rank {rank} failed in {where}: {type(error).__name__}: {error}"
+        cause = cause or channels.failures.report(failure)
         channels.close(abort=True)
+        # If rank 0's process hosts the store and ended now, the other ranks could no longer read the cause.
         channels.failures.keep_for_others(5 * PATIENCE)
-        if told == mine:
-            raise error if isinstance(error, ConfigError) else PipelineError(mine) from error
-        raise PeerError(f"{told} [seen by rank {me} at {where}]") from error
+        # The store keeps the first report. If it is this rank's, this is where the failure began.
+        if cause == failure:
+            raise error if isinstance(error, ConfigError) else PipelineError(failure) from error
+        raise PeerError(f"{cause} [seen by rank {rank} at {where}]") from error
 
 
 @dataclass
 class _Flight:
-    """The micro-batches of one run of a program, and what of them is in memory on this rank; keys are (stage,
+    """The micro-batches of one run of a program and what this rank holds of them at the moment. Keys are (stage,
     micro-batch)."""
 
     batches: list[MicroBatch]
@@ -349,16 +383,16 @@ class _Flight:
     probe: LayerProbe | None = None
     inputs: dict[tuple[int, int], Tensor | PendingTensor] = field(default_factory=dict)
     outputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    """To be sent."""
+    """Hidden states to be sent to the next stage."""
     output_gradients: dict[tuple[int, int], Tensor | PendingTensor] = field(default_factory=dict)
     input_gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    """To be sent."""
+    """Gradients to be sent to the stage before."""
     graphs: dict[tuple[int, int], tuple[Tensor | None, GradientEdge | None]] = field(default_factory=dict)
-    """From forward to backward: the input and where the graph of the output begins."""
+    """Kept from forward to backward: the input, and where backward starts in the graph."""
     weights: dict[tuple[int, int], Callable[[], None]] = field(default_factory=dict)
-    """From I to W."""
+    """Kept from I to W: the closures that compute the weight gradients."""
     objectives: dict[tuple[int, int], tuple[tuple[GradientEdge, Tensor]]] = field(default_factory=dict)
-    """From forward to backward: where the graph of what a stage adds to the loss begins, and its gradient."""
+    """Kept from forward to backward: graph edge and gradient of what a stage adds to the loss (auxiliary losses)."""
     statistics: dict[str, Tensor] = field(default_factory=dict)
     entropies: dict[int, Tensor] = field(default_factory=dict)
 
@@ -367,7 +401,7 @@ class _Flight:
         return self.scale is not None
 
     def take(self, key: tuple[int, int], report: BlockReport) -> None:
-        """What a stage reports of a micro-batch."""
+        """Takes what a stage reports of a micro-batch."""
         objective = report.objective
         if objective is not None and objective.requires_grad:
             self.objectives[key] = ((get_gradient_edge(objective), self.scale.to(objective.dtype)),)
@@ -386,15 +420,15 @@ class _Flight:
         return torch.stack([self.entropies[number] for number in range(len(self.batches))]).double()
 
 
-def _arrived(tensor: Tensor | PendingTensor) -> Tensor:
+def _wait_received(tensor: Tensor | PendingTensor) -> Tensor:
     if not isinstance(tensor, PendingTensor):
         return tensor
     with record_function(WAIT):
         return tensor.wait()
 
 
-def _broke(error: Exception) -> bool:
-    """Whether a collective failed, most often because a rank of its group has gone."""
+def _is_broken_collective(error: Exception) -> bool:
+    """Whether a collective failed, most often because a rank of its group has died."""
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 

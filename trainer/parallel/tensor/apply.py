@@ -1,9 +1,10 @@
 """Tensor and sequence parallelism from logical axes (Shoeybi et al., arXiv 1909.08053; Korthikanti et al., arXiv
 2205.05198).
 
-A parameter one of whose axes is among `TENSOR_AXES` becomes a DTensor cut along it; column or row parallel follows from
-whether that is the outputs' or the inputs' axis. Everything else is whole on each rank and sees only the rank's tokens,
-so its gradients are partial sums, which `gradients.py` adds up once a step."""
+A parameter with an axis in `TENSOR_AXES` becomes a DTensor that is split along it. Whether that is the axis of the
+outputs or of the inputs makes the layer column-parallel or row-parallel. All other parameters are whole on each rank
+and see only the rank's tokens, so their gradients are partial sums, which `SharedParameters` adds up once a step.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +30,12 @@ BACKENDS: dict[str, type[TensorGroup]] = {
     "copy_engine": CopyEngineGroup,
     "triton": FusedKernelGroup,
 }
-"""What tensor-parallel ranks communicate by, by the value of `parallel.tp_overlap`."""
+"""`parallel.tp_overlap` -> the implementation of the tensor-parallel ranks' communication."""
 
 
 def shard_model(model: Stage, mesh: DeviceMesh, backend: type[TensorGroup] = TensorGroup) -> None:
-    """Cuts a model on the meta device over the ranks of `mesh` (one dimension), which communicate by `backend`."""
+    """Splits a model on the meta device over the ranks of `mesh` (one dimension), which communicate by `backend`. All
+    ranks of the mesh call it together."""
     if mesh.size() == 1:
         return
     group = backend(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size())
@@ -41,15 +43,19 @@ def shard_model(model: Stage, mesh: DeviceMesh, backend: type[TensorGroup] = Ten
     for module in model.modules():
         if isinstance(module, DeclaredModule):
             split_module(module, mesh, group)
+    # New parameters have replaced the old ones, so a tied head and the embedding are two until they are tied again.
     model.tie()
 
 
 def split_module(module: DeclaredModule, mesh: DeviceMesh, group: TensorGroup) -> None:
+    """Splits the parameters of one module, and gives the module its group."""
     for name, info in module.declared.items():
         dimension = info.tensor_dimension(group.size)
         if dimension is not None:
             setattr(module, name, nn.Parameter(shard_parameter(getattr(module, name), dimension, mesh)))
-        elif info.axes[0] == "kv_heads":  # each rank uses the one head that its queries look at
+        elif info.axes[0] == "kv_heads":
+            # There are fewer key-value heads than ranks. k and v stay whole, and each rank computes only the one head
+            # that its query heads share.
             rows = info.shape[0] // info.units
             first = group.rank * info.units // group.size * rows
             module.part = slice(first, first + rows)
@@ -61,10 +67,13 @@ def split_module(module: DeclaredModule, mesh: DeviceMesh, group: TensorGroup) -
 
 
 def shard_parameter(parameter: torch.Tensor, dimension: int, mesh: DeviceMesh) -> DTensor:
-    """This rank's part of a meta tensor as a DTensor: equal parts, the last ones smaller."""
+    """This rank's part of a meta tensor as a DTensor: equal parts, the last ones smaller, as DTensor's `Shard` defines
+    them."""
     part = -(-parameter.shape[dimension] // mesh.size())
     first = min(parameter.shape[dimension], part * mesh.get_local_rank())
     rows = parameter.detach().narrow(dimension, first, min(part, parameter.shape[dimension] - first))
+    # `from_local` with the whole shape communicates nothing; `distribute_tensor` would broadcast values, which do not
+    # exist yet.
     return DTensor.from_local(
         torch.empty_like(rows, memory_format=torch.contiguous_format),
         mesh,
@@ -76,26 +85,27 @@ def shard_parameter(parameter: torch.Tensor, dimension: int, mesh: DeviceMesh) -
 
 
 def is_split(parameter: torch.Tensor) -> bool:
-    """Whether each tensor-parallel rank holds its own part of a (sharded) parameter."""
+    """Whether each tensor-parallel rank holds its own part of a parameter. The mesh of such a parameter has the
+    dimension `tp`."""
     return isinstance(parameter, DTensor) and "tp" in parameter.device_mesh.mesh_dim_names
 
 
-# What gradients still need after the last backward pass: sums over ranks that hold the same parameter, and one norm.
+# Work on gradients after the last backward pass: sums over ranks that hold the same parameter, and one norm.
 
 
-CACHED = 2**18
-"""Elements of a run that a CPU widens to fp64 and adds up at a time."""
+CHUNK = 2**18
+"""Elements that a CPU converts to fp64 and sums at a time, so that they stay in its cache."""
 
 
 class SharedParameters:
-    """The parameters of this rank that others hold too, and whose gradients are parts of a sum.
+    """The parameters of this rank that other ranks hold too, whose gradients are therefore partial sums.
 
-    Under tensor parallelism: all that are not split, because each rank has seen its own tokens or heads. Under pipeline
-    parallelism: a tied embedding, of which the first and the last stage have a copy.
+    Under tensor parallelism these are all that are not split, because each rank has seen its own tokens or heads only.
+    Under pipeline parallelism it is a tied embedding, of which the first and the last stage have a copy each.
 
-    parameters: name -> parameter, all of this rank; copies: (name, name of its copy) where one rank holds both ends;
-    tied: names of which another rank holds a copy too; ends: the communicator with that rank; counted: whether this one
-    counts them in the gradient norm.
+    parameters: name -> parameter, all of this rank. copies: (name, name of its copy) where one rank holds both ends.
+    tied: names of parameters of which another rank holds a copy. ends: the communicator with that rank. counted:
+    whether this rank counts the tied ones in the gradient norm.
     """
 
     def __init__(
@@ -109,6 +119,8 @@ class SharedParameters:
     ):
         self.parameters, self.copies, self.tied, self.ends, self.world = parameters, copies, tied, ends, world
         elsewhere = {copy for _, copy in copies} | (set() if counted else set(tied))
+        # Each gradient must enter the norm once: replicas, whole tensor-parallel parameters and copies are counted by
+        # one of the ranks that hold them.
         first = world.place("replicate") == 0
         self.counted_here = [
             first and name not in elsewhere and (is_split(parameter) or world.place("tp") == 0)
@@ -118,17 +130,22 @@ class SharedParameters:
 
     @torch.no_grad()
     def sum(self) -> None:
-        """Makes every gradient whole, in place."""
+        """Completes every gradient, in place. All ranks call it together, after FSDP has reduced over the data-parallel
+        ranks."""
         tensor = self.world.dimensions["tp"]
         if tensor.size() > 1:
+            # Once a step and in one flat all-reduce, instead of once for each layer and micro-batch.
             sum_flat(
                 [local_values(parameter.grad) for parameter in self.parameters.values() if not is_split(parameter)],
                 self.world.device,
                 lambda flat: dist.all_reduce(flat, group=tensor.get_group()),
             )
         for name, copy in self.copies:
-            mine, other = local_values(self.parameters[name].grad), local_values(self.parameters[copy].grad)
-            other.copy_(mine.add_(other))
+            original, duplicate = local_values(self.parameters[name].grad), local_values(self.parameters[copy].grad)
+            # Both get the sum and then the same update, so the copies stay equal.
+            duplicate.copy_(original.add_(duplicate))
+        # After the sum over `tp`, in the same order on both ends: two collectives in different orders would wait for
+        # each other.
         if self.ends is not None:
             sum_flat(
                 [local_values(self.parameters[name].grad) for name in self.tied],
@@ -138,33 +155,36 @@ class SharedParameters:
 
     @torch.no_grad()
     def squares(self, gradients: list[Tensor]) -> Tensor:
-        """Squared norms in fp64 of what this rank holds of each parameter's gradient, zero where another counts it, or
-        not a number if the gradient is not finite: [parameters]."""
+        """Squared norms in fp64 of what this rank holds of each parameter's gradient: [parameters]. Zero where another
+        rank counts it, NaN if the gradient is not finite."""
+        # A product with zero instead of a selection: it keeps a NaN visible on whatever rank it occurs.
         return squared_norms(gradients).to(self.world.device) * self.counted
 
 
 def squared_norms(tensors: list[Tensor]) -> Tensor:
     """Squared norm of each tensor, summed in fp64, on the tensors' device: [tensors].
 
-    On a CPU by runs that fit its cache: torch's own norm in fp64 of fp32 elements takes ten times as long there.
+    On a CPU the sum goes over chunks that fit its cache. torch's own norm in fp64 of fp32 elements takes ten times as
+    long.
     """
     if tensors[0].is_cuda:
         from trainer.kernels import multi_tensor  # Triton, which is needed on a GPU only
 
         return multi_tensor.squared_norms(tensors)
 
-    def squared(run: Tensor) -> Tensor:
-        wide = run.double()
+    def squared(chunk: Tensor) -> Tensor:
+        wide = chunk.double()
         return wide.dot(wide)
 
     return torch.stack(
-        [torch.stack([squared(run) for run in tensor.flatten().split(CACHED)]).sum() for tensor in tensors]
+        [torch.stack([squared(chunk) for chunk in tensor.flatten().split(CHUNK)]).sum() for tensor in tensors]
     )
 
 
 def sum_flat(tensors: Iterable[Tensor], device: torch.device, all_reduce: Callable[[Tensor], object]) -> None:
-    """Sums tensors over ranks in place, in one collective on `device`, where offloaded ones are not."""
+    """Sums tensors over ranks in place by one collective on `device`. Offloaded tensors are copied there and back."""
     tensors = [tensor for tensor in tensors if tensor.numel()]
+    # A single tensor needs no flat copy.
     if len(tensors) == 1 and tensors[0].device == device and tensors[0].is_contiguous():
         all_reduce(tensors[0])
     elif tensors:

@@ -1,4 +1,4 @@
-"""ZeRO stages 0 to 3 as one knob on FSDP2 (Rajbhandari et al., arXiv 1910.02054).
+"""ZeRO stages 0 to 3 as one setting on FSDP2 (Rajbhandari et al., arXiv 1910.02054).
 
 | stage | parameters between steps | gathered | gradients are reduced |
 |---|---|---|---|
@@ -7,12 +7,13 @@
 | 2 | as 1 | as 1 | every micro-batch, kept sharded |
 | 3 | as 1 | for each layer's forward and backward | every micro-batch, kept sharded |
 
-With fewer shards than data-parallel ranks (HSDP) the shards are all-reduced over the replicas, once a step.
+With fewer shards than data-parallel ranks (HSDP), the sharded gradients are also all-reduced over the replicas, once a
+step.
 
-Offload: gradients that are reduced every micro-batch are added up on the device and copied to host memory once a
-step. FSDP keeps partial sums on the device only if its mesh has a replica dimension, so offloaded plans get one, with a
-single rank where there are no replicas. Without that dimension FSDP copies the gradients of every micro-batch to host
-memory that is not page-locked, waits for the copy, and adds on the host.
+Offload: gradients that are reduced every micro-batch are accumulated on the device and copied to host memory once a
+step. FSDP keeps partial sums on the device only if its mesh has a replica dimension. Offloaded plans therefore get one,
+of size one where there are no replicas. Without it, FSDP would copy the gradients of every micro-batch to pageable host
+memory, wait for the copy, and add on the host.
 """
 
 from __future__ import annotations
@@ -55,13 +56,13 @@ from trainer.precision.scaler import GradScaler, LossScale
 
 
 class FSDP:
-    """ZeRO by FSDP2, with our optimizer and loss scale: `parallel.zero.engine=torch`. See `engine.Engine`."""
+    """ZeRO by FSDP2, with this project's optimizer and loss scale (`parallel.zero.engine=torch`). See `Engine`."""
 
     keeps_gradients = True
 
     @staticmethod
     def check(config: Config, device: torch.device) -> None:
-        """torch brings all that it needs."""
+        """Does nothing: the engine is a part of torch."""
 
     def __init__(self, config: Config, plan: Plan, world: World):
         self.config, self.plan, self.world = config, plan, world
@@ -69,29 +70,35 @@ class FSDP:
         self.modules: dict[int, nn.Module] = {}
 
     def shard(self, model: Stage) -> None:
-        """Wraps each layer and then the stage itself, with embedding, final norm and head, as one unit of gathering and
-        reduction.
+        """Wraps each layer as an FSDP unit, and then the stage itself as the outer unit, with embedding, final norm and
+        head. A unit is what FSDP gathers and reduces together.
 
-        Parameters stay fp32; forward and backward see them in `precision.compute`, gradients are reduced in
-        `precision.reduce`."""
+        Parameters stay in fp32. Forward and backward see them in `precision.compute`; gradients are reduced in
+        `precision.reduce`.
+        """
         plan, compute, reduce = self.plan, DTYPES[self.config.precision.compute], DTYPES[self.config.precision.reduce]
         replicas = plan.replicate > 1 or sums_on_device(plan, reduce is torch.float32)
         names = ("replicate", "shard") if replicas and not self.compression.adds_replicas else ("shard",)
+        # Hidden states are in the compute type already and token numbers are integers, so FSDP has no inputs to cast.
         policy = MixedPrecisionPolicy(
             param_dtype=None if compute is torch.float32 else compute, reduce_dtype=reduce, cast_forward_inputs=False
         )
         offload = CPUOffloadPolicy(pin_memory=self.world.device.type == "cuda") if plan.offload else OffloadPolicy()
+        # Layers come first: a call on the stage takes all parameters that are not in a unit yet.
         for module in [*model.layers.values(), model]:
             fully_shard(
                 module,
                 mesh=self.world.mesh[names],
                 mp_policy=policy,
                 offload_policy=offload,
+                # The outer unit holds the head, which backward needs right after forward: freeing it would gather it
+                # twice.
                 reshard_after_forward=plan.stage == 3 and module is not model,
             )
         end_reductions_in_forward(model)
         shards, units = self.world.mesh["shard"].get_group(), [model, *model.layers.values()]
         if shards.size() == 1 and not plan.offload:
+            # No communication is needed, so parameters skip FSDP's flat buffers.
             cast_shards(units)
         elif self.config.parallel.zero.collectives == "copy_engine":
             copy_shards(units, shards)
@@ -99,13 +106,16 @@ class FSDP:
             gather_in_float8(model, self.config.compile)
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                # Losses are already divided by the global count of valid tokens: gradients are sums. A rank that is
-                # alone would divide by one, in a pass over all gradients.
+                # Losses are already divided by the global number of valid tokens, so gradients are summed and never
+                # averaged. On a rank alone the factor stays unset: FSDP would divide by one in a pass over all
+                # gradients.
                 if plan.replicate * plan.shard > 1:
                     module.set_gradient_divide_factor(1.0)
+                # A plain SUM. Otherwise FSDP divides inside of the reduction (PREMUL_SUM), which gloo does not have.
                 module.set_force_sum_reduction_for_comms(True)
 
     def materialize(self, model: Stage) -> None:
+        """Gives a stage storage. With offload, shards live in host memory."""
         model.to_empty(device="cpu" if self.plan.offload else self.world.device)
 
     def build_optimizer(
@@ -121,17 +131,18 @@ class FSDP:
         for model in stages.values():
             fill_parameters(model, weights)
             self.compression.attach(model, policies)
-        # Of a whole model's ranks, some may hold no matrix of Muon; they make its groups with the others.
+        # Muon's process groups are made by all ranks together, also by ranks that hold no matrix for Muon. Hence the
+        # settings decide, and not this rank's policies.
         muon = "muon" in UpdateSettings.of(self.config).names()
         optimizer = Optimizer(parameters, policies, self.config.optimizer, self.world if muon else None)
         return optimizer, GradScaler(self.config.precision, self.world.device)
 
     def holds(self) -> dict[str, Iterable[Tensor]]:
-        held = unit_tensors([unit for model in self.modules.values() for unit in fsdp_units(model)])
+        tensors = unit_tensors([unit for model in self.modules.values() for unit in fsdp_units(model)])
         return {
-            "gradients": [*held.gradients, *self.compression.partial_sums],
-            "gathered parameters": held.gathered,
-            "communication buffers": held.messages,
+            "gradients": [*tensors.gradients, *self.compression.partial_sums],
+            "gathered parameters": tensors.gathered,
+            "communication buffers": tensors.messages,
         }
 
     def sharding(self, reductions: int) -> FSDPSharding:
@@ -139,10 +150,10 @@ class FSDP:
 
 
 class FSDPSharding:
-    """What the schedule asks of FSDP for each stage of this rank: when gradients are reduced and what stays gathered.
+    """When FSDP gathers, reduces and frees, as the pipeline schedule requires it for each stage of this rank.
 
-    stages: number -> stage, each a unit of its own with its layers inside; reductions: of each stage in a step. Units
-    are told one by one, since FSDP would look for them among all modules each time.
+    stages: number -> stage, a unit with its layers as inner units. reductions: number of reductions of each stage in a
+    step. The switches of each unit are set one by one: FSDP's recursive setters would walk over all modules each time.
     """
 
     def __init__(
@@ -150,74 +161,83 @@ class FSDPSharding:
     ):
         self.stages, self.gather_again = stages, plan.stage == 3
         self.units = {stage: fsdp_units(model) for stage, model in stages.items()}
-        # FSDP may keep those of a unit's reductions until the last.
+        # Whether FSDP's mesh has a replica dimension, so that it may accumulate reduced gradients (partial sums) until
+        # the last reduction of the step.
         self.partial_sums = plan.replicate > 1 or plan.offload
         self.reductions, self.compression = reductions, compression
-        self.left = dict.fromkeys(stages, 0)
+        self.remaining = dict.fromkeys(stages, 0)
 
     def begin(self, stage: int) -> None:
-        """Before a stage's first action of a step: nothing is reduced, and what is gathered is kept as the plan wants
-        it."""
-        self.left[stage] = self.reductions
+        """Before a stage's first action of a step: nothing is reduced yet, and gathered parameters stay or go as the
+        ZeRO stage says."""
+        self.remaining[stage] = self.reductions
+        # Otherwise FSDP would finish the step after the first backward pass: wait for reductions and drop its record of
+        # the forward order.
         self.stages[stage].set_is_last_backward(False)
         self._reduce_next(stage, False)
 
     def unshard(self, stage: int) -> None:
-        """Starts gathering what the stage's next pass needs first, while something else is still running."""
+        """Starts to gather what the stage's next pass needs first, while other work is still running."""
         model = self.stages[stage]
-        if is_set_up(model):  # else the first pass gathers by itself
+        if is_set_up(model):  # before, FSDP has not found its root; the first pass gathers by itself
+            # Only the outer unit and the first layer: FSDP gathers each further layer while the one before it
+            # computes.
             for module in [model, next(iter(model.layers.values()))]:
                 module.unshard(async_op=True)
 
     def accumulate(self, stage: int) -> None:
-        """Takes over weight gradients that were computed outside of backward, in the type they are reduced in."""
+        """Takes over weight gradients that were computed outside of backward, in the type in which they are reduced."""
         accumulate_gradients(self.units[stage])
 
     def begin_reducing_backward(self, stage: int) -> None:
-        """Before a full backward after which gradients are due: FSDP reduces those of each layer while the next
-        runs."""
+        """Before a full backward after which gradients are due. FSDP reduces the gradients of each layer while backward
+        computes the next one."""
         self._reduce_next(stage, True)
 
     def end_reducing_backward(self, stage: int) -> None:
         """After that backward."""
-        self.left[stage] -= 1
+        self.remaining[stage] -= 1
         self._reduce_next(stage, False)
 
     def reduce_now(self, stage: int) -> None:
-        """Reduces what has been accumulated, where the last gradients came from outside of backward."""
+        """Reduces the accumulated gradients, where the last of them came from outside of backward (W)."""
         self.accumulate(stage)
         self._reduce_next(stage, True)
-        reduce_accumulated(self.units[stage], self.partial_sums, last=self.left[stage] == 1)
+        reduce_accumulated(self.units[stage], self.partial_sums, last=self.remaining[stage] == 1)
         self.end_reducing_backward(stage)
 
     def reshard(self, stage: int) -> None:
-        """After the stage's last use in a step: its gathered parameters are about to change."""
-        for unit in self.units[stage]:  # the next forward pass gathers again
+        """After the stage's last use in a step: the optimizer is about to change the shards, so the gathered copies are
+        void."""
+        for unit in self.units[stage]:
             unit.reshard()
 
     def end(self, stage: int) -> None:
-        """After the rank's last action of a step: the gradients are there when its next kernel runs."""
+        """After the rank's last action of a step: makes the current stream wait for the reductions, so that the
+        optimizer's kernels see the gradients."""
         self.stages[stage].set_is_last_backward(True)
         end_backward(self.stages[stage])
 
     def _reduce_next(self, stage: int, wanted: bool) -> None:
-        last = wanted and self.left[stage] == 1
+        # Replicas are summed, and gathered parameters freed (stages 0 to 2), only in the last reduction of a step.
+        last = wanted and self.remaining[stage] == 1
         self.compression.last = last
         for unit in self.units[stage]:
             unit.set_requires_gradient_sync(wanted, recurse=False)
             unit.set_requires_all_reduce(last, recurse=False)
+            # Stage 3 frees after every backward. The other stages keep what they have gathered for the next
+            # micro-batch.
             unit.set_reshard_after_backward(last or self.gather_again, recurse=False)
 
 
-# Who shards the states of the model (ZeRO), reduces its gradients and updates it: what an engine has to do, and which
-# there are.
+# The interface of an engine: what shards the states of the model (ZeRO), reduces its gradients and updates it.
 
 
 class EngineOptimizer(Protocol):
-    """What a training state has for its optimizer.
+    """The optimizer of a training state, as the step and checkpoints use it.
 
-    parameters: global name -> what this rank holds of the fp32 parameter; it has the reduced gradient in `grad` from
-    `gradients` to the end of `step`. updates: steps that were not skipped, a scalar.
+    parameters: global name -> what this rank holds of the fp32 parameter. Its `grad` is the reduced gradient from the
+    call of `gradients` to the end of `step`. updates: number of steps that were not skipped, a scalar tensor.
     """
 
     updates: Tensor
@@ -226,33 +246,33 @@ class EngineOptimizer(Protocol):
     def parameters(self) -> Mapping[str, nn.Parameter | Fragment]: ...
 
     def gradients(self) -> list[Tensor]:
-        """What this rank holds of every gradient, reduced, in the order of the model's parameters."""
+        """This rank's part of every reduced gradient, in the order of the model's parameters."""
 
     def moments(self) -> Iterable[Tensor]:
-        """What is kept of each parameter beside it, as far as it is in memory; nothing is allocated."""
+        """The optimizer state of each parameter, as far as it is in memory. Nothing is allocated."""
 
     def step(self, rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> Tensor:
-        """One update with gradients divided by `grad_scale`; nothing changes where `found_inf` is one. All scalars on
-        the device of `updates`. Returns whether it was skipped, as `found_inf`."""
+        """One update with gradients divided by `grad_scale`. Nothing changes where `found_inf` is one. All arguments
+        are scalars on the device of `updates`. Returns whether the update was skipped, in the form of `found_inf`."""
 
     def zero_grad(self) -> None: ...
 
     def tensors(self) -> Mapping[str, Tensor | Fragment]:
-        """What a checkpoint holds of the optimizer, by plan-independent name."""
+        """The tensors of the optimizer in a checkpoint, by plan-independent name."""
 
     def after_load(self, copies: list[tuple[str, str]]) -> None:
-        """Once `tensors` and `parameters` have been filled: brings into line what a checkpoint does not hold, such as
-        `copies`, (name, name of its copy) of parameters that this rank has twice."""
+        """To be called after `tensors` and `parameters` have been filled: restores what a checkpoint does not hold,
+        such as `copies`, pairs (name, name of its copy) of parameters that this rank holds twice."""
 
 
 class Engine(Protocol):
-    """The ZeRO of one training state. Its methods are called in the order in which they stand here: `shard` and
-    `materialize` for each stage of the rank, `build_optimizer` once, `sharding` for each schedule. All ranks call them
-    together.
+    """The ZeRO implementation of one training state. Its methods are called in the order in which they stand here:
+    `shard` and `materialize` for each stage of the rank, `build_optimizer` once, `sharding` for each schedule. All
+    ranks call them together.
 
-    modules: what the runtime calls, by stage, once there is an optimizer. compression: of gradients on their way.
-    keeps_gradients: whether parameters have their reduced gradients in `grad` after the last backward pass of a step;
-    else the engine hands them out in the optimizer's `gradients`.
+    modules: stage number -> the module that the runtime calls, filled by `build_optimizer`. compression: of gradients
+    on their way to other ranks. keeps_gradients: whether parameters have their reduced gradients in `grad` after the
+    last backward pass of a step; otherwise the optimizer's `gradients` returns them.
     """
 
     modules: dict[int, nn.Module]
@@ -260,7 +280,8 @@ class Engine(Protocol):
 
     @staticmethod
     def check(config: Config, device: torch.device) -> None:
-        """What it needs of the machine and the settings, before any process group. Raises `ConfigError`."""
+        """Checks what the engine needs of the machine and the settings, before any process group exists. Raises
+        `ConfigError`."""
 
     def __init__(self, config: Config, plan: Plan, world: World): ...
 
@@ -268,10 +289,10 @@ class Engine(Protocol):
     def compression(self) -> Compression | NoCompression: ...
 
     def shard(self, model: Stage) -> None:
-        """Prepares a stage on the meta device, already cut over the tensor-parallel ranks."""
+        """Prepares a stage on the meta device that is already split over the tensor-parallel ranks."""
 
     def materialize(self, model: Stage) -> None:
-        """Gives that stage storage; its weights are undefined."""
+        """Gives that stage storage. The values of its weights are undefined."""
 
     def build_optimizer(
         self,
@@ -282,22 +303,22 @@ class Engine(Protocol):
         shared: SharedParameters,
         weights: Weights,
     ) -> tuple[EngineOptimizer, LossScale]:
-        """Sets all parameters to `weights`, and makes what updates them. parameters, infos, policies: of all stages, by
-        the names of `TrainState.optimizer`."""
+        """Sets all parameters to `weights` and creates the optimizer that updates them. parameters, infos, policies: of
+        all stages, by the names of `TrainState.optimizer`."""
 
     def holds(self) -> Mapping[str, Iterable[Tensor] | None]:
-        """Tensors in memory at this moment beside those of the optimizer, by category of the estimator; None where they
-        cannot be known. Some may be views of the same memory. Nothing is allocated or sent."""
+        """Tensors in memory at this moment, besides those of the optimizer, by category of the memory estimator; None
+        for a category that cannot be known. Some may be views of the same memory. Nothing is allocated or sent."""
 
     def sharding(self, reductions: int) -> StageSharding:
-        """What happens around the computation of stages whose gradients are reduced so many times in a step."""
+        """The `StageSharding` of stages whose gradients are reduced `reductions` times in a step."""
 
 
 ENGINES: dict[str, Callable[[torch.device], type[Any]]] = {
     "torch": lambda device: FSDP,
     "deepspeed": lambda device: deepspeed.import_engine(device).DeepSpeed,
 }
-"""`parallel.zero.engine` -> its class, loaded for the kind of the run's device."""
+"""`parallel.zero.engine` -> function that loads its class for the kind of the run's device."""
 
 
 def load_engine(name: str, device: torch.device) -> type[Engine]:
@@ -306,5 +327,6 @@ def load_engine(name: str, device: torch.device) -> type[Engine]:
 
 
 def check_engine(config: Config, device: torch.device) -> None:
-    """What the engine needs of the machine and the settings, before any process group. Raises `ConfigError`."""
+    """Checks what the engine needs of the machine and the settings, before any process group exists. Raises
+    `ConfigError`."""
     load_engine(config.parallel.zero.engine, device).check(config, device)

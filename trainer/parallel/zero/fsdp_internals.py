@@ -1,8 +1,9 @@
-"""Every private name of FSDP2 that the project uses. torch's own pipeline reaches for the same ones: in public FSDP
-reduces gradients in backward only.
+"""Every private name of FSDP2 that the project uses. torch's own pipeline uses the same ones, because FSDP's public
+interface reduces gradients in backward only.
 
-A unit is a module whose parameters FSDP gathers and reduces together; its parameter group keeps their shards, and on
-the way through a step their gathered copies and what has been accumulated."""
+A unit is a module whose parameters FSDP gathers and reduces together. Its parameter group (`FSDPParamGroup`) keeps
+their shards and, within a step, their gathered copies and the gradients accumulated so far.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +19,24 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
 
 from trainer.model.stage import Stage
-from trainer.parallel.zero.copy_engine import CopyEngineShards, copy_together, go_on
+from trainer.parallel.zero.copy_engine import CopyEngineShards, copy_together, wait_for_event
 
 
 def fsdp_units(model: nn.Module) -> list[FSDPModule]:
-    """The modules whose parameters FSDP gathers and reduces together."""
+    """The units of a model: the modules whose parameters FSDP gathers and reduces together."""
     return [
         module for module in model.modules() if isinstance(module, FSDPModule) and parameter_group(module) is not None
     ]
 
 
 def parameter_group(unit: FSDPModule) -> Any:
-    """FSDP's own group of a unit's parameters; None where it has none of its own."""
+    """FSDP's own group of a unit's parameters, None where the unit has no parameters of its own."""
     return unit._get_fsdp_state()._fsdp_param_group
 
 
 def sharded_sizes(unit: FSDPModule) -> list[tuple[nn.Parameter, int]]:
-    """The unit's parameters as the model has them, each with the elements that it takes in a rank's row of the unit's
-    reduce-scatter, padding included."""
+    """The unit's parameters as the model has them, each with the number of elements, padding included, that it takes in
+    one rank's row of the unit's reduce-scatter."""
     return [
         (parameter.sharded_param, parameter.padded_sharded_param_size.numel())
         for parameter in parameter_group(unit).fsdp_params
@@ -43,17 +44,21 @@ def sharded_sizes(unit: FSDPModule) -> list[tuple[nn.Parameter, int]]:
 
 
 def is_set_up(model: FSDPModule) -> bool:
-    """Whether FSDP has found its root, which it does in the first forward pass; it gathers nothing before."""
+    """Whether FSDP has found its root module, which it does in the first forward pass. Before that it gathers
+    nothing."""
     return bool(model._get_fsdp_state()._is_root)
 
 
 def accumulate_gradients(units: list[FSDPModule]) -> None:
-    """Takes over gradients that were computed outside of backward, in the type they are reduced in."""
+    """Takes over gradients that were computed outside of backward, in the type in which they are reduced."""
     for unit in units:
         for parameter in parameter_group(unit).fsdp_params:
+            # FSDP creates this attribute when it first gathers the parameter.
             whole = getattr(parameter, "_unsharded_param", None)
             if whole is None or whole.grad is None:
                 continue
+            # FSDP accumulates in backward hooks, which no W triggers. Left in `.grad`, a second W would accumulate in
+            # the compute type, and its rounding would add up over micro-batches.
             gradient, whole.grad = whole.grad, None
             if parameter.unsharded_accumulated_grad is None:
                 parameter.unsharded_accumulated_grad = gradient.to(parameter.reduce_dtype or gradient.dtype)
@@ -62,8 +67,10 @@ def accumulate_gradients(units: list[FSDPModule]) -> None:
 
 
 def reduce_accumulated(units: list[FSDPModule], partial_sums: bool, last: bool) -> None:
-    """Reduces what has been accumulated, as the end of a backward pass would. partial_sums: whether FSDP may keep those
-    of earlier reductions; last: whether this is the step's last reduction, which ends them."""
+    """Reduces accumulated gradients as the end of a backward pass would. partial_sums: whether FSDP may keep the
+    results of earlier reductions on the device. last: whether this is the step's last reduction, which completes
+    them."""
+    # Backward's order, the same on all ranks: each unit's reduction is a collective.
     for unit in reversed(units):
         group = parameter_group(unit)
         if partial_sums:
@@ -72,17 +79,19 @@ def reduce_accumulated(units: list[FSDPModule], partial_sums: bool, last: bool) 
 
 
 def fill_missing(group: Any, last: bool) -> None:
-    """Gives zeros to parameters that have no gradient in this reduction.
+    """Gives zeros to parameters of a group that have no gradient in this reduction. last: whether this is the step's
+    last reduction.
 
-    Gradients are missing where two input-gradient passes came before one reduction, which then took those of both. FSDP
-    keeps partial sums for whole groups only, and adds them up over replicas only in a reduction that has gradients.
-    last: whether this is the step's last reduction.
+    Gradients are missing where two input-gradient passes (I) ran before one reduction, which then took the gradients of
+    both. FSDP keeps partial sums for whole groups only, and sums over replicas only in a reduction that has gradients.
     """
     missing = [
         parameter
         for parameter in group.fsdp_params
         if parameter.unsharded_accumulated_grad is None and parameter.unsharded_param.grad is None
     ]
+    # A group without any gradient may skip a reduction, but not the last: its partial sums would never be summed over
+    # the replicas.
     for parameter in missing if last or len(missing) < len(group.fsdp_params) else ():
         whole = parameter.unsharded_param
         parameter.unsharded_accumulated_grad = torch.zeros_like(
@@ -91,7 +100,8 @@ def fill_missing(group: Any, last: bool) -> None:
 
 
 class UnitTensors(NamedTuple):
-    """Tensors that units have in memory, some of them views of the same memory. messages: sent and received by FSDP."""
+    """Tensors that units have in memory; some are views of the same memory. messages: buffers that FSDP sends and
+    receives."""
 
     gradients: list[Tensor]
     gathered: list[Tensor]
@@ -99,7 +109,8 @@ class UnitTensors(NamedTuple):
 
 
 def unit_tensors(units: list[FSDPModule]) -> UnitTensors:
-    """What units hold beside their shards at this moment, in the middle of a step too. Nothing is allocated."""
+    """What units hold in memory besides their shards at this moment, also in the middle of a step. Nothing is
+    allocated."""
     gradients: list[Tensor | None] = []
     gathered: list[Tensor | None] = []
     messages: list[Any] = []
@@ -110,32 +121,36 @@ def unit_tensors(units: list[FSDPModule]) -> UnitTensors:
             gathered += [*parameter.all_gather_outputs, whole]
             gradients += [parameter.unsharded_accumulated_grad, None if whole is None else whole.grad]
         gradients.append(group._partial_reduce_output)
-        context = group.comm_ctx  # of all units
-        kept = getattr(context.all_gather_state, "all_gather_result", None)
-        messages += [getattr(result, "all_gather_output", None) for result in (group._all_gather_result, kept)]
+        context = group.comm_ctx  # one object, shared by all units of a root
+        # FSDP keeps the last all-gather result alive until the next copy-out has been queued.
+        previous = getattr(context.all_gather_state, "all_gather_result", None)
+        messages += [getattr(result, "all_gather_output", None) for result in (group._all_gather_result, previous)]
         messages += [state.reduce_scatter_input for state in pending_reductions(context)]
         messages.append(getattr(group._all_reduce_state, "all_reduce_input", None))
     return UnitTensors(*([tensor for tensor in some if tensor is not None] for some in (gradients, gathered, messages)))
 
 
 def pending_reductions(context: Any) -> list[Any]:
-    """Of all units of a root: the reductions whose messages FSDP still has."""
+    """The reductions, of all units of a root, whose input buffers FSDP still keeps."""
     if hasattr(context, "reduce_scatter_states"):
         return context.reduce_scatter_states
-    one = getattr(context, "reduce_scatter_state", None)  # torch 2.11 keeps one at most
+    one = getattr(context, "reduce_scatter_state", None)  # torch 2.11 keeps at most one
     return [] if one is None else [one]
 
 
 def end_reductions_in_forward(model: Stage) -> None:
-    """Has the last layer of a forward pass drop what the backward pass before it sent.
+    """Makes the last layer of a forward pass free the reduction buffers that the backward pass before it left.
 
-    FSDP drops a message when it makes the next one: that of embedding, norm and head after the next micro-batch's
-    first layer of backward, when memory is fullest. It was reduced long before: the current stream, whose memory it is,
-    does not wait here."""
+    FSDP frees a reduction's input buffer when it creates the next one. The buffer of embedding, norm and head would
+    then live until the next micro-batch's first layer has run backward, when memory is fullest. Its reduction was over
+    long before.
+    """
     last = list(model.layers.values())[-1]
 
     def end(*_: object) -> None:
-        context = parameter_group(last).comm_ctx  # of all units
+        context = parameter_group(last).comm_ctx  # one object, shared by all units of a root
+        # The buffers are the current stream's memory, so it has to wait for the reductions before it may reuse them.
+        # They have long ended: no time is lost.
         for state in pending_reductions(context):
             if state.event is not None:
                 state.event.wait()
@@ -148,35 +163,40 @@ def end_reductions_in_forward(model: Stage) -> None:
 
 
 def end_backward(model: FSDPModule) -> None:
-    """What FSDP does after a root's last backward pass: makes the current stream wait for its reductions."""
+    """What FSDP does after a root's last backward pass: makes the current stream wait for all reductions."""
     model._get_fsdp_state()._root_post_backward_final_callback()
 
 
 class CopyEngineCollectives:
     """FSDP's custom all-gather and reduce-scatter by copies between GPUs (`parallel/zero/copy_engine.py`).
 
-    FSDP calls `allocate` for a message and then for its result, and this object with both. It has its own gradients in
-    place of a message."""
+    FSDP calls `allocate` for a message, then for its result, and then this object with both. The message here is an
+    empty tensor that carries references to the gradients: they travel from where they are, without a flat copy.
+    """
 
     def __init__(self, group: dist.ProcessGroup):
         self.shards = CopyEngineShards(group)
         self.message: Tensor | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        # The second call of a pair: the result, which is real memory.
         if self.message is not None:
             return torch.empty(size, dtype=dtype, device=device)
         self.message = torch.empty(0, dtype=dtype, device=device)
-        self.message.gradients = []  # FSDP keeps the message until the current stream has waited for its reduction
+        # FSDP keeps the message until the current stream has waited for its reduction, and with it the gradients in
+        # this list. They must not be freed while copy engines read them.
+        self.message.gradients = []
         return self.message
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **_: object) -> None:
         self.message = None
-        go_on(self.shards.sum(input_tensor.gradients, output_tensor))
+        wait_for_event(self.shards.sum(input_tensor.gradients, output_tensor))
 
 
 class WholeShardReduce:
-    """FSDP's custom reduce-scatter of a rank whose shards are whole. FSDP calls `allocate` for a message and then for
-    its result, to which it copies it: here they are one."""
+    """FSDP's custom reduce-scatter of a rank whose shards are whole parameters. FSDP calls `allocate` for a message and
+    then for its result, and copies one to the other. Both calls return the same tensor here, so that copy is onto
+    itself."""
 
     def __init__(self) -> None:
         self.message: Tensor | None = None
@@ -188,35 +208,39 @@ class WholeShardReduce:
         return result
 
     def __call__(self, *_: object, **__: object) -> None:
-        """FSDP asks for no collective of one rank."""
+        """Never called: FSDP needs no collective on one rank."""
         raise AssertionError("a collective of whole shards")
 
 
 def copy_shards(units: list[FSDPModule], group: dist.ProcessGroup) -> None:
-    """Has FSDP gather and reduce units by copies between GPUs, each while the one before it computes."""
+    """Makes FSDP gather and reduce units by copies between GPUs. Each unit is gathered while the one before it
+    computes."""
     patch_collectives()
     comm = CopyEngineCollectives(group)
     for unit, following in zip(units, [*units[1:], None]):
         unit.set_custom_all_gather(comm)
         unit.set_custom_reduce_scatter(comm)
         if following is not None:
+            # Copies begin with the work that the current stream has queued so far. So the next gather has to be
+            # requested before this unit's kernels are queued.
             unit.set_modules_to_forward_prefetch([following])
 
 
 def cast_shards(units: list[FSDPModule]) -> None:
-    """Of a rank whose shards are whole: has FSDP cast parameters to where they are used, and gradients to where they
-    are added up, where its own goes through a buffer each time."""
+    """For a rank whose shards are whole parameters: makes FSDP cast parameters directly to where they are used, and
+    gradients directly to where they are accumulated. FSDP's own code copies through a flat buffer each time."""
     patch_collectives()
     for unit in units:
         unit.set_custom_reduce_scatter(WholeShardReduce())
         if (group := parameter_group(unit)) is not None:
+            # An attribute of the instance hides the method of the class for this group alone.
             group.wait_for_unshard = partial(cast_parameters, group)
 
 
 @cache
 def patch_collectives() -> None:
-    """Puts what units of `CopyEngineCollectives` and `WholeShardReduce` do in the place of FSDP's copies into and out
-    of flat buffers."""
+    """Replaces FSDP's copies into and out of flat buffers for the units of `CopyEngineCollectives` and
+    `WholeShardReduce`. Other units keep FSDP's own functions. Called once per process."""
     group, collectives = _fsdp_param_group, _fsdp_collectives
     group.foreach_all_gather = fall_back_on(group.foreach_all_gather, gather_parameters)
     group.foreach_all_gather_copy_out = fall_back_on(group.foreach_all_gather_copy_out, end_gather)
@@ -226,7 +250,7 @@ def patch_collectives() -> None:
 
 
 def fall_back_on(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that does what `ours` does; where that is NotImplemented, what FSDP's own does."""
+    """A function that calls `ours`, and FSDP's own function `theirs` where `ours` returns NotImplemented."""
 
     @wraps(theirs)
     def either(*arguments: Any) -> Any:
@@ -238,19 +262,25 @@ def fall_back_on(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callab
 
 @torch.no_grad()
 def gather_parameters(parameters: list[Any], group: dist.ProcessGroup, *more: Any) -> Any:
-    """Starts gathering a unit's parameters to where they are used. Memory for them is the current stream's, of which
-    the other one waits for what is done by now: not for the layer before, whose kernels are yet to be launched."""
+    """Starts to gather a unit's parameters into the memory where they are used.
+
+    That memory is allocated on the current stream, and the copies wait for what this stream has queued by now. They do
+    not wait for the layer before, whose kernels are queued afterwards, and so overlap with it.
+    """
     *_, device, comm = more
     if not isinstance(comm, CopyEngineCollectives):
         return NotImplemented
     shards, wholes = shard_places(parameters, group.size(), device)
+    # The copies write to tensors that autograd may have saved. Their values are the same as before, so autograd must
+    # not see a modification.
     with torch.autograd._unsafe_preserve_version_counter(tuple(wholes)):
         ended = comm.shards.gather(shards, [whole.view(group.size(), -1) for whole in wholes])
     return SimpleNamespace(all_gather_event=ended, all_gather_work=None)
 
 
 def shard_places(parameters: list[Any], ranks: int, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
-    """This rank's shards of a unit's parameters, and the memory of the whole ones, which it allocates: flat."""
+    """This rank's shards of a unit's parameters, and newly allocated memory for the whole parameters, both flat: lists
+    of [n] and [ranks x n]."""
     for parameter in parameters:
         dtype = parameter.param_dtype or parameter.orig_dtype
         parameter.init_all_gather_outputs([parameter._sharded_param_data.numel()], [dtype], ranks, device)
@@ -262,7 +292,8 @@ def shard_places(parameters: list[Any], ranks: int, device: torch.device) -> tup
 
 
 def cast_parameters(group: Any) -> None:
-    """A group's `wait_for_unshard`: FSDP's own, of one rank, with the cast and the copy of each parameter in one."""
+    """Replaces a group's `wait_for_unshard` on one rank: like FSDP's own, with the cast and the copy of each parameter
+    in one operation."""
     if group._all_gather_result is None:
         return
     shards, wholes = shard_places(group.fsdp_params, 1, group.device)
@@ -275,16 +306,19 @@ def cast_parameters(group: Any) -> None:
 
 
 def end_gather(gathered: Any, *_: Any) -> Any:
-    """The current stream goes on when the parameters are there."""
+    """Makes the current stream wait until the gathered parameters have arrived."""
     if not isinstance(gathered, SimpleNamespace):
         return NotImplemented
-    go_on(gathered.all_gather_event)
+    wait_for_event(gathered.all_gather_event)
     return None
 
 
 def take_gradients(gradients: list[Tensor], message: Tensor, ranks: int) -> Any:
-    """Keeps gradients, which FSDP drops, until they have been sent. In a CUDA graph of one rank it casts them: FSDP's
-    own kernel reads addresses that are gone when the graph is replayed."""
+    """Attaches gradients to the message, which FSDP would drop, until they have been sent.
+
+    In a CUDA graph of one rank it casts them into the message instead: FSDP's own kernel reads addresses from a table
+    that no longer exists when the graph is replayed.
+    """
     if ranks == 1 and message.is_cuda and torch.cuda.is_current_stream_capturing():
         parts = message.split([gradient.numel() for gradient in gradients])
         copy_together(parts, [gradient.reshape(-1) for gradient in gradients])
