@@ -148,7 +148,7 @@ class Checkpointer:
             self._group = None
 
     def _own_parts(self, tensors: dict[str, Tensor | Fragment]) -> dict[str, TensorPart]:
-        """The parts that this rank has to write. They are assigned again only if the layout has changed on some rank."""
+        """The parts that this rank has to write. They are assigned again only if the layout changed on some rank."""
         parts = {
             name: part
             for name, tensor in tensors.items()
