@@ -179,8 +179,8 @@ def driver_function(name: str) -> Callable[..., int]:
 
 # Buffers in which the ranks of a group leave each other data, call by call. The number of a call is its epoch. Each
 # rank has a buffer of two halves, which epochs use in turn, and flags, which hold the last epoch whose part has
-# arrived. Flags only grow, so nothing is ever reset. docs/performance.md (The protocol of shared memory) explains why a half may be
-# overwritten two epochs later.
+# arrived. Flags only grow, so nothing is ever reset. docs/performance.md (The protocol of shared memory) explains why
+# a half may be overwritten two epochs later.
 
 
 class SymmetricBuffers:
