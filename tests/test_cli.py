@@ -17,7 +17,8 @@ import pytest
 
 import trainer
 import trainer.training
-from trainer import cli, command, torchrun
+from trainer import commands
+from trainer.commands import torchrun, train
 from trainer.config import ConfigError, SourceConfig
 from trainer.sweep.slurm import SCRIPT
 
@@ -89,7 +90,7 @@ def test_torchrun_prints_once_and_first(tmp_path):
 
 
 def main(capsys, *arguments: str) -> tuple[int, str, str]:
-    code = cli.main(arguments)
+    code = train.main(arguments)
     return code, *capsys.readouterr()
 
 
@@ -102,13 +103,13 @@ def test_pages(capsys, tmp_path):
     )
     code, page, _ = main(capsys, "--help", "lr")
     assert code == 0 and page.startswith("lr.schedule") and "one of cosine, wsd" in page
-    assert "lr.warmup=10\n    linear warm-up from zero; in steps; range [0, inf)" in page
+    assert "lr.warmup=10\n    linear warm-up from zero; in steps; whole number; range [0, inf)" in page
     assert main(capsys, "--help", "lrr")[0] == 2
     for section in ("data.sources", "data.sources.stdlib"):
         page = main(capsys, "--help", section)[1]
         for field in dataclasses.fields(SourceConfig):
             assert f"data.sources.NAME.{field.name}={json.dumps(getattr(SourceConfig(), field.name))}" in page
-    assert "in documents; range [0, inf)" in page
+    assert "in documents; whole number;\n    range [0, inf)" in page
     for section in ("model.pattern", "model.overrides", "precision.types.rules", "sweep.slurm", "parallel.pipeline"):
         code, page, _ = main(capsys, "--help", section)
         assert code == 0 and page.count(f"{section}.") >= 5, section
@@ -131,15 +132,16 @@ def test_no_arguments_are_answered_with_the_usage(capsys, monkeypatch):
 def launched(monkeypatch):
     """What our launcher would have been given."""
     calls = []
-    monkeypatch.setattr(torchrun, "main", lambda arguments, brief: calls.append(arguments) or 75)
+    started = types.SimpleNamespace(run=lambda arguments, brief: calls.append(arguments) or 75)
+    monkeypatch.setattr(torchrun, "main", started)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     yield calls
     logging.disable(logging.NOTSET)
 
 
 def test_train_starts_the_processes_that_it_is_told(launched, capsys):
-    assert command.main(["train", "--processes", "2", "+config=debug", "parallel=tp2"]) == 75
-    assert command.main(["train", "--gpus", "2", "+config=debug"]) == 75
+    assert commands.main(["train", "--processes", "2", "+config=debug", "parallel=tp2"]) == 75
+    assert commands.main(["train", "--gpus", "2", "+config=debug"]) == 75
     both = ["--standalone", "--nproc-per-node", "2", "-m", "trainer"]
     assert launched == [[*both, "+config=debug", "parallel=tp2"], [*both, "run.device=cuda", "+config=debug"]]
     assert capsys.readouterr().out.count("starting 2 processes") == 2
@@ -149,24 +151,24 @@ def test_train_starts_the_processes_that_it_is_told(launched, capsys):
     "arguments, words",
     [
         (["--processes", "4", "+config=debug", "parallel.tp=3"], "start 3 or 6 processes"),
-        (["--gpus", "0", "+config=debug"], "'0' is no number of processes"),
+        (["--gpus", "0", "+config=debug"], "gpus=0 must be at least 1"),
         (["--gpus", "2", "--processes", "2"], "not allowed with"),
     ],
 )
 def test_train_refuses_before_it_starts_a_process(launched, capsys, arguments, words):
-    assert command.main(["train", *arguments]) == 2 and not launched
+    assert commands.main(["train", *arguments]) == 2 and not launched
     error = capsys.readouterr().err
     assert words in error and len(error.splitlines()) <= 3
 
 
 def test_the_words_of_the_command_lead_where_they_say(launched, capsys):
-    assert command.main(["train", "--gpus", "8", "--help", "lr"]) == 0 and not launched
+    assert commands.main(["train", "--gpus", "8", "--help", "lr"]) == 0 and not launched
     assert capsys.readouterr().out.startswith("lr.schedule")
-    assert command.main(["sample", "--help"]) == 0 and "trainer.sample" in capsys.readouterr().out
-    assert command.main(["sweep", "+config=debug", "lr.peek=1,2"]) == 2
+    assert commands.main(["sample", "--help"]) == 0 and "usage: trainer sample CHECKPOINT" in capsys.readouterr().out
+    assert commands.main(["sweep", "+config=debug", "lr.peek=1,2"]) == 2
     assert "did you mean 'lr.peak'" in capsys.readouterr().err
     for nothing in ([], ["sweep"], ["tune"]):
-        assert command.main(nothing) == 2 and "usage: " in capsys.readouterr().err
+        assert commands.main(nothing) == 2 and "usage: " in capsys.readouterr().err
 
 
 def test_cfg_job_checks_the_plan_for_the_processes_that_it_is_told(capsys, monkeypatch):

@@ -1,4 +1,4 @@
-"""The command `python -m trainer.estimate`: what it prints, writes and refuses, without torch."""
+"""The command `trainer estimate`: what it prints, writes and refuses, without torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from trainer.commands.estimate import main
 from trainer.config import Config
-from trainer.estimate import main
 from trainer.planning.resolve import compose
 
 ROOT = Path(__file__).parents[1]
@@ -114,8 +114,8 @@ def test_shapes_that_do_not_fill_the_device(capsys):
         ("plans=all hardware.memory=1", "every plan needs more memory than a device has"),
         ("out=/no/such/folder/best.yaml", "out=/no/such/folder/best.yaml: there is no folder"),
         ("hardware=l40s hardware.device=Abacus", "hardware.device=Abacus has no known peak in bf16"),
-        ("token=1e9", "unknown option 'token'; did you mean 'tokens'? See python -m trainer.estimate --help"),
-        ("--plan", "--plan is no option; see python -m trainer.estimate --help"),
+        ("token=1e9", "unknown option 'token'; did you mean 'tokens'? See trainer estimate --help"),
+        ("--plan", "--plan is no option; see trainer estimate --help"),
     ],
 )
 def test_refusals(words, problem, capsys):

@@ -11,10 +11,10 @@ import pytest
 import torch
 from support.launch import warm_python
 
-from trainer import export, sample
 from trainer.checkpointing.checkpointer import Checkpointer
 from trainer.checkpointing.loading import open_saved
-from trainer.command import main as trainer_main
+from trainer.commands import export, sample
+from trainer.commands import main as trainer_main
 from trainer.config import CheckpointConfig
 from trainer.config.model import ModelSpec
 from trainer.data.tokenizer import byte_tokenizer

@@ -12,8 +12,8 @@ import pytest
 import torch
 from test_export_sample import gpt2, make_run, mistral
 
-from trainer import evaluate, export, merge, sample
 from trainer.checkpointing.loading import open_saved
+from trainer.commands import evaluate, export, merge, sample
 from trainer.hf import HFWeights, spec_from_hf
 from trainer.model.transformer import Transformer
 

@@ -179,7 +179,8 @@ def test_the_node_check_says_everything_at_once(tmp_path):
         [
             sys.executable,
             "-m",
-            "trainer.preflight",
+            "trainer",
+            "preflight",
             "check=node",
             "gpus=2",
             f"run_dir={tmp_path}",
@@ -199,7 +200,7 @@ def test_the_node_check_says_everything_at_once(tmp_path):
 
 def test_wrong_options_are_refused():
     done = subprocess.run(
-        [sys.executable, "-m", "trainer.preflight", "check=nodes", "skw=1"], capture_output=True, text=True, cwd=ROOT
+        [sys.executable, "-m", "trainer", "preflight", "check=nodes", "skw=1"], capture_output=True, text=True, cwd=ROOT
     )
     assert done.returncode == 2 and "'node'" in done.stderr and "'skew'" in done.stderr
 
@@ -220,7 +221,7 @@ def test_the_network_check_without_torchrun_is_refused():
         "MASTER_PORT": "1",
     }
     done = subprocess.run(
-        [sys.executable, "-m", "trainer.preflight", "check=network"],
+        [sys.executable, "-m", "trainer", "preflight", "check=network"],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -244,7 +245,7 @@ def test_the_network_check_between_three_nodes():
         }
         processes = [
             subprocess.Popen(
-                [warm_python(), "-m", "trainer.preflight", "check=network", *given],
+                [warm_python(), "-m", "trainer", "preflight", "check=network", *given],
                 cwd=ROOT,
                 text=True,
                 stdout=subprocess.PIPE,

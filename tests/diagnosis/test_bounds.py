@@ -14,9 +14,9 @@ import yaml
 from support.causes import CAUSES, LAUNCHED, folder, recorded, resampled
 from support.launch import launch
 
-from trainer import diagnose
-from trainer.config.compose import CONFIGS
-from trainer.diagnose import diagnose_run
+from trainer.commands import diagnose
+from trainer.commands.diagnose import diagnose_run
+from trainer.config.fields import CONFIGS
 from trainer.diagnosis.evidence import RunEvidence, RunMachine
 from trainer.diagnosis.step_profile import build_profile
 from trainer.diagnosis.verdict import Diagnosis

@@ -14,9 +14,9 @@ import pytest
 import yaml
 from support.accounts import QUIET, Case, accounts
 
-from trainer import diagnose
+from trainer.commands import diagnose
 from trainer.config import typed
-from trainer.config.compose import CONFIGS
+from trainer.config.fields import CONFIGS
 from trainer.config.synonyms import REMOVED
 from trainer.diagnosis.evidence import collect_evidence
 from trainer.diagnosis.time_breakdown import ACCOUNTS

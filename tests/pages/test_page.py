@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.runs import DIAGNOSIS, account, start, step_line, write_metrics, write_run, write_search
 
-from trainer import report
+from trainer.commands import report
 from trainer.config import ConfigError
-from trainer.config.compose import CONFIGS
+from trainer.config.fields import CONFIGS
 from trainer.observe import metrics
 from trainer.pages.curves import MetricCurves, MetricPoints, thin_curve
 from trainer.pages.page import NOT_DRAWN, SCRIPTS, arrange_panels, open_folders, own_assets, render_page

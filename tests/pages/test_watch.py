@@ -18,7 +18,7 @@ import pytest
 from support.browser import CHROMIUM, Browser
 from support.runs import step_line, write_metrics, write_run, write_search
 
-from trainer import watch
+from trainer.commands import watch
 from trainer.pages.page import PageRuns
 from trainer.pages.server import PageServer, start_server
 
@@ -129,7 +129,7 @@ def test_what_cannot_be_served_is_said_once(tmp_path, capsys):
 
 def test_the_command_serves_until_ctrl_c(tmp_path):
     write_metrics(tmp_path / "run", 2)
-    command = [sys.executable, "-m", "trainer.watch", str(tmp_path / "run"), "port=0"]
+    command = [sys.executable, "-m", "trainer", "watch", str(tmp_path / "run"), "port=0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         address, *_ = process.stdout.readline().split()
         connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=10)

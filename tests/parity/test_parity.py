@@ -11,9 +11,9 @@ import pytest
 import torch
 from support.launch import launch, warm_python
 
+from trainer.commands.parity import main, parse_arguments
 from trainer.config import Config, ConfigError
 from trainer.config.model import ModelSpec
-from trainer.parity.cli import main, parse_arguments
 from trainer.parity.compare import TOLERANCES, coarsest_tolerance, compare_runs, error_limits, judge_plan
 from trainer.parity.plans import generate_plans
 from trainer.parity.reference import Trajectory
@@ -109,7 +109,7 @@ def test_the_table_tells_what_was_seen(runs):
 def test_exit_code_of_a_refused_command(tmp_path):
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [warm_python(), "-m", "trainer.parity", *DATA, f"data.cache={tmp_path}", "plans=[parallel.tp=2, zero9]"],
+        [warm_python(), "-m", "trainer", "parity", *DATA, f"data.cache={tmp_path}", "plans=[parallel.tp=2, zero9]"],
         env=environment,
         capture_output=True,
         text=True,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer import plot
+from trainer.commands import plot
 from trainer.config import ConfigError
 from trainer.planning.schedules.costs import StageCosts
 from trainer.planning.schedules.ir import Action, format_schedule

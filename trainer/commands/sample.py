@@ -6,23 +6,16 @@ sequence, and the others share parameters."""
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from trainer.commands.grammar import WEIGHTS, Command, LaunchOptions
 from trainer.config import ConfigError, RunConfig
 from trainer.config.fields import option
-from trainer.config.options import WEIGHTS, run_command
-from trainer.config.typed import out_of_range
-from trainer.planning.plan import nearby_worlds
-from trainer.util.exit_codes import give_way
-
-WORDS = ("checkpoint",)
-"""Options that need no key."""
 
 
 @dataclass
-class SampleOptions:
+class SampleOptions(LaunchOptions):
     checkpoint: str = option(
         None, "run folder (its newest checkpoint is taken), checkpoint folder, or transformers folder"
     )
@@ -59,11 +52,13 @@ def stop_problems(stop: list[str]) -> Iterator[str]:
 
 def check_options(options: SampleOptions, processes: int = 1) -> None:
     """Raises `ConfigError` for options that nothing could be sampled with on so many processes."""
-    problems = [*out_of_range(options), *stop_problems(options.stop)]
+    problems = [*stop_problems(options.stop)]
     if options.prompt and options.prompts:
         problems.append(f"prompt={options.prompt} and prompts={options.prompts} exclude each other; leave one out")
     together = options.tp * options.cp
-    if min(options.tp, options.cp) > 0 and processes % together:
+    if processes % together:
+        from trainer.planning.plan import nearby_worlds
+
         counts = " or ".join(map(str, nearby_worlds(processes, together, processes)))
         problems.append(
             f"tp={options.tp} x cp={options.cp} needs a multiple of {together} processes, but {processes} run; start "
@@ -112,24 +107,13 @@ def run(options: SampleOptions) -> None:
         dist.destroy_process_group()
 
 
-def sample_action(options: SampleOptions) -> None:
-    try:
-        run(options)
-    except ConfigError:
-        give_way()
-        raise
-
-
-def refuse_options(arguments: list[str], processes: int) -> int:
-    """The exit code that so many processes would end with for their options alone, told of once."""
-    return run_command(
-        SampleOptions, lambda options: check_options(options, processes), "trainer.sample", arguments, WORDS
-    )
-
-
-def main(arguments: list[str] | None = None) -> int:
-    return run_command(SampleOptions, sample_action, "trainer.sample", arguments, WORDS)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = Command(
+    "sample",
+    "Writes text with a trained model, from its newest checkpoint or the one that is named.",
+    'trainer sample runs/demo prompt="def " tokens=50',
+    SampleOptions,
+    run,
+    words=("checkpoint",),
+    device="device=cuda",
+    check=check_options,
+)

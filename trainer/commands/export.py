@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 
-from trainer.checkpointing.loading import open_saved
-from trainer.config.compose import import_modules
+from trainer.commands.grammar import DTYPES, WEIGHTS, Command
 from trainer.config.fields import option
-from trainer.config.options import WEIGHTS, run_command
-from trainer.hf import export_model
-from trainer.precision.dtypes import DTYPES
-
-WORDS = ("checkpoint", "out")
-"""Options that need no key."""
 
 
 @dataclass
@@ -22,22 +14,30 @@ class ExportOptions:
         None, "run folder (its newest checkpoint is taken), checkpoint folder, or transformers folder"
     )
     out: str = option(None, "new folder, which AutoModelForCausalLM and AutoTokenizer open with from_pretrained")
-    dtype: str = option("bf16", "type of the exported weights", tuple(DTYPES))
+    dtype: str = option("bf16", "type of the exported weights", DTYPES)
     weights: str = option("trained", "the weights as trained, or their average (optimizer.ema.decay)", WEIGHTS)
     imports: list[str] = option([], "modules of your own that register the model's blocks; they are run")
 
 
 def run(options: ExportOptions) -> None:
+    # torch takes seconds to import, and no refusal of an option needs it.
+    from trainer.checkpointing.loading import open_saved
+    from trainer.config.compose import import_modules
+    from trainer.hf import export_model
+    from trainer.precision import dtypes
+
     import_modules(options.imports)
     saved = open_saved(options.checkpoint, options.weights)
-    export_model(saved.spec, saved.tensor, options.out, DTYPES[options.dtype], saved.tokenizer)
+    export_model(saved.spec, saved.tensor, options.out, dtypes.DTYPES[options.dtype], saved.tokenizer)
     rounded = "" if options.dtype == "fp32" else " (dtype=fp32 keeps them as trained)"
     print(f"{options.out}: weights in {options.dtype}{rounded}")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    return run_command(ExportOptions, run, "trainer.export", arguments, WORDS)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = Command(
+    "export",
+    "Writes a trained model as a folder that transformers opens.",
+    "trainer export runs/demo demo-hf",
+    ExportOptions,
+    run,
+    words=("checkpoint", "out"),
+)

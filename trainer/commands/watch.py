@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.commands.grammar import Command
+from trainer.commands.report import HARDWARE
 from trainer.config import ConfigError
 from trainer.config.fields import option
-from trainer.config.options import run_command
-from trainer.pages.page import HARDWARE, PageRuns
-from trainer.pages.server import start_server
-
-WORDS = ("runs",)
-"""Options that need no key."""
 
 
 @dataclass
@@ -37,16 +31,20 @@ def run(options: WatchOptions) -> None:
     ]
     if problems:
         raise ConfigError(problems)
+    from trainer.pages.page import PageRuns
+    from trainer.pages.server import start_server
+
     shown = PageRuns(folders, options.hardware)
     with start_server(shown, options.port, options.every) as server, contextlib.suppress(KeyboardInterrupt):
         print(f"http://{server.address} shows {', '.join(options.runs)}; Ctrl-C ends", flush=True)
         server.serve_forever()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; the exit code is 0, or 2 after one message about what cannot be served."""
-    return run_command(WatchOptions, run, "trainer.watch", arguments, WORDS)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = Command(
+    "watch",
+    "Serves the page of runs while they go on, to this machine alone.",
+    "trainer watch runs/demo port=8765",
+    WatchOptions,
+    run,
+    words=("runs",),
+)
