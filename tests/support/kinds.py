@@ -24,7 +24,6 @@ from support.runs import DIAGNOSIS, start, write_metrics, write_search
 
 import trainer
 from trainer.cluster import job
-from trainer.commands.diagnose import diagnose_run
 from trainer.commands.evaluate import known_results
 from trainer.config import ConfigError, SourceConfig, typed
 from trainer.config.compose import UserFiles
@@ -45,6 +44,7 @@ from trainer.diagnosis.verdict import to_json
 from trainer.hf import HFWeights, spec_from_hf
 from trainer.hf.config import config_from_spec
 from trainer.observe import metrics
+from trainer.observe.diagnose_run import diagnose_run
 from trainer.observe.sinks import saved_run_id
 from trainer.observe.watchdog import Heartbeat, RankReport, describe_ranks, parse_heartbeat, read_report
 from trainer.pages.page import content_of, data_of, open_folders

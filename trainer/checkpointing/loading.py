@@ -279,7 +279,7 @@ class SavedModel:
 
 def open_saved(checkpoint: str, weights: str = "trained") -> SavedModel:
     """The model at `checkpoint`: a run's folder, of which the newest whole checkpoint is taken, a checkpoint's folder,
-    or a transformers folder. weights: one of `grammar.WEIGHTS`.
+    or a transformers folder. weights: trained, or ema for their average.
 
     Checksums are verified. Raises `ConfigError` naming the folder and what is wrong with it.
     """

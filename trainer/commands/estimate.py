@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.commands.grammar import Command, RecipeOptions
+from trainer.commands.grammar import Command, RecipeOptions, missing_folder
 from trainer.config import Config, ConfigError
 from trainer.config.fields import option
 from trainer.util.files import write_atomic
@@ -34,6 +35,12 @@ class EstimateOptions(RecipeOptions):
     json: str = option("", "writes all numbers there")
     plot: str = option("", "draws the schedule there, with the memory of the fullest rank over the step")
 
+    def list_problems(self) -> Iterator[str]:
+        if self.top and self.plans != "all":
+            yield f"top={self.top} is how many of all plans are shown; set plans=all, or leave it out"
+        for name in ("out", "json", "plot"):
+            yield from missing_folder(name, getattr(self, name))
+
 
 def run(options: EstimateOptions) -> None:
     from trainer.data.lengths import with_lengths
@@ -44,7 +51,6 @@ def run(options: EstimateOptions) -> None:
     from trainer.planning.plan_overrides import compose_variant, global_size, plan_list
     from trainer.planning.resolve import check_config, resolve_layout
 
-    check_options(options)
     changes, overrides, config_dir = options.take_changes("hardware."), options.overrides, options.config_dir
     hardware, world = read_machines(options, load_hardware(options.hardware, changes, config_dir))
     node, base = min(world, hardware.devices), compose_variant(overrides, config_dir, world, corpus=False)
@@ -113,19 +119,6 @@ def shapes_of(one: StepEstimate) -> list[ShapeAdvice]:
     from trainer.diagnosis.advice import advise_shapes
 
     return [] if one.hardware.device == "CPU" else advise_shapes(one.config, one.layout, one.hardware.device)
-
-
-def check_options(options: EstimateOptions) -> None:
-    problems = []
-    if options.top and options.plans != "all":
-        problems.append(f"top={options.top} is how many of all plans are shown; set plans=all, or leave it out")
-    problems += [
-        f"{name}={path}: there is no folder {Path(path).parent}"
-        for name, path in (("out", options.out), ("json", options.json), ("plot", options.plot))
-        if path and not Path(path).absolute().parent.is_dir()
-    ]
-    if problems:
-        raise ConfigError(problems)
 
 
 def estimate_plan(

@@ -5,11 +5,12 @@ lm-eval opens transformers folders: a checkpoint is exported once, into exports/
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.commands.grammar import DTYPES, WEIGHTS, Command
+from trainer.commands.grammar import DTYPES, Command, ModelOptions
 from trainer.config import ConfigError
 from trainer.config.fields import option
 from trainer.util import tables
@@ -25,12 +26,8 @@ RESULTS = "results.json"
 
 
 @dataclass
-class EvalOptions:
-    checkpoint: str = option(
-        None, "run folder (its newest checkpoint is taken), checkpoint folder, or transformers folder"
-    )
+class EvalOptions(ModelOptions):
     tasks: list[str] = option(None, "tasks and groups of lm-eval, such as [hellaswag,arc_easy]")
-    weights: str = option("trained", "the weights as trained, or their average (optimizer.ema.decay)", WEIGHTS)
     dtype: str = option("bf16", "type that the model computes in", DTYPES)
     shots: int = option(-1, "examples before each question; -1: as the task has it")
     limit: int = option(0, "questions of each task; 0 means all", range="[0, inf)")
@@ -38,10 +35,12 @@ class EvalOptions:
     include: str = option("", "folder with task files of your own, which can name Python code that lm-eval runs")
     device: str = option("auto", "auto takes a GPU where there is one", ("auto", "cpu", "cuda"))
 
+    def list_problems(self) -> Iterator[str]:
+        if not self.tasks:
+            yield "tasks=[] names no task; give some, such as tasks=[hellaswag]"
+
 
 def run(options: EvalOptions) -> None:
-    if not options.tasks:
-        raise ConfigError("tasks=[] names no task; give some, such as tasks=[hellaswag]")
     with requires_extra("eval", "trainer eval"):
         import lm_eval.models.huggingface  # which needs more than lm_eval itself
         from lm_eval.tasks import TaskManager

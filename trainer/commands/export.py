@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.commands.grammar import DTYPES, WEIGHTS, Command
+from trainer.commands.grammar import DTYPES, Command, ModelOptions
 from trainer.config.fields import option
 
 
 @dataclass
-class ExportOptions:
-    checkpoint: str = option(
-        None, "run folder (its newest checkpoint is taken), checkpoint folder, or transformers folder"
-    )
+class ExportOptions(ModelOptions):
     out: str = option(None, "new folder, which AutoModelForCausalLM and AutoTokenizer open with from_pretrained")
     dtype: str = option("bf16", "type of the exported weights", DTYPES)
-    weights: str = option("trained", "the weights as trained, or their average (optimizer.ema.decay)", WEIGHTS)
     imports: list[str] = option([], "modules of your own that register the model's blocks; they are run")
 
 

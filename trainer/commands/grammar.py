@@ -20,15 +20,13 @@ import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from trainer.commands import load_command
 from trainer.config.fields import ConfigError, describe_outside, option, suggest_nearest
 from trainer.config.schema import Config
 from trainer.util.exit_codes import DONE, REFUSED, process_rank, refuse_config
-
-WEIGHTS = ("trained", "ema")
-"""What there may be of a model in a checkpoint: the parameters as trained, or their average."""
 
 DTYPES = ("fp32", "bf16", "fp16")
 """Names of `precision.dtypes.DTYPES`, which needs torch."""
@@ -93,6 +91,18 @@ class LaunchOptions:
         return self.gpus or self.processes or 1
 
 
+@dataclass
+class ModelOptions:
+    """Options of a command that reads a trained model."""
+
+    checkpoint: str = option(
+        None, "run folder (its newest checkpoint is taken), checkpoint folder, or transformers folder"
+    )
+    weights: str = option(
+        "trained", "the weights as trained, or their average (optimizer.ema.decay)", ("trained", "ema")
+    )
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """Wrong arguments are a `ConfigError`."""
 
@@ -104,12 +114,14 @@ class ArgumentParser(argparse.ArgumentParser):
 class Command:
     """A word of the command line. A call with the arguments behind the word returns the exit code.
 
-    purpose: one sentence; example: a command line. options: a dataclass; an option whose default is None has to be
-    given, unless its type includes None. run: takes an instance, and returns the exit code, or None for 0.
+    purpose: one sentence; example: a command line.
+    options: a dataclass. An option whose default is None has to be given, unless its type includes None. Its method
+    `list_problems`, if it has one, yields what is wrong with options together; values may be out of their ranges.
+    run: takes an instance, and returns the exit code, or None for 0.
     words: options that arguments without a name stand for, in this order; the first takes several if it is a list.
-    bare: whether the command line may be empty. device: an override for processes that --gpus starts. check: raises
-    `ConfigError` for options that so many processes would refuse. foreign: the arguments are for another program, and
-    `run` takes them as they are.
+    bare: whether the command line may be empty. device: an override for processes that --gpus starts.
+    check: called before processes are started, with their number; raises `ConfigError`.
+    foreign: the arguments are for another program, and `run` takes them as they are.
     """
 
     word: str
@@ -242,7 +254,7 @@ class Command:
         dashed = [re.sub(r"^--[\w-]+", lambda name: name[0].replace("_", "-"), word) for word in arguments]
         parsed, unknown = self.parser.parse_known_intermixed_args(dashed)
         given = vars(parsed)
-        problems = [self._unknown(word.partition("=")[0]) for word in unknown]
+        problems = [self._unknown(word) for word in unknown if word.startswith("-")]
         words, flags = [], set(given)
         for word in given.pop("arguments", []):
             name, equals, text = word.partition("=")
@@ -255,10 +267,8 @@ class Command:
         if issubclass(self.options, RecipeOptions):
             settings = [field.name for field in dataclasses.fields(Config)]
             for name, equals, _ in (word.partition("=") for word in words):
-                close = difflib.get_close_matches(name, self.keys, 1, 0.8)
-                if equals and name not in settings and close:
-                    meant = f"did you mean '{close[0]}'? See {self.parser.prog} --help"
-                    problems.append(f"unknown option '{name}'; {meant}")
+                if equals and name not in settings and difflib.get_close_matches(name, self.keys, 1, 0.8):
+                    problems.append(self._unknown(name))
             plain = [word for word in words if "=" not in word] if self.words else []
             given["overrides"] = [word for word in words if word not in plain]
         else:
@@ -268,12 +278,9 @@ class Command:
         return given, problems
 
     def _unknown(self, word: str) -> str:
-        if word.startswith("-"):
-            close = difflib.get_close_matches(word, [*map(spell_flag, self.fields)], 1)
-            meant = f"did you mean {close[0]}? See" if close else "see"
-            return f"{word} is no option; {meant} {self.parser.prog} --help"
         name = word.partition("=")[0]
-        return f"'{word}' is no option of {self.parser.prog}; {suggest_nearest(name, self.keys)}"
+        legal = [*map(spell_flag, self.fields)] if name.startswith("-") else self.keys
+        return f"{name} is no option of {self.parser.prog}; {suggest_nearest(name, legal)}"
 
     def _place(self, plain: list[str], given: dict[str, Any], problems: list[str]) -> None:
         """Gives arguments without a name to the options that they stand for."""
@@ -290,7 +297,7 @@ class Command:
 
     def convert(self, given: dict[str, Any], problems: list[str]) -> Any:
         """The options with their types. Raises `ConfigError` with everything that is wrong, `problems` first."""
-        values = {"overrides": given["overrides"]} if "overrides" in given else {}
+        values, outside = {"overrides": given["overrides"]} if "overrides" in given else {}, []
         for name, text in given.items():
             if name not in self.fields:
                 continue
@@ -303,16 +310,23 @@ class Command:
                 continue
             if metadata["choices"] and value not in metadata["choices"]:
                 problems.append(f"{shown} is not legal; {suggest_nearest(joined, list(metadata['choices']))}")
-            elif metadata["range"] and (outside := describe_outside(name, value, metadata["range"])):
-                problems.append(outside)
+            elif metadata["range"]:
+                outside += filter(None, [describe_outside(name, value, metadata["range"])])
         problems += [
             f"{name}=... is needed: {field.metadata['doc']}"
             for name, field in self.fields.items()
             if name in self.required and name not in given
         ]
-        if problems:
+        options = None if problems else self.options(**values)
+        if problems := [*problems, *outside, *getattr(options, "list_problems", list)()]:
             raise ConfigError(problems)
-        return self.options(**values)
+        return options
+
+
+def missing_folder(name: str, path: str) -> list[str]:
+    """What is wrong with an option that names a file to write."""
+    lacks = path and not Path(path).absolute().parent.is_dir()
+    return [f"{name}={path}: there is no folder {Path(path).parent}; make it, or name another"] if lacks else []
 
 
 def spell_flag(name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,22 +30,25 @@ class MergeOptions:
     weights: list[float] = option([], "share of each model, divided by their sum; by default all have the same")
     dtype: str = option("fp32", "type of the merged weights", DTYPES)
 
+    def list_problems(self) -> Iterator[str]:
+        count = len(self.models)
+        if count < 2:
+            yield f"merging takes two models or more, and a new folder; there is {count} model"
+        if self.weights and len(self.weights) != count:
+            yield f"weights={self.weights} has {len(self.weights)} numbers for {count} models; give one for each"
+        total = math.fsum(self.weights or [1.0])
+        if not math.isfinite(total) or total == 0:
+            yield f"weights={self.weights} add up to {total:g}; give finite shares with another sum"
+
 
 def run(options: MergeOptions) -> None:
-    count = len(options.models)
-    if count < 2:
-        raise ConfigError(f"merging takes two models or more, and a new folder; there is {count} model")
-    shares = options.weights or [1.0] * count
-    if len(shares) != count:
-        raise ConfigError(f"weights={options.weights} has {len(shares)} numbers for {count} models; give one for each")
-    total = math.fsum(shares)
-    if not math.isfinite(total) or total == 0:
-        raise ConfigError(f"weights={options.weights} add up to {total:g}; give finite shares with another sum")
-    # torch takes seconds to import, and no refusal above needs it.
+    # torch takes seconds to import, and no refusal of an option needs it.
     from trainer.checkpointing.loading import open_saved
     from trainer.hf import export_model
     from trainer.precision import dtypes
 
+    shares = options.weights or [1.0] * len(options.models)
+    total = math.fsum(shares)
     models = [open_saved(model) for model in options.models]
     check_alike(models, options.models)
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
-from trainer.commands.grammar import Command, LaunchOptions, RecipeOptions
-from trainer.config import ConfigError
+from trainer.commands.grammar import Command, LaunchOptions, RecipeOptions, missing_folder
 from trainer.config.fields import option
 
 
@@ -21,6 +19,9 @@ class ParityOptions(LaunchOptions, RecipeOptions):
     steps: int = option(3, "optimizer steps", range="[1, inf)")
     json: str = option("", "writes the results there")
 
+    def list_problems(self) -> list[str]:
+        return missing_folder("json", self.json)
+
 
 def run(options: ParityOptions) -> int:
     """The exit code: 0 all plans pass, 1 one fails."""
@@ -28,8 +29,6 @@ def run(options: ParityOptions) -> int:
 
     plans = plan_list(options.plans) if options.plans else []
     base = compose_variant(options.overrides, options.config_dir, int(os.environ.get("WORLD_SIZE", 1)))
-    if options.json and not Path(options.json).absolute().parent.is_dir():
-        raise ConfigError(f"json={options.json}: there is no folder {Path(options.json).parent}")
     from trainer.parity import compare_plans  # torch, which no refusal above needs
 
     return compare_plans(base, options.overrides, plans, options.steps, options.json, options.config_dir)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.commands.grammar import Command
-from trainer.config import ConfigError
 from trainer.config.fields import option
 from trainer.util.extras import requires_extra
 
@@ -30,17 +30,15 @@ class PlotOptions:
     out: str = option("", "picture to write, .png, .svg, .pdf, ...; '': RUN/schedule.png, or ./schedule.png")
     trace: str = option("", "also write the timelines as a trace for ui.perfetto.dev or chrome://tracing (.json)")
 
-
-OF_SCHEDULES = ("ranks", "microbatches", "chunks", "costs")
-"""Options that go with --schedule."""
+    def list_problems(self) -> Iterator[str]:
+        if bool(self.runs) == bool(self.schedule):
+            yield "give a RUN or --schedule, not both" if self.runs else "give a RUN, or --schedule"
+        for name in () if self.schedule else ("ranks", "microbatches", "chunks", "costs"):
+            if getattr(self, name):
+                yield f"--{name} goes with --schedule"
 
 
 def run(options: PlotOptions) -> None:
-    if bool(options.runs) == bool(options.schedule):
-        raise ConfigError("give a RUN or --schedule, not both" if options.runs else "give a RUN, or --schedule")
-    given = [name for name in OF_SCHEDULES if getattr(options, name) not in (None, "")]
-    if given and not options.schedule:
-        raise ConfigError([f"--{name} goes with --schedule" for name in given])
     with requires_extra("plots", "trainer plot"):
         from trainer.plots.runs import draw_run
         from trainer.plots.templates import draw_templates

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.commands.grammar import Command, LaunchOptions, RecipeOptions
+from trainer.commands.grammar import Command, LaunchOptions, RecipeOptions, missing_folder
 from trainer.config import Config, ConfigError, ModelConfig
 from trainer.config.fields import option
 from trainer.util.files import write_atomic
@@ -29,15 +29,15 @@ class ProbeOptions(LaunchOptions, RecipeOptions):
     hardware: str = option("", "a file of configs/hardware, or a path, for what is not measured; '': the device's own")
     seconds: float = option(0.0, "time to measure in, about; 0: 60 on GPUs, 15 on CPUs", range="[0, inf)")
 
+    def list_problems(self) -> list[str]:
+        return missing_folder("out", self.out)
+
 
 def requested_recipe(options: ProbeOptions) -> tuple[Config, Layout]:
     """The recipe, on the processes that run. Raises `ConfigError` with everything that is wrong."""
     from trainer.planning.plan_overrides import compose_variant
     from trainer.planning.resolve import check_config, resolve_layout
 
-    problems = []
-    if options.out and not Path(options.out).absolute().parent.is_dir():
-        problems.append(f"out={options.out}: there is no folder {Path(options.out).parent}; make it, or name another")
     world = int(os.environ.get("WORLD_SIZE", 1))
     config = compose_variant(options.overrides, options.config_dir, world, corpus=False)
     if config.model.from_hf:
@@ -45,8 +45,7 @@ def requested_recipe(options: ProbeOptions) -> tuple[Config, Layout]:
         from trainer.hf import spec_from_hf
 
         config.model = ModelConfig(**vars(extend_spec(spec_from_hf(config.model.from_hf), config.model.extend)))
-    problems += check_config(config, world)
-    if problems:
+    if problems := check_config(config, world):
         raise ConfigError(problems)
     return config, resolve_layout(config, world, config.model)
 
@@ -70,7 +69,7 @@ def run(options: ProbeOptions) -> None:
 main = Command(
     "probe",
     "Measures this machine at the shapes of a recipe, and writes the file of hardware for trainer estimate.",
-    "trainer probe --gpus 8 +config=llama3_8b out=mine/hardware/node.yaml",
+    "trainer probe --gpus 8 +config=llama3_8b out=node.yaml",
     ProbeOptions,
     run,
     device="run.device=cuda",

@@ -9,16 +9,13 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from trainer.commands.grammar import WEIGHTS, Command, LaunchOptions
+from trainer.commands.grammar import Command, LaunchOptions, ModelOptions
 from trainer.config import ConfigError, RunConfig
 from trainer.config.fields import option
 
 
 @dataclass
-class SampleOptions(LaunchOptions):
-    checkpoint: str = option(
-        None, "run folder (its newest checkpoint is taken), checkpoint folder, or transformers folder"
-    )
+class SampleOptions(ModelOptions, LaunchOptions):
     prompt: str = option("", "text to continue; an empty one starts a new document")
     prompts: str = option("", "instead, a text file with a prompt in each line (\\n in it is a new line), all at once")
     tokens: int = option(100, "most tokens to generate of each prompt", range="[1, inf)")
@@ -31,7 +28,6 @@ class SampleOptions(LaunchOptions):
     )
     stop: list[str] = option([], "end before any of these texts (\\n in one is a new line)")
     seed: int = option(0, "seeds the choice", range="[0, inf)")
-    weights: str = option("trained", "the weights as trained, or their average (optimizer.ema.decay)", WEIGHTS)
     dtype: str = option("auto", "compute type; auto is bf16 on a GPU and fp32 else", ("auto", "fp32", "bf16", "fp16"))
     tp: int = option(1, "of several processes, those that share each layer's matrices", range="[1, inf)")
     cp: int = option(
@@ -43,34 +39,24 @@ class SampleOptions(LaunchOptions):
     device: str = option("auto", "auto takes a GPU where there is one", ("auto", "cpu", "cuda"))
     imports: list[str] = option([], "modules of your own that register the model's blocks; they are run")
 
+    def list_problems(self) -> Iterator[str]:
+        """What nothing could be sampled with, on the processes that are to run."""
+        if "" in self.stop:
+            yield f"stop={self.stop}: every text begins with an empty one, so nothing would be generated; leave it out"
+        if self.prompt and self.prompts:
+            yield f"prompt={self.prompt} and prompts={self.prompts} exclude each other; leave one out"
+        together, processes = self.tp * self.cp, int(os.environ.get("WORLD_SIZE", self.count()))
+        if together > 0 and processes % together:
+            from trainer.planning.plan import nearby_worlds
 
-def stop_problems(stop: list[str]) -> Iterator[str]:
-    """What is wrong with the texts before which continuations end."""
-    if "" in stop:
-        yield f"stop={stop}: every text begins with an empty one, so nothing would be generated; leave it out"
-
-
-def check_options(options: SampleOptions, processes: int = 1) -> None:
-    """Raises `ConfigError` for options that nothing could be sampled with on so many processes."""
-    problems = [*stop_problems(options.stop)]
-    if options.prompt and options.prompts:
-        problems.append(f"prompt={options.prompt} and prompts={options.prompts} exclude each other; leave one out")
-    together = options.tp * options.cp
-    if processes % together:
-        from trainer.planning.plan import nearby_worlds
-
-        counts = " or ".join(map(str, nearby_worlds(processes, together, processes)))
-        problems.append(
-            f"tp={options.tp} x cp={options.cp} needs a multiple of {together} processes, but {processes} run; start "
-            f"{counts} with --gpus or --processes, or set tp and cp such that tp x cp divides {processes}"
-        )
-    if problems:
-        raise ConfigError(problems)
+            counts = " or ".join(map(str, nearby_worlds(processes, together, processes)))
+            yield (
+                f"tp={self.tp} x cp={self.cp} needs a multiple of {together} processes, but {processes} run; start "
+                f"{counts} with --gpus or --processes, or set tp and cp such that tp x cp divides {processes}"
+            )
 
 
 def run(options: SampleOptions) -> None:
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    check_options(options, processes)
     # torch takes seconds to import, and `--help` needs none of it.
     import torch
     import torch.distributed as dist
@@ -98,7 +84,7 @@ def run(options: SampleOptions) -> None:
     auto = "bf16" if device.type == "cuda" else "fp32"
     dtype = auto if options.dtype == "auto" else options.dtype
     alone = not dist.is_initialized()
-    model = place_saved(saved, device, dtype, options.tp, processes, options.cp)
+    model = place_saved(saved, device, dtype, options.tp, int(os.environ.get("WORLD_SIZE", 1)), options.cp)
     sampling = SamplingOptions(options.temperature, options.top_k, options.top_p, options.seed)
     print_continuations(
         model, tokenizer, prompts, options.tokens, sampling, options.stop, numbered=bool(options.prompts)
@@ -115,5 +101,4 @@ main = Command(
     run,
     words=("checkpoint",),
     device="device=cuda",
-    check=check_options,
 )

@@ -81,7 +81,7 @@ class Setting(NamedTuple):
 def list_settings(section: Any = None, path: str = "") -> Iterator[Setting]:
     """Every setting of the schema, in its order, with those of what is registered."""
     section = Config() if section is None else section
-    hints = types_of(type(section))
+    hints = types_of(type(section))  # type: ignore[arg-type]
     for field in dataclasses.fields(section):
         value, name = getattr(section, field.name), join_path(path, field.name)
         if dataclasses.is_dataclass(value):

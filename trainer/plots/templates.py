@@ -112,8 +112,8 @@ def draw_templates(
     timelines = {}
     for name in schedules:
         schedule = schedule_of(name, ranks, microbatches, chunks, durations)
-        chunks = f" x {schedule.chunks} chunks" if schedule.chunks > 1 else ""
-        timelines[f"{name}: {schedule.ranks} ranks{chunks}, {schedule.microbatches} micro-batches"] = simulate_timeline(
+        noted = f" x {schedule.chunks} chunks" if schedule.chunks > 1 else ""
+        timelines[f"{name}: {schedule.ranks} ranks{noted}, {schedule.microbatches} micro-batches"] = simulate_timeline(
             schedule, durations
         )
     out = out or Path("schedule.png")
