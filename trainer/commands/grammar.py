@@ -31,15 +31,8 @@ from trainer.util.exit_codes import DONE, REFUSED, process_rank, refuse_config
 DTYPES = ("fp32", "bf16", "fp16")
 """Names of `precision.dtypes.DTYPES`, which needs torch."""
 
-KINDS = {
-    bool: ("", "true or false"),
-    int: ("N", "a whole number"),
-    float: ("NUMBER", "a number"),
-    str: ("TEXT", "text"),
-    list[str]: ("TEXT", "a list [a,b]"),
-    list[float]: ("NUMBER", "a list of numbers [1,2]"),
-}
-"""Type of an option -> its placeholder on the page of `--help`, and what a value must be."""
+KINDS = {int: "a whole number", float: "a number", list[str]: "a list [a,b]", list[float]: "a list of numbers [1,2]"}
+"""Type of an option -> what a value must be."""
 
 ITEMS = re.compile(r"""\s*(?:"([^"]*)"|'([^']*)'|([^,]*?))\s*(?:,|$)""")
 """The items of a list: in quotes of either kind, or up to the next comma."""
@@ -50,17 +43,11 @@ OPTIONAL_VALUE = ("help", "schema")
 """Flags whose value may be left out."""
 
 
-def declare_flag(default: Any, doc: str, choices: Sequence[str] | None = None, range: str | None = None) -> Any:
-    """An option that is spelled `--name` alone, as `name=VALUE` is a setting of the recipe or may become one."""
-    metadata = option(default, doc, choices, range=range).metadata
-    return dataclasses.field(default=default, metadata={**metadata, "flag": True})
-
-
 @dataclass
 class RecipeOptions:
     """Options of a command that reads a recipe. overrides: the words that are no options of the command."""
 
-    config_dir: str | None = declare_flag(
+    config_dir: str | None = option(
         None, "folder of your own groups and recipes (DIR/config/NAME.yaml); they win over the shipped ones"
     )
     overrides: list[str] = option([], "")
@@ -76,10 +63,8 @@ class RecipeOptions:
 class LaunchOptions:
     """Options of a command that can start several processes of itself."""
 
-    gpus: int | None = declare_flag(
-        None, "starts N processes on this machine, each with a GPU of its own", range="[1, inf)"
-    )
-    processes: int | None = declare_flag(None, "starts N processes on this machine", range="[1, inf)")
+    gpus: int | None = option(None, "starts N processes on this machine, each with a GPU of its own", range="[1, inf)")
+    processes: int | None = option(None, "starts N processes on this machine", range="[1, inf)")
 
     def count(self) -> int:
         """How many processes are to run. Raises `ConfigError`."""
@@ -184,30 +169,28 @@ class Command:
 
     @cached_property
     def fields(self) -> dict[str, dataclasses.Field]:
-        """Its own options, then those of every command of its kind."""
-        fields = [field for field in dataclasses.fields(self.options) if field.name != "overrides"]
-        return {field.name: field for field in sorted(fields, key=lambda field: "flag" in field.metadata)}
+        """Its options, by name."""
+        return {field.name: field for field in dataclasses.fields(self.options) if field.name != "overrides"}
 
     @cached_property
     def hints(self) -> dict[str, Any]:
         """Type of each option, without None."""
+        hints = typing.get_type_hints(self.options).items()
+        return {name: hint.__args__[0] if isinstance(hint, types.UnionType) else hint for name, hint in hints}
+
+    @cached_property
+    def required(self) -> list[str]:
+        """Options that have to be given."""
         hints = typing.get_type_hints(self.options)
-        return {
-            name: typing.get_args(hint)[0] if isinstance(hint, types.UnionType) else hint
-            for name, hint in hints.items()
-        }
+        return [name for name in self.fields if self.fields[name].default is None and hints[name] == self.hints[name]]
 
     @cached_property
     def keys(self) -> list[str]:
-        """Options that may be spelled `name=VALUE`."""
-        return [name for name, field in self.fields.items() if "flag" not in field.metadata]
-
-    @cached_property
-    def required(self) -> set[str]:
-        hints = typing.get_type_hints(self.options)
-        return {
-            name for name, field in self.fields.items() if field.default is None and self.hints[name] == hints[name]
-        }
+        """Options that may be spelled `name=VALUE`: others have names that settings have, or may come to have."""
+        kinds = [kind for kind in (RecipeOptions, LaunchOptions) if issubclass(self.options, kind)]
+        flags = {field.name for kind in kinds for field in dataclasses.fields(kind)}
+        own = [name for name in self.fields if name not in flags and self.hints[name] is not bool]
+        return [] if self.word == "train" else own
 
     def is_list(self, name: str) -> bool:
         return typing.get_origin(self.hints[name]) is list
@@ -217,7 +200,7 @@ class Command:
         takes = [name.upper() + " ..." * self.is_list(name) for name in self.words]
         takes = [word if name in self.required else f"[{word}]" for name, word in zip(self.words, takes)]
         takes += ["[+config=RECIPE] [SETTING=VALUE ...]"] * issubclass(self.options, RecipeOptions)
-        takes += [f"{name}=..." for name in self.fields if name in self.required.difference(self.words)]
+        takes += [f"{name}=..." for name in self.required if name not in self.words]
         parser = ArgumentParser(
             prog=f"trainer {self.word}",
             usage=" ".join(["trainer", self.word, *takes, "[options]"]),
@@ -230,13 +213,13 @@ class Command:
         )
         parser.add_argument("arguments", nargs="*", help=argparse.SUPPRESS)
         for name, field in self.fields.items():
-            how: dict[str, Any] = {"metavar": KINDS[self.hints[name]][0]}
+            how: dict[str, Any] = {}
             if self.hints[name] is bool:
                 how = {"action": "store_const", "const": "true"}
             elif self.is_list(name):
-                how |= {"nargs": "+", "action": "extend"}
+                how = {"nargs": "+"}
             elif name in OPTIONAL_VALUE:
-                how |= {"nargs": "?", "const": ""}
+                how = {"nargs": "?", "const": ""}
             spelled = [spell_flag(name), *SHORT.get(name, ())]
             parser.add_argument(*spelled, dest=name, help=describe_option(name, field, self.required), **how)
         parser.add_argument(
@@ -251,19 +234,14 @@ class Command:
     def read(self, arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         """The options that are given, as texts and lists of texts, and what is wrong with the other arguments. Raises
         `ConfigError` where an option lacks its value."""
-        dashed = [re.sub(r"^--[\w-]+", lambda name: name[0].replace("_", "-"), word) for word in arguments]
-        parsed, unknown = self.parser.parse_known_intermixed_args(dashed)
+        spelled = []
+        for word in arguments:
+            name, equals, value = word.partition("=")
+            name = spell_flag(name) if equals and name in self.keys else name.replace("_", "-")
+            spelled.append(name + equals + value if name.startswith("--") else word)
+        parsed, unknown = self.parser.parse_known_intermixed_args(spelled)
         given = vars(parsed)
-        problems = [self._unknown(word) for word in unknown if word.startswith("-")]
-        words, flags = [], set(given)
-        for word in given.pop("arguments", []):
-            name, equals, text = word.partition("=")
-            if not equals or name not in self.keys:
-                words.append(word)
-            elif name in flags:
-                problems.append(f"{word}: --{name} is given too; give it once")
-            else:
-                given[name] = text
+        words, problems = given.pop("arguments", []), [self._unknown(word) for word in unknown]
         if issubclass(self.options, RecipeOptions):
             settings = [field.name for field in dataclasses.fields(Config)]
             for name, equals, _ in (word.partition("=") for word in words):
@@ -289,7 +267,7 @@ class Command:
             others = len(free) - index - 1
             count = max(1, len(plain) - others) if self.is_list(name) else 1
             if taken := plain[:count]:
-                given[name] = taken if self.is_list(name) else taken[0]
+                given[name] = tuple(taken) if self.is_list(name) else taken[0]
             plain = plain[count:]
         if plain:
             stand = f"{' '.join(self.words)} can stand without a name" if self.words else "write options as name=VALUE"
@@ -297,28 +275,31 @@ class Command:
 
     def convert(self, given: dict[str, Any], problems: list[str]) -> Any:
         """The options with their types. Raises `ConfigError` with everything that is wrong, `problems` first."""
-        values, outside = {"overrides": given["overrides"]} if "overrides" in given else {}, []
-        for name, text in given.items():
-            if name not in self.fields:
+        values = {name: given[name] for name in ("overrides",) if name in given}
+        outside: list[str | None] = []
+        for name, field in self.fields.items():
+            if name not in given:
+                problems += [f"{name}=... is needed: {field.metadata['doc']}"] * (name in self.required)
                 continue
-            metadata, joined = self.fields[name].metadata, text if isinstance(text, str) else f"[{','.join(text)}]"
-            shown = f"--{name} {joined}" if "flag" in metadata else f"{name}={joined}"
+            kind, text, choices, interval = (
+                self.hints[name],
+                given[name],
+                field.metadata["choices"],
+                field.metadata["range"],
+            )
+            joined = text if isinstance(text, str) else ",".join(text)
+            shown = f"{name}={joined}" if name in self.keys else f"{spell_flag(name)} {joined}"
             try:
-                value = values[name] = convert_text(self.hints[name], text)
+                value = values[name] = convert_text(kind, text)
             except ValueError:
-                problems.append(f"{shown} must be {KINDS[self.hints[name]][1]}")
+                problems.append(f"{shown} must be {KINDS[kind]}")
                 continue
-            if metadata["choices"] and value not in metadata["choices"]:
-                problems.append(f"{shown} is not legal; {suggest_nearest(joined, list(metadata['choices']))}")
-            elif metadata["range"]:
-                outside += filter(None, [describe_outside(name, value, metadata["range"])])
-        problems += [
-            f"{name}=... is needed: {field.metadata['doc']}"
-            for name, field in self.fields.items()
-            if name in self.required and name not in given
-        ]
+            if choices and value not in choices:
+                problems.append(f"{shown} is not legal; {suggest_nearest(joined, list(choices))}")
+            if interval := field.metadata["range"]:
+                outside.append(describe_outside(name, value, interval))
         options = None if problems else self.options(**values)
-        if problems := [*problems, *outside, *getattr(options, "list_problems", list)()]:
+        if problems := [*problems, *filter(None, outside), *getattr(options, "list_problems", list)()]:
             raise ConfigError(problems)
         return options
 
@@ -333,26 +314,25 @@ def spell_flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def convert_text(kind: Any, text: str | list[str]) -> Any:
-    """A value as its type. Texts are taken literally, spaces and all; the items of a list stand in brackets, between
-    commas, and may be quoted. Raises `ValueError`."""
-    if typing.get_origin(kind) is list:
-        (item,) = typing.get_args(kind)
-        if isinstance(text, list) and not (len(text) == 1 and text[0].startswith("[") and text[0].endswith("]")):
-            return [item(part) for part in text]
-        text = text if isinstance(text, str) else text[0]
-        if not (text.startswith("[") and text.endswith("]")):
-            raise ValueError
-        parts = (match.groups() for match in ITEMS.finditer(text[1:-1]))
-        return [item(next(part for part in some if part is not None)) for some in parts if some != (None, None, "")]
-    if kind is bool:
-        if text not in ("true", "false"):
-            raise ValueError
-        return text == "true"
-    return kind(text)
+def convert_text(kind: Any, text: str | list[str] | tuple[str, ...]) -> Any:
+    """A value as its type. Texts are taken literally, spaces and all. The items of a list are several arguments, or
+    stand in brackets, between commas, and may be quoted; those of a tuple had no name and are taken as they are. Raises
+    `ValueError`."""
+    if isinstance(text, str):
+        return kind(text)
+    (item,) = typing.get_args(kind)
+    if isinstance(text, tuple) or len(text) > 1:
+        return [item(part) for part in text]
+    listed = re.fullmatch(r"\[(.*)\]|[^,]*", text[0], re.DOTALL)
+    if not listed:
+        raise ValueError
+    if listed[1] is None:
+        return [item(text[0])]
+    parts = (match.groups() for match in ITEMS.finditer(listed[1]))
+    return [item(next(part for part in some if part is not None)) for some in parts if some != (None, None, "")]
 
 
-def describe_option(name: str, field: dataclasses.Field, required: set[str]) -> str:
+def describe_option(name: str, field: dataclasses.Field, required: list[str]) -> str:
     """The line of an option on the page of `--help`."""
     notes = [", ".join(filter(None, field.metadata["choices"] or ()))]
     if name in required:
@@ -366,10 +346,7 @@ def describe_option(name: str, field: dataclasses.Field, required: set[str]) -> 
 def print_once(text: str, stream: typing.TextIO | None = None) -> int:
     """Prints on the first rank alone. Returns the exit code."""
     if process_rank() == 0:
-        try:
-            print(text, file=stream or sys.stdout, flush=True)
-        except BrokenPipeError:  # `--help | head`
-            sys.stdout = open(os.devnull, "w")
+        print(text, file=stream or sys.stdout, flush=True)
     return DONE
 
 

@@ -13,20 +13,21 @@ import sys
 import traceback
 from dataclasses import dataclass
 
-from trainer.commands.grammar import Command, LaunchOptions, RecipeOptions, declare_flag, print_once
+from trainer.commands.grammar import Command, LaunchOptions, RecipeOptions, print_once
 from trainer.config import Config, ConfigError
+from trainer.config.fields import option
 from trainer.util.exit_codes import FAILED, INTERRUPTED, STOPPED, process_rank, refuse_config
 from trainer.util.signals import STOPPED_VARIABLE, SignalHandlers
 
 
 @dataclass
 class TrainOptions(LaunchOptions, RecipeOptions):
-    cfg: str | None = declare_flag(None, "prints the composed configuration and stops", ("job",))
-    resolve: bool = declare_flag(False, "with --cfg: as the run will see it")
-    schema: str | None = declare_flag(
+    cfg: str | None = option(None, "prints the composed configuration and stops", ("job",))
+    resolve: bool = option(False, "with --cfg: as the run will see it")
+    schema: str | None = option(
         None, "prints the JSON schema of recipes, or of the files of a section's group (such as model), for editors"
     )
-    multirun: bool = declare_flag(False, "the same as trainer sweep")
+    multirun: bool = option(False, "the same as trainer sweep")
 
     def count(self) -> int:
         """Pages and sweeps need one process."""
