@@ -72,7 +72,7 @@ class LaunchOptions:
         if len(given) > 1:
             raise ConfigError(f"{given[0]} is not allowed with {given[1]}; leave one out")
         if given and {"RANK", "TORCHELASTIC_RUN_ID"} & os.environ.keys():
-            raise ConfigError(f"{given[0]} starts processes, and torchrun has done so; leave it out")
+            raise ConfigError("--gpus and --processes start processes, and torchrun has done so; leave them out")
         return self.gpus or self.processes or 1
 
 
