@@ -200,9 +200,9 @@ def stopped(victim: int) -> dict[str, Any]:
 def preflight() -> dict[str, Any]:
     node_settings = ["check=node", f"gpus={torch.cuda.device_count()}", f"run_dir={OUT / 'calm'}", "free_gib=1"]
     node = subprocess.run(
-        [sys.executable, "-m", "trainer.preflight", *node_settings], capture_output=True, text=True, timeout=LIMIT
+        [sys.executable, "-m", "trainer", "preflight", *node_settings], capture_output=True, text=True, timeout=LIMIT
     )
-    code = torchrun("network", "trainer.preflight", "check=network").wait(LIMIT)
+    code = torchrun("network", "trainer", "preflight", "check=network").wait(LIMIT)
     return {
         "node": node.returncode,
         "node_said": (node.stdout + node.stderr).splitlines(),

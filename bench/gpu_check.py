@@ -62,7 +62,7 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
         worker = ["tests/workers/pipeline_runtime.py", mode, str(logs / f"{name}.json")]
         return Case(name, [*torchrun, str(count), *worker], limit, count)
 
-    measuring = ["-m", "trainer.probe", "+config=llama_60m", "precision=bf16", "compile=true", "seconds=20"]
+    measuring = ["-m", "trainer", "probe", "+config=llama_60m", "precision=bf16", "compile=true", "seconds=20"]
     parts = 5 if processes > 1 else 2
     faults = ["bash", "bench/faults_gpu.sh", str(scratch / "faults")]
     tests = [

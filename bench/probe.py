@@ -42,7 +42,7 @@ def torchrun(processes: int, module: str, *words: str) -> None:
 def predicted(recipe: list[str], processes: int, hardware: str, out: Path) -> tuple[float, float]:
     """Seconds of a step, and GiB."""
     words = [*recipe, f"hardware={hardware}", f"processes={processes}", f"json={out}"]
-    subprocess.run([sys.executable, "-m", "trainer.estimate", *words], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, "-m", "trainer", "estimate", *words], check=True, stdout=subprocess.DEVNULL)
     told = json.loads(out.read_text())[0]
     return told["seconds"], max(sum(rank["categories"].values()) for rank in told["ranks"]) / 2**30
 
@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> None:
     recipe += ["batch.accumulation=2", "batch.global_size=null", "run.steps=12", "lr.warmup=2"]
     shipped = "cpu" if not gpus else torch.cuda.get_device_name().split()[-1].lower()
     file = out / "hardware.yaml"
-    torchrun(processes, "trainer.probe", *recipe, f"out={file}")
+    torchrun(processes, "trainer", "probe", *recipe, f"out={file}")
     for plan, (needed, settings) in PLANS.items():
         if processes % needed or named and plan not in named:
             continue

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node N bench/transformers_zero3.py model=configs/model/llama3_8b.yaml length=8192 micro=1 \
         [recompute=true] [attention=sdpa] [warm=10] [steps=10] [depth=]
 
-The model is ours, as `trainer.export` would write it, in bf16 with fp32 master weights; AdamW is DeepSpeed's fused one,
+The model is ours, as `trainer export` would write it, in bf16 with fp32 master weights; AdamW is DeepSpeed's fused one,
 recompute that of transformers: whole layers. Prints a JSON line as bench/step.py does."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How many measured trials the search of `trainer.tune` needs to find the fastest of all plans of a grid, on GPUs.
+"""How many measured trials the search of `trainer tune` needs to find the fastest of all plans of a grid, on GPUs.
 
     torchrun --standalone --nproc-per-node 2 bench/tune.py OUT.jsonl [model=configs/model/tinyllama_1b.yaml] \
         [length=2048] [size=32] [steps=6] [seconds=420] [hardware=h200] [compile=false] [device=auto]
@@ -8,14 +8,14 @@ starting processes takes longer than measuring a plan. Plans that are predicted 
 since one that fails in a shared process group would take the others with it; that trials fail alone is for the tests.
 The first plan is measured once more at the end: what differs is the noise.
 
-Then each engine searches the measured grid: `model` is what `trainer.tune` does, `random` and `tpe` are baselines. An
+Then each engine searches the measured grid: `model` is what `trainer tune` does, `random` and `tpe` are baselines. An
 engine is told a plan's time only when it asks for that plan, and knows nothing of the others but the predictions. The
 published constants of the hardware file are used as they are. A JSON line a plan and one for the search go to
 OUT.jsonl.
 
 Trials by themselves, each in processes of its own, find the same plan or not:
 
-    python -m trainer.tune +config=pretrain_tinyllama_1b data=stdlib data.tokenizer=bytes batch.global_tokens=null \
+    trainer tune +config=pretrain_tinyllama_1b data=stdlib data.tokenizer=bytes batch.global_tokens=null \
         batch.global_size=32 compile=false budget=4 hardware=h200 sweep.dir=OUT
 """
 
@@ -215,7 +215,7 @@ ENGINES: dict[str, Engine] = {
     "random": at_random,
     "tpe": by_parzen,
 }
-"""The choice of `trainer.tune` and the baselines that it is compared with."""
+"""The choice of `trainer tune` and the baselines that it is compared with."""
 
 
 def write(out: Path, line: dict[str, Any]) -> None:

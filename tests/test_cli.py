@@ -6,6 +6,8 @@ import dataclasses
 import json
 import logging
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,12 +15,18 @@ import types
 import zipfile
 from pathlib import Path
 
+import hypothesis
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import trainer
 import trainer.training
-from trainer import cli, command, torchrun
-from trainer.config import ConfigError, SourceConfig
+from trainer import commands
+from trainer.commands import completion, help, torchrun, train
+from trainer.commands.grammar import DTYPES, RecipeOptions
+from trainer.config import ConfigError, SourceConfig, typed
+from trainer.config.synonyms import REMOVED, SETTINGS
 from trainer.sweep.slurm import SCRIPT
 
 ROOT = Path(__file__).parent.parent
@@ -89,7 +97,7 @@ def test_torchrun_prints_once_and_first(tmp_path):
 
 
 def main(capsys, *arguments: str) -> tuple[int, str, str]:
-    code = cli.main(arguments)
+    code = train.main(arguments)
     return code, *capsys.readouterr()
 
 
@@ -102,13 +110,13 @@ def test_pages(capsys, tmp_path):
     )
     code, page, _ = main(capsys, "--help", "lr")
     assert code == 0 and page.startswith("lr.schedule") and "one of cosine, wsd" in page
-    assert "lr.warmup=10\n    linear warm-up from zero; in steps; range [0, inf)" in page
+    assert "lr.warmup=10\n    linear warm-up from zero; in steps; whole number; range [0, inf)" in page
     assert main(capsys, "--help", "lrr")[0] == 2
     for section in ("data.sources", "data.sources.stdlib"):
         page = main(capsys, "--help", section)[1]
         for field in dataclasses.fields(SourceConfig):
             assert f"data.sources.NAME.{field.name}={json.dumps(getattr(SourceConfig(), field.name))}" in page
-    assert "in documents; range [0, inf)" in page
+    assert "in documents; whole number;\n    range [0, inf)" in page
     for section in ("model.pattern", "model.overrides", "precision.types.rules", "sweep.slurm", "parallel.pipeline"):
         code, page, _ = main(capsys, "--help", section)
         assert code == 0 and page.count(f"{section}.") >= 5, section
@@ -131,15 +139,16 @@ def test_no_arguments_are_answered_with_the_usage(capsys, monkeypatch):
 def launched(monkeypatch):
     """What our launcher would have been given."""
     calls = []
-    monkeypatch.setattr(torchrun, "main", lambda arguments, brief: calls.append(arguments) or 75)
+    started = types.SimpleNamespace(run=lambda arguments, brief: calls.append(arguments) or 75)
+    monkeypatch.setattr(torchrun, "main", started)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     yield calls
     logging.disable(logging.NOTSET)
 
 
 def test_train_starts_the_processes_that_it_is_told(launched, capsys):
-    assert command.main(["train", "--processes", "2", "+config=debug", "parallel=tp2"]) == 75
-    assert command.main(["train", "--gpus", "2", "+config=debug"]) == 75
+    assert commands.main(["train", "--processes", "2", "+config=debug", "parallel=tp2"]) == 75
+    assert commands.main(["train", "--gpus", "2", "+config=debug"]) == 75
     both = ["--standalone", "--nproc-per-node", "2", "-m", "trainer"]
     assert launched == [[*both, "+config=debug", "parallel=tp2"], [*both, "run.device=cuda", "+config=debug"]]
     assert capsys.readouterr().out.count("starting 2 processes") == 2
@@ -149,24 +158,24 @@ def test_train_starts_the_processes_that_it_is_told(launched, capsys):
     "arguments, words",
     [
         (["--processes", "4", "+config=debug", "parallel.tp=3"], "start 3 or 6 processes"),
-        (["--gpus", "0", "+config=debug"], "'0' is no number of processes"),
+        (["--gpus", "0", "+config=debug"], "gpus=0 must be at least 1"),
         (["--gpus", "2", "--processes", "2"], "not allowed with"),
     ],
 )
 def test_train_refuses_before_it_starts_a_process(launched, capsys, arguments, words):
-    assert command.main(["train", *arguments]) == 2 and not launched
+    assert commands.main(["train", *arguments]) == 2 and not launched
     error = capsys.readouterr().err
     assert words in error and len(error.splitlines()) <= 3
 
 
 def test_the_words_of_the_command_lead_where_they_say(launched, capsys):
-    assert command.main(["train", "--gpus", "8", "--help", "lr"]) == 0 and not launched
+    assert commands.main(["train", "--gpus", "8", "--help", "lr"]) == 0 and not launched
     assert capsys.readouterr().out.startswith("lr.schedule")
-    assert command.main(["sample", "--help"]) == 0 and "trainer.sample" in capsys.readouterr().out
-    assert command.main(["sweep", "+config=debug", "lr.peek=1,2"]) == 2
+    assert commands.main(["sample", "--help"]) == 0 and "usage: trainer sample CHECKPOINT" in capsys.readouterr().out
+    assert commands.main(["sweep", "+config=debug", "lr.peek=1,2"]) == 2
     assert "did you mean 'lr.peak'" in capsys.readouterr().err
     for nothing in ([], ["sweep"], ["tune"]):
-        assert command.main(nothing) == 2 and "usage: " in capsys.readouterr().err
+        assert commands.main(nothing) == 2 and "usage: " in capsys.readouterr().err
 
 
 def test_cfg_job_checks_the_plan_for_the_processes_that_it_is_told(capsys, monkeypatch):
@@ -183,7 +192,7 @@ def test_cfg_job_checks_the_plan_for_the_processes_that_it_is_told(capsys, monke
     [
         (["--cfg", "job", "run.stepz=1"], ["run.stepz", "run.steps"]),
         (["--cfg", "jobb"], ["--cfg", "job"]),
-        (["--conf", "x"], ["--conf", "--help"]),
+        (["--conf", "x"], ["--conf is no option of trainer train", "did you mean '--cfg'"]),
         (["lr.peak=1,2"], ["lr.peak=1,2", "--multirun", "lr.peak=[...]"]),
         (["--config-dir", "/not/there"], ["--config-dir /not/there"]),
     ],
@@ -285,3 +294,282 @@ def test_help_into_a_closed_pipe_is_quiet(words):
 def test_a_recipe_given_as_a_path_points_at_config_dir():
     with pytest.raises(ConfigError, match="--config-dir FOLDER \\+config=mine"):
         trainer.compose(["+config=/somewhere/mine.yaml"])
+
+
+# Each command: what it answers without torch, and what its page says
+
+
+def answers(*command_lines: list[str]) -> list[tuple[int, str, str]]:
+    """Exit code, output and errors of command lines, in one process, in which torch cannot be imported."""
+    code = (
+        "import contextlib, io, json, sys\n"
+        "sys.modules['torch'] = None\n"
+        "from trainer.commands import main\n"
+        "found = []\n"
+        "for words in json.loads(sys.argv[1]):\n"
+        "    out, error = io.StringIO(), io.StringIO()\n"
+        "    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):\n"
+        "        found.append((main(words), out.getvalue(), error.getvalue()))\n"
+        "print(json.dumps([found, 'hydra' in sys.modules]))\n"
+    )
+    done = python("-c", code, json.dumps(command_lines), cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    found, hydra = json.loads(done.stdout)
+    answers.hydra = hydra
+    return [tuple(one) for one in found]
+
+
+REQUIRED = {word: [*commands.load_command(word).required] for word in commands.WORDS}
+
+
+def test_missing_arguments_are_named_without_torch_or_hydra():
+    words = [word for word, needed in REQUIRED.items() if needed]
+    assert {"sample", "export", "merge", "eval", "report", "watch", "diagnose", "preflight"} <= set(words)
+    for word, (code, out, error) in zip(words, answers(*([word] for word in words)), strict=True):
+        assert code == 2 and not out and error.startswith("configuration error"), (word, error)
+        assert all(f"{name}=... is needed" in error for name in REQUIRED[word]), (word, error)
+    assert not answers.hydra
+
+
+def wrong_arguments() -> list[tuple[str, list[str], str]]:
+    """Of every command, each kind of wrong argument that it can be given, and what the answer has to name."""
+    found = []
+    for word in commands.WORDS:
+        command = commands.load_command(word)
+        if command.foreign:
+            continue
+        found.append((word, ["--nothing-like-it"], f"--nothing-like-it is no option of trainer {word}"))
+        for name in command.fields:
+            metadata, flag = command.fields[name].metadata, f"--{name.replace('_', '-')}"
+            if command.hints[name] in (int, float):
+                found.append((word, [flag, "many"], f"{'--' * (name not in command.keys)}{name}"))
+            if metadata["choices"]:
+                found.append((word, [f"{flag}=neither"], "neither is not legal"))
+            if metadata["range"]:
+                low = metadata["range"].strip("([").split(",")[0]
+                found.append((word, [f"{flag}={int(float(low)) - 1}"], f"{name}="))
+        if not issubclass(command.options, RecipeOptions):
+            found.append((word, ["nothing_like_it=1"], "nothing_like_it is no option"))
+        elif command.keys:
+            mistyped = command.keys[0] + "e"
+            found.append((word, [f"{mistyped}=1"], f"did you mean '{command.keys[0]}'"))
+    return found
+
+
+def test_wrong_arguments_are_named_without_torch_or_hydra():
+    """In one format, whatever the command, before anything is read or computed."""
+    cases = wrong_arguments()
+    assert len(cases) > 60 and {word for word, *_ in cases} == set(commands.WORDS) - {"torchrun"}
+    for (word, arguments, wanted), (code, out, error) in zip(
+        cases, answers(*([word, *arguments] for word, arguments, _ in cases)), strict=True
+    ):
+        assert code == 2 and not out and error.startswith("configuration error"), (word, arguments, error)
+        assert wanted in error and "Traceback" not in error, (word, arguments, error)
+    assert not answers.hydra
+
+
+def test_each_command_has_a_page_with_an_example_without_torch_or_hydra():
+    words = sorted(set(commands.WORDS) - {"train", "help"})
+    for word, (code, page, error) in zip(words, answers(*([word, "--help"] for word in words)), strict=True):
+        command = commands.load_command(word)
+        assert code == 0 and not error and page.startswith(f"usage: trainer {word}"), word
+        assert f"\n{command.purpose}\n\nexample:\n  {command.example}\n" in page, word
+        assert all(f"--{name.replace('_', '-')}" in page for name in command.fields), word
+    assert not answers.hydra
+
+
+@pytest.mark.parametrize("word", sorted(set(commands.WORDS) - {"torchrun", "completion", "train", "sweep"}))
+def test_examples_are_understood(word):
+    command = commands.load_command(word)
+    program, name, *arguments = shlex.split(command.example)
+    assert (program, name) == ("trainer", word)
+    given, problems = command.read(arguments)
+    assert not problems
+    if word != "watch":  # looks for the folder
+        assert command.convert(given, problems)
+
+
+def test_a_stray_word_stops_a_command_before_it_computes():
+    words = ["probe", "tune", "estimate", "parity", "train"]
+    for word, (code, out, error) in zip(words, answers(*([word, "+config=debug", "stray"] for word in words))):
+        assert code == 2 and not out and "'stray' is not SETTING=VALUE" in error, (word, error)
+
+
+@pytest.mark.parametrize("word", sorted(commands.WORDS))
+def test_a_mistyped_command_is_answered_with_the_nearest(word, capsys):
+    for typo in (word[:-1], word + "s", word[:1] + word):
+        if typo in commands.WORDS or len(word) < 5:
+            continue
+        assert commands.main([typo, "+config=debug"]) == 2
+        assert f"'{typo}' is no command; did you mean '{word}'?" in capsys.readouterr().err
+
+
+def test_every_spelling_of_an_option_means_the_same():
+    options = commands.load_command("sample").parse(["runs/a", "top_k=3", "stop=[a,b]", "prompt=x=y"])
+    for spelled in (
+        ["--checkpoint", "runs/a", "--top-k", "3", "--stop", "a", "b", "--prompt", "x=y"],
+        ["checkpoint=runs/a", "--top-k=3", "--stop=[a,b]", "--prompt=x=y"],
+        ["--top_k", "3", "prompt=x=y", "runs/a", "stop=['a',\"b\"]"],
+    ):
+        assert commands.load_command("sample").parse(spelled) == options, spelled
+    merged = commands.load_command("merge")
+    for spelled in (["a", "b", "c"], ["a", "b", "out=c"], ["models=[a,b]", "c"], ["--out", "c", "a", "b"]):
+        assert (merged.parse(spelled).models, merged.parse(spelled).out) == (["a", "b"], "c"), spelled
+
+
+def test_a_folder_whose_name_has_an_equals_sign_is_no_option():
+    """As trials of sweeps have them."""
+    assert commands.load_command("report").parse(["runs/x/lr.peak=1", "out=a"]).runs == ["runs/x/lr.peak=1"]
+
+
+def test_names_of_types_are_those_that_torch_has_types_for():
+    from trainer.precision import dtypes
+
+    assert DTYPES == tuple(dtypes.DTYPES)
+
+
+def test_version(tmp_path):
+    done = python("-m", "trainer", "--version", cwd=tmp_path)
+    assert done.stdout == f"trainer {trainer.__version__}\n" and done.returncode == 0
+
+
+# --help WORD
+
+
+SETTINGS_LISTED = [*typed.list_settings()]
+
+
+@given(st.sampled_from(SETTINGS_LISTED), st.data())
+@hypothesis.settings(max_examples=60, deadline=None)
+def test_help_finds_a_setting_by_any_word_of_its_meaning(setting, data):
+    word = data.draw(st.sampled_from(re.findall(r"[a-z]{4,}", setting.doc.lower()) or [setting.path]))
+    if any(f"{one.path}.".startswith(f"{word}.") for one in SETTINGS_LISTED):  # a section, which is listed alone
+        return
+    page = help.find_help(word)
+    entry = next((part for part in re.split(r"\n(?! )", page) if part.startswith(f"{setting.path}=")), None)
+    assert entry is not None, word
+    text = " ".join(entry.split())
+    assert " ".join(setting.doc.split()) in text
+    assert ("one of " if setting.choices else help.describe_type(setting.hint)) in text
+
+
+@pytest.mark.parametrize("name", sorted(SETTINGS))
+def test_help_answers_a_name_of_another_program_with_the_setting(name):
+    page = help.find_help(name)
+    assert re.search(rf"^{re.escape(SETTINGS[name])}(=|\.)", page, re.MULTILINE), page[:500]
+
+
+@pytest.mark.parametrize("name", sorted(name for name in REMOVED if "=" not in name))
+def test_help_answers_a_removed_setting_with_what_to_set(name):
+    assert f"{name}: {REMOVED[name]}" in help.find_help(name)
+
+
+def test_help_without_a_match_names_the_nearest(capsys):
+    assert commands.main(["--help", "warmpu"]) == 2 and "the nearest names are warmup" in capsys.readouterr().err
+    assert commands.main(["help", "zzzz"]) == 2 and "lists all sections" in capsys.readouterr().err
+    assert commands.main(["sample", "--help", "top-k"]) == 0
+    assert "trainer sample --top-k\n" in capsys.readouterr().out
+
+
+# Completion
+
+
+def completed(line: str) -> list[str]:
+    return completion.complete_line(line)
+
+
+@pytest.mark.parametrize(
+    "line, some, none",
+    [
+        ("trainer ", ["train", "estimate", "completion", "--version"], ["+config="]),
+        ("trainer est", ["estimate"], ["train"]),
+        ("trainer +config=deb", ["+config=debug"], ["+config=demo"]),
+        ("trainer train lr.", ["lr.peak=", "lr.warmup="], ["lr.", "model."]),
+        ("trainer train model.at", ["model.attention."], ["model.attention.heads="]),
+        ("trainer train ", ["+config=", "parallel=", "lr.", "compile="], ["hardware=", "config="]),
+        ("trainer sweep lr.schedule=", ["lr.schedule=wsd"], []),
+        ("trainer train model.tied=", ["model.tied=true", "model.tied=false"], []),
+        ("trainer train parallel=[zero3,tp", ["parallel=[zero3,tp2"], []),
+        ("trainer train --", ["--gpus", "--config-dir", "--help"], ["--hardware"]),
+        ("trainer train --cfg ", ["job"], []),
+        ("trainer estimate hardware=h2", ["hardware=h200"], ["hardware=h100"]),
+        ("trainer estimate --hardware h2", ["h200"], ["h100"]),
+        ("trainer sample runs/x --dtype=b", ["--dtype=bf16"], []),
+        ("trainer sample --to", ["--tokens"], []),
+        ("trainer sample runs/x dt", ["dtype="], ["lr."]),
+        ("trainer completion ", ["bash", "zsh"], []),
+        ("trainer export runs/", [], ["out="]),
+    ],
+)
+def test_completion(line, some, none):
+    found = completed(line)
+    assert set(some) <= set(found) and not set(none) & set(found), found
+
+
+def test_completion_knows_recipes_of_ones_own(tmp_path):
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "mine.yaml").touch()
+    assert completed(f"trainer train --config-dir {tmp_path} +config=mi") == ["+config=mine"]
+    assert completed("trainer train --config-dir /not/there +config=deb") == ["+config=debug"]
+
+
+@pytest.mark.parametrize("path", [setting.path for setting in SETTINGS_LISTED])
+def test_completion_leads_to_every_setting(path):
+    typed_so_far = ""
+    while typed_so_far != f"{path}=":
+        reached = [word for word in completed(f"trainer train {typed_so_far}") if f"{path}=".startswith(word)]
+        typed_so_far, before = max(reached, key=len), typed_so_far
+        assert len(typed_so_far) > len(before)
+
+
+@pytest.fixture(scope="module")
+def bash(tmp_path_factory):
+    """What bash's completion puts in the place of the last word, by a script that it has read."""
+    folder = tmp_path_factory.mktemp("bash")
+    (folder / "trainer").write_text(f'#!/bin/bash\nexec {sys.executable} -m trainer "$@"\n')
+    (folder / "trainer").chmod(0o755)
+
+    def complete(line: str, *words: str) -> list[str]:
+        script = (
+            'eval "$(trainer completion bash)"; COMP_LINE=$1 COMP_POINT=${#1}; shift; COMP_WORDS=("$@"); '
+            'COMP_CWORD=$(($# - 1)); complete -p trainer >/dev/null && _trainer; printf "%s\\n" "${COMPREPLY[@]}"'
+        )
+        done = subprocess.run(
+            ["bash", "-c", script, "bash", line, *words],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)},
+        )
+        assert done.returncode == 0 and not done.stderr, done.stderr
+        return done.stdout.split()
+
+    return complete
+
+
+def test_bash_completes(bash):
+    """bash hands over words that it has split at `=`, and replaces the last part alone."""
+    assert bash("trainer est", "trainer", "est") == ["estimate"]
+    assert bash("trainer train +config=deb", "trainer", "train", "+config", "=", "deb") == ["debug"]
+    assert bash("trainer train lr.schedule=w", "trainer", "train", "lr.schedule", "=", "w") == ["wsd"]
+    assert bash("trainer train lr.pe", "trainer", "train", "lr.pe") == ["lr.peak="]
+    assert bash("trainer sample --dtype b", "trainer", "sample", "--dtype", "b") == ["bf16"]
+    assert bash("trainer export runs/nothing", "trainer", "export", "runs/nothing") == []
+
+
+def test_completion_is_fast():
+    """It imports neither torch nor Hydra, for any command."""
+    code = (
+        "import sys\nfrom trainer.commands import WORDS, completion\n"
+        "for word in WORDS:\n"
+        "    for current in ('', '--', '+config=', 'lr.', 'lr.schedule=', 'hardware='):\n"
+        "        completion.complete_line(f'trainer {word} {current}')\n"
+        "print([name for name in ('torch', 'hydra') if name in sys.modules])"
+    )
+    done = python("-c", code, cwd=ROOT)
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_zsh_script_asks_for_words(capsys):
+    assert commands.main(["completion", "zsh"]) == 0
+    script = capsys.readouterr().out
+    assert "compdef _trainer trainer" in script and "completion words" in script

@@ -1,4 +1,4 @@
-"""The command `python -m trainer.estimate`: what it prints, writes and refuses, without torch."""
+"""The command `trainer estimate`: what it prints, writes and refuses, without torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from trainer.commands.estimate import main
 from trainer.config import Config
-from trainer.estimate import main
 from trainer.planning.resolve import compose
 
 ROOT = Path(__file__).parents[1]
@@ -21,7 +21,7 @@ RECIPE = ["+config=llama3_8b", "processes=4", "batch.accumulation=8"]
 
 def test_one_plan_needs_no_torch(tmp_path):
     words = [*RECIPE, "parallel=pp2", f"json={tmp_path / 'numbers.json'}", "tokens=1e12"]
-    code = f"import sys, trainer.estimate as e; print(e.main({words}), 'torch' in sys.modules)"
+    code = f"import sys, trainer.commands.estimate as e; print(e.main({words}), 'torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
     assert run.stdout.splitlines()[-1] == "0 False"
     for text in ("1f1b, 8 micro-batches", "allocator's pools", "bubble", "of 139.8 GiB", "1.00T tokens"):
@@ -114,8 +114,8 @@ def test_shapes_that_do_not_fill_the_device(capsys):
         ("plans=all hardware.memory=1", "every plan needs more memory than a device has"),
         ("out=/no/such/folder/best.yaml", "out=/no/such/folder/best.yaml: there is no folder"),
         ("hardware=l40s hardware.device=Abacus", "hardware.device=Abacus has no known peak in bf16"),
-        ("token=1e9", "unknown option 'token'; did you mean 'tokens'? See python -m trainer.estimate --help"),
-        ("--plan", "--plan is no option; see python -m trainer.estimate --help"),
+        ("token=1e9", "token is no option of trainer estimate; did you mean 'tokens'?"),
+        ("--plan", "--plan is no option of trainer estimate; did you mean '--plans'?"),
     ],
 )
 def test_refusals(words, problem, capsys):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import trainer
-from trainer import plot
+from trainer.commands import plot
 from trainer.config import ConfigError
 from trainer.observe import metrics
 from trainer.pages.curves import MetricCurves

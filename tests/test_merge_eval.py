@@ -12,8 +12,8 @@ import pytest
 import torch
 from test_export_sample import gpt2, make_run, mistral
 
-from trainer import evaluate, export, merge, sample
 from trainer.checkpointing.loading import open_saved
+from trainer.commands import evaluate, export, merge, sample
 from trainer.hf import HFWeights, spec_from_hf
 from trainer.model.transformer import Transformer
 
@@ -62,7 +62,7 @@ def test_models_are_read_one_tensor_at_a_time(root, tmp_path, monkeypatch) -> No
             spec=saved.spec, tokenizer=saved.tokenizer, tensor=lambda name: (read.append(name), saved.tensor(name))[1]
         )
 
-    monkeypatch.setattr(merge, "open_saved", noting)
+    monkeypatch.setattr("trainer.checkpointing.loading.open_saved", noting)
     assert merge.main([str(folder / "run"), str(folder / "hf"), str(tmp_path / "out")]) == 0
     assert read[::2] == read[1::2] and len(read) == 2 * len(set(read))
 
@@ -147,9 +147,9 @@ def test_evaluations_are_kept_by_checkpoint_and_export_once(tmp_path, lm_eval, c
         "limit": 0,
         "dtype": "fp32",
     }
-    assert evaluate.main([*common, "tasks=[meen]", "batch=0"]) == 2
-    error = capsys.readouterr().err
-    assert "lm-eval knows no meen" in error and "batch=0" in error
+    for wrong, words in (("tasks=[meen]", "lm-eval knows no meen"), ("batch=0", "batch=0 must be at least 1")):
+        assert evaluate.main([*common, "tasks=[mean]", wrong]) == 2
+        assert words in capsys.readouterr().err
 
 
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is not None, reason="lm-eval is installed")

@@ -4,7 +4,8 @@ import contextlib
 import os
 import sys
 
-from trainer.command import main
+from trainer import __version__
+from trainer.commands import main
 from trainer.util.exit_codes import DONE
 
 
@@ -12,7 +13,10 @@ def run() -> None:
     """Ends the process with the command's exit code."""
     code = DONE
     with contextlib.suppress(BrokenPipeError):  # `--help | head`
-        code = main(sys.argv[1:], own=True)
+        if sys.argv[1:] == ["--version"]:
+            print(f"trainer {__version__}")
+        else:
+            code = main(sys.argv[1:], own=True)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # nobody reads it any more, or its terminal is closed
             stream.flush()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.launch import warm_python
 
-from trainer.cluster import network, node, options
+from trainer.cluster import network, node
 from trainer.cluster.network import HUNG, BandwidthFloors
 from trainer.cluster.node import FIELDS
 from trainer.cluster.ports import free_ports
@@ -121,7 +121,7 @@ def test_disks_are_written_and_measured(tmp_path):
 
 def test_nodes_that_leave_no_mark_are_named(tmp_path):
     (tmp_path / "n2").touch()
-    assert node.missing_nodes(tmp_path, ["n1", "n2", "n3", options.NODE], 0.3) == ["n1", "n3"]
+    assert node.missing_nodes(tmp_path, ["n1", "n2", "n3", node.NODE], 0.3) == ["n1", "n3"]
 
 
 @pytest.mark.parametrize("nodes", range(1, 10))
@@ -179,7 +179,8 @@ def test_the_node_check_says_everything_at_once(tmp_path):
         [
             sys.executable,
             "-m",
-            "trainer.preflight",
+            "trainer",
+            "preflight",
             "check=node",
             "gpus=2",
             f"run_dir={tmp_path}",
@@ -199,14 +200,14 @@ def test_the_node_check_says_everything_at_once(tmp_path):
 
 def test_wrong_options_are_refused():
     done = subprocess.run(
-        [sys.executable, "-m", "trainer.preflight", "check=nodes", "skw=1"], capture_output=True, text=True, cwd=ROOT
+        [sys.executable, "-m", "trainer", "preflight", "check=nodes", "skw=1"], capture_output=True, text=True, cwd=ROOT
     )
     assert done.returncode == 2 and "'node'" in done.stderr and "'skew'" in done.stderr
 
 
 def test_folders_that_cannot_be_used_are_problems(tmp_path, monkeypatch):
     (tmp_path / "preflight").touch()
-    wanted = options.PreflightOptions(
+    wanted = node.PreflightOptions(
         "node", cache="~nobodyx/x", run_dir=str(tmp_path), free_gib=0, nodes="n1,n2", patience=0.1
     )
     cache, marks = node.check_node(wanted)
@@ -215,12 +216,12 @@ def test_folders_that_cannot_be_used_are_problems(tmp_path, monkeypatch):
 
 
 def test_the_network_check_without_torchrun_is_refused():
-    environment = {name: value for name, value in os.environ.items() if name not in options.TORCHRUN} | {
+    environment = {name: value for name, value in os.environ.items() if name not in node.TORCHRUN} | {
         "RANK": "0",
         "MASTER_PORT": "1",
     }
     done = subprocess.run(
-        [sys.executable, "-m", "trainer.preflight", "check=network"],
+        [sys.executable, "-m", "trainer", "preflight", "check=network"],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -244,7 +245,7 @@ def test_the_network_check_between_three_nodes():
         }
         processes = [
             subprocess.Popen(
-                [warm_python(), "-m", "trainer.preflight", "check=network", *given],
+                [warm_python(), "-m", "trainer", "preflight", "check=network", *given],
                 cwd=ROOT,
                 text=True,
                 stdout=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""`trainer.probe`: two processes measure this machine, and the estimate with their file is near the steps of a run."""
+"""`trainer probe`: two processes measure this machine, and the estimate with their file is near the steps of a run."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import json
 import pytest
 from support.launch import launch
 
-from trainer import estimate
 from trainer.cluster.probe import list_axes
+from trainer.commands import estimate
+from trainer.commands.probe import main
 from trainer.config import ParallelConfig
 from trainer.parallel.context.plan import KERNELS
 from trainer.planning.estimate.calibrate import COLLECTIVES
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.features import resolve_plan
-from trainer.probe import main
 
 FACTOR = 3.0
 """Within which the estimate is to be of a run: half of a step this small is Python between kernels, which on a CPU is
@@ -37,7 +37,7 @@ def test_the_file_is_hardware_and_says_what_was_measured(measured):
     said = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
     for expected in (
         "2 processes on 1 node, ",
-        "python -m trainer.probe +config=debug",
+        "trainer probe +config=debug",
         "feed_forward.down 128 x 352 ",
         "head 512 x 128 ",
         "forward pass of 2 layers ",
@@ -67,7 +67,7 @@ def test_the_estimate_with_it_is_near_a_run(measured, capsys):
         (["hardware=h20"], "hardware=h20: there is no such file; did you mean 'h200'?"),
         (["run.device=cuda"], "run.device=cuda: this machine has no GPU that torch can use"),
         (["parallel.tp=2"], "parallel.tp=2 x parallel.pp=1 needs a multiple of 2 processes, but 1 run"),
-        (["--fast"], "--fast is no option; see python -m trainer.probe --help"),
+        (["--fast"], "--fast is no option of trainer probe; legal: --out"),
     ],
 )
 def test_refusals(words, problem, capsys, monkeypatch):

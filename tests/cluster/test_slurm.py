@@ -265,7 +265,7 @@ def script(folder: Path, *arguments: str, **environment: str) -> tuple[subproces
     return done, (folder / "calls").read_text().splitlines()
 
 
-STOPS = '[[ "$*" = *trainer.torchrun* ]] && echo "{\\"status\\": \\"stopped\\"}" >$FAKES/run-2/status.json; true'
+STOPS = '[[ "$*" = *trainer\\ torchrun* ]] && echo "{\\"status\\": \\"stopped\\"}" >$FAKES/run-2/status.json; true'
 
 
 def test_a_task_of_an_array_speaks_for_itself_and_is_patient_with_slurm(tmp_path):
@@ -298,7 +298,7 @@ def test_both_parts_of_the_preflight_get_its_options(tmp_path):
     )
     settings = {"TRAINER_PREFLIGHT": "patience=7 skew=2", "TRAINER_PROCESSES": "2"}
     done, calls = script(tmp_path, "+config=debug", f"run.dir={tmp_path / 'run'}", **settings)
-    asked = [call for call in calls if "trainer.preflight" in call]
+    asked = [call for call in calls if "trainer preflight" in call]
     assert done.returncode == 3 and len(asked) == 2 and all(call.endswith(" patience=7 skew=2") for call in asked), (
         done,
         calls,
@@ -314,7 +314,7 @@ def test_a_node_hands_signals_to_its_workers_and_ends_as_they_do(tmp_path):
         "< 2: time.sleep(0.05)\ntime.sleep(1)\nos._exit(75 if got == [signal.SIGTERM, signal.SIGUSR1] else 9)\n"
     )
     agent = subprocess.Popen(
-        [sys.executable, "-m", "trainer.torchrun", "--standalone", "--nproc-per-node", "1", str(worker)],
+        [sys.executable, "-m", "trainer", "torchrun", "--standalone", "--nproc-per-node", "1", str(worker)],
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,

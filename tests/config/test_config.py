@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from trainer.config import Config, ConfigError, typed
-from trainer.config.compose import CONFIGS
-from trainer.config.fields import describe_outside
+from trainer.config.fields import CONFIGS, describe_outside
 from trainer.planning.resolve import compose
 
 

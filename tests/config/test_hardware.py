@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from trainer.config import ConfigError, PrecisionConfig
-from trainer.config.compose import CONFIGS
+from trainer.config.fields import CONFIGS
 from trainer.config.hardware import build_hardware
 from trainer.config.typed import to_plain
 from trainer.planning.estimate.hardware import load_hardware

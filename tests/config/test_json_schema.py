@@ -9,10 +9,9 @@ import pytest
 from jsonschema import Draft7Validator
 from omegaconf import OmegaConf
 
-from trainer import cli
+from trainer.commands import train
 from trainer.config import Config, typed
-from trainer.config.compose import CONFIGS
-from trainer.config.fields import parse_bounds
+from trainer.config.fields import CONFIGS, parse_bounds
 from trainer.config.json_schema import json_schema
 from trainer.planning.resolve import compose
 
@@ -95,9 +94,9 @@ def test_values(path, value, accepted):
 
 
 def test_the_command_prints_it_and_the_line_for_editors_is_only_a_comment(capsys, tmp_path):
-    assert cli.main(["--schema"]) == 0 and json.loads(capsys.readouterr().out) == json_schema()
-    assert cli.main(["--schema", "model"]) == 0 and "width" in json.loads(capsys.readouterr().out)["properties"]
-    assert cli.main(["--schema", "modle"]) == 2 and "did you mean 'model'" in capsys.readouterr().err
+    assert train.main(["--schema"]) == 0 and json.loads(capsys.readouterr().out) == json_schema()
+    assert train.main(["--schema", "model"]) == 0 and "width" in json.loads(capsys.readouterr().out)["properties"]
+    assert train.main(["--schema", "modle"]) == 2 and "did you mean 'model'" in capsys.readouterr().err
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "mine.yaml").write_text(
         "# @package _global_\n# yaml-language-server: $schema=../../trainer.schema.json\nrun: {steps: 30}\n"

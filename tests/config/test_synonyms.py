@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from trainer.config import Config, ConfigError, synonyms, typed
-from trainer.config.compose import CONFIGS
+from trainer.config.fields import CONFIGS
 from trainer.planning.resolve import compose
 
 

@@ -14,13 +14,13 @@ import yaml
 from support.causes import CAUSES, LAUNCHED, folder, recorded, resampled
 from support.launch import launch
 
-from trainer import diagnose
-from trainer.config.compose import CONFIGS
-from trainer.diagnose import diagnose_run
+from trainer.commands import diagnose
+from trainer.config.fields import CONFIGS
 from trainer.diagnosis.evidence import RunEvidence, RunMachine
 from trainer.diagnosis.step_profile import build_profile
 from trainer.diagnosis.verdict import Diagnosis
 from trainer.diagnosis.verdict import diagnose_evidence as verdict
+from trainer.observe.diagnose_run import diagnose_run
 from trainer.planning.resolve import compose
 
 DETAILS = {

@@ -14,12 +14,13 @@ import pytest
 import yaml
 from support.accounts import QUIET, Case, accounts
 
-from trainer import diagnose
+from trainer.commands import diagnose
 from trainer.config import typed
-from trainer.config.compose import CONFIGS
+from trainer.config.fields import CONFIGS
 from trainer.config.synonyms import REMOVED
 from trainer.diagnosis.evidence import collect_evidence
 from trainer.diagnosis.time_breakdown import ACCOUNTS
+from trainer.observe.diagnose_run import diagnose_run
 from trainer.observe.hardware import over_ranks
 from trainer.observe.watchdog import Heartbeat, RankReport
 from trainer.pages.folder import RunFolder
@@ -57,7 +58,7 @@ def test_a_run_that_stalled_says_where(tmp_path, capsys):
     content = json.loads((run / "diagnosis.json").read_text())
     assert content["verdict"]["kind"] == "hang" and len(content["stalled"]) >= 3
     os.utime(run / "metrics.jsonl", (time.time() + 60,) * 2)  # it has gone on since
-    assert diagnose.diagnose_run(run).kind == "unknown"
+    assert diagnose_run(run).kind == "unknown"
 
 
 def test_live_looks_until_the_run_ends(tmp_path, capsys):
@@ -79,7 +80,7 @@ def test_live_ends_where_a_run_was_killed(tmp_path, capsys):
     """It stays `running` for ever, and nothing is written any more."""
     run = lines(tmp_path / "run", data_seconds=0.4)
     status(run, "running")
-    assert not [note for note in diagnose.diagnose_run(run).notes if "written" in note]
+    assert not [note for note in diagnose_run(run).notes if "written" in note]
     long_ago = (time.time() - 100,) * 2
     for path in (run / "metrics.jsonl", run / "status.json"):
         os.utime(path, long_ago)
@@ -89,7 +90,7 @@ def test_live_ends_where_a_run_was_killed(tmp_path, capsys):
     assert said.out.count("data bounds the run") >= 2 and "nothing has been written for 1m 40s" in said.out
     assert "taken for dead (--patience 100.3)" in said.err
     status(run, "failed")  # as the watchdog or a rank writes at last
-    assert diagnose.main([*live, "0"]) == 0 and diagnose.diagnose_run(run).evidence.silent is None
+    assert diagnose.main([*live, "0"]) == 0 and diagnose_run(run).evidence.silent is None
 
 
 @pytest.mark.parametrize("content", [None, "", '{"step": 1'])
@@ -104,7 +105,7 @@ def test_what_is_no_run_is_refused(tmp_path, capsys, content):
     assert "--json FILE" in capsys.readouterr().err
     for every in ("0", "-1", "nan"):
         assert diagnose.main([str(tmp_path / "run"), "--live", "--every", every]) == 2
-        assert f"--every {every} must be above 0" in capsys.readouterr().err
+        assert f"every={float(every)} must be above 0" in capsys.readouterr().err
     (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
     assert diagnose.main([str(tmp_path)]) == 2
     assert f"{tmp_path} holds runs, and is none; name one: {tmp_path / 'run'}" in capsys.readouterr().err
@@ -123,7 +124,7 @@ def test_which_rank_is_throttled_and_why_stands_beside_the_straggler(tmp_path, h
         (run / "starts.jsonl").write_text(json.dumps(start) + "\n")
         made = accounts(Case(QUIET, slow={slow: 1.6}), random.Random(0))
         (run / ACCOUNTS).write_text("".join(account.dumps() + "\n" for account in made))
-        return diagnose.diagnose_run(run)
+        return diagnose_run(run)
 
     where = " on node1" * (len(hosts) > 1)
     hot = {"clock_mhz": 1300, "throttle": 4 | 64}
@@ -148,7 +149,7 @@ def test_hardware_tells_rooflines_and_throttled_clocks(tmp_path):
     run = lines(tmp_path / "run", **{"hardware/clock_rank": 2, "hardware/clock_mhz": 900, "hardware/throttle": 64})
     made = accounts(Case(QUIET, slow={2: 1.6}), random.Random(0))
     (run / ACCOUNTS).write_text("".join(account.dumps() + "\n" for account in made))
-    found = diagnose.diagnose_run(run, "h200")
+    found = diagnose_run(run, "h200")
     first = found.findings[0].cost
     assert (first.kind, first.detail, first.layer) == ("straggler", "rank 2", "hardware")
     assert any("900 MHz" in text and "thermal" in text for text in first.evidence)
@@ -159,7 +160,7 @@ def test_hardware_tells_rooflines_and_throttled_clocks(tmp_path):
     for record in (*records[:300], records[395]):  # long ago, and once since
         record["hardware/throttle"] = 64
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    evidence = diagnose.diagnose_run(run, "h200").findings[0].cost.evidence
+    evidence = diagnose_run(run, "h200").findings[0].cost.evidence
     assert any("900 MHz" in text for text in evidence) and not any("held down" in text for text in evidence)
     (run / "config.yaml").write_text("precision: {compute: bf16}")
     (run / "starts.jsonl").write_text('{"processes": 4, "hosts": {"a": 4}, "devices": {"NVIDIA H200": 4}}\n')
@@ -211,12 +212,12 @@ def test_without_a_profile_a_bubble_is_told_by_the_last_step_s_actions(tmp_path,
     given += [f"batch.accumulation={micro}", "batch.global_size=16", "model.depth=4", "parallel.pipeline.schedule=1f1b"]
     (run / "config.yaml").write_text(typed.to_yaml(compose(given, world_size=2)))
     (run / "starts.jsonl").write_text(json.dumps({"processes": 2, "hosts": {"a": 2}, "devices": {"CPU": 2}}) + "\n")
-    found = diagnose.diagnose_run(run)
+    found = diagnose_run(run)
     assert (found.kind, found.findings[0].cost.detail) == ("bubble", "")
     step = simulate_schedule(schedule, StageCosts(seconds, seconds, (0.0, 0.0), seconds, (0.0, 0.0)))
     write_timeline(run / "schedule" / "measured.json", step.spans, step.makespan)
     (run / "schedule" / "schedule.csv").write_text(ir.format_schedule(schedule))
-    first = diagnose.diagnose_run(run).findings[0]
+    first = diagnose_run(run).findings[0]
     assert first.cost.detail == part and "its own" in first.cost.evidence[1]
     texts = [one.text for one in first.overrides]
     assert ("parallel.pipeline.split=balanced" in texts) == (part == "imbalance") and texts
@@ -225,7 +226,7 @@ def test_without_a_profile_a_bubble_is_told_by_the_last_step_s_actions(tmp_path,
     (run / "schedule" / "measured.json").write_text(
         '{"makespan": 1, "ranks": [[{"action": "9F0", "start": 0, "end": 1}]]}'
     )
-    assert diagnose.diagnose_run(run).findings[0].cost.detail == ""
+    assert diagnose_run(run).findings[0].cost.detail == ""
 
 
 def test_what_a_profiler_costs_the_host_is_not_the_run_s(tmp_path):
@@ -242,7 +243,7 @@ def test_what_a_profiler_costs_the_host_is_not_the_run_s(tmp_path):
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     made = [replace(base, step=step, device="NVIDIA H200", terms=late, seconds=sum(late.values())) for step in profiled]
     (run / ACCOUNTS).write_text("".join(account.dumps() + "\n" for account in made))
-    found = diagnose.diagnose_run(run, "h200")
+    found = diagnose_run(run, "h200")
     (rank,) = found.evidence.profile.ranks
     assert found.kind == "compute" and found.seconds == pytest.approx(usual)
     assert rank.seconds == pytest.approx(usual) and rank.spent("host/launch") == pytest.approx(0.01)
@@ -253,4 +254,4 @@ def test_what_a_profiler_costs_the_host_is_not_the_run_s(tmp_path):
     assert page.profile.ranks[0].seconds == pytest.approx(usual)
     slow = [record | {"step_seconds": sum(late.values())} for record in records]  # the others are as slow
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in slow))
-    assert diagnose.diagnose_run(run, "h200").kind == "host"
+    assert diagnose_run(run, "h200").kind == "host"

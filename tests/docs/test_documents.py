@@ -20,23 +20,21 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from support.registries import forgotten
 from test_architecture import ROOMS
 
 import trainer
-from trainer import cli, diagnose, estimate, evaluate, export, merge, plot, probe, report, sample, tune, watch
-from trainer import command as door
-from trainer.cluster.options import PreflightOptions
-from trainer.config import Config, ConfigError, options, typed
-from trainer.config.compose import CONFIGS
+from trainer.commands import WORDS, help, load_command
+from trainer.commands import main as program
+from trainer.config import Config, ConfigError, typed
+from trainer.config.fields import CONFIGS
 from trainer.config.hardware import HardwareConfig
 from trainer.config.json_schema import json_schema
 from trainer.config.synonyms import REMOVED
 from trainer.observe import metrics
-from trainer.parity import cli as parity
 from trainer.planning import plan_overrides
 from trainer.sweep import plan as sweep
 
@@ -68,7 +66,7 @@ THEIRS = re.compile(r"^\| *`.*?`[^|]*\|", re.MULTILINE)
 
 PROGRAM = re.compile(
     r"(?:[A-Z_]+=\S+ )*(?:(?:\.venv/bin/)?(?:python3?|torchrun|pytest)|bash|sbatch|(?:launch|bench)/\S+\.sh|"
-    + "|".join([f"trainer (?:{'|'.join(['train', 'sweep', *door.OTHERS])})", *NOT_RUN])
+    + "|".join([f"trainer (?:{'|'.join(WORDS)})", *NOT_RUN])
     + r") \S"
 )
 """How inline code begins that is a command."""
@@ -183,7 +181,7 @@ def check(command: Command, capsys: pytest.CaptureFixture) -> None:
         elif program == "python" and words[1] == "-m":
             module(words[2], words[3:], int(environment.get("WORLD_SIZE", 1)), command.output, capsys)
         elif program == "trainer":
-            subcommand(words[1], words[2:], command.output, capsys)
+            module("trainer", words[1:], 1, command.output, capsys)
         elif program in ("python", "bash") or "/" in program:
             script(words[program in ("python", "bash") :], environment)
         elif program == "sbatch":
@@ -194,24 +192,6 @@ def check(command: Command, capsys: pytest.CaptureFixture) -> None:
             assert program in NOT_RUN, (
                 f"{program} is a program that nobody tests: add it here, or to NOT_RUN with the reason"
             )
-
-
-def subcommand(word: str, words: list[str], output: str | None, capsys: pytest.CaptureFixture) -> None:
-    """`trainer WORD WORDS`. output: what the page shows below a command that is refused, or that estimates."""
-    if word == "train" and output is not None:
-        capsys.readouterr()
-        code = door.main([word, *words])
-        shown = capsys.readouterr()
-        assert (shown.out + shown.err).strip() == output.strip() and code == 2
-    elif word in door.ON_GPUS:
-        processes, words = door._launch(["2" if one == "N" else one for one in words], word)
-        train(words, processes) if word == "train" else module(door.OTHERS[word], words, processes)
-    elif word == "sweep":
-        train(["--multirun", *words], 1)
-    elif word.startswith("--"):
-        train([word, *words], 1)
-    else:
-        module(door.OTHERS[word].removesuffix(".cli"), words, 1, output, capsys)
 
 
 def pytest_options(words: list[str]) -> None:
@@ -251,82 +231,60 @@ def module(
     name: str, words: list[str], world: int, output: str | None = None, capsys: pytest.CaptureFixture | None = None
 ) -> None:
     """`python -m NAME WORDS`, or the same in `world` processes."""
-    small = {
-        "trainer.sample": sample.SampleOptions,
-        "trainer.export": export.ExportOptions,
-        "trainer.merge": merge.MergeOptions,
-        "trainer.report": report.ReportOptions,
-        "trainer.watch": watch.WatchOptions,
-        "trainer.evaluate": evaluate.EvalOptions,
-        "trainer.preflight": PreflightOptions,
-    }
-    plain = {
-        "trainer.sample": sample.WORDS,
-        "trainer.export": export.WORDS,
-        "trainer.merge": merge.WORDS,
-        "trainer.evaluate": evaluate.WORDS,
-        "trainer.report": report.WORDS,
-        "trainer.watch": watch.WORDS,
-    }.get(name, ())
-    if not words and name != "trainer":
-        assert importlib.util.find_spec(name), f"there is no module {name}"
-    elif name == "trainer" and output is not None:
+    if name != "trainer":
+        found = None if words else importlib.util.find_spec(name)
+        runs = found and (not found.submodule_search_locations or importlib.util.find_spec(f"{name}.__main__"))
+        assert runs, f"{name} is a module that nobody tests"
+        return
+    words = words[: words.index(">")] if ">" in words else words
+    words = ["2" if word == "N" else word for word in words]
+    word, rest = (words[0], words[1:]) if words and words[0] in WORDS else ("train", words)
+    command = load_command(word)
+    if output is not None and (word == "estimate" or output.startswith("configuration error")):
         capsys.readouterr()
-        code = cli.main(words)
+        code = program(words)
         shown = capsys.readouterr()
-        assert (shown.out + shown.err).strip() == output.strip() and code == 2 * output.startswith(
-            "configuration error"
-        )
-    elif name == "trainer":
-        train(words, world)
-    elif name in small and "--help" in words:
-        assert options.format_usage(small[name], name)
-    elif name in small:
-        options.parse_options(small[name], words, plain)
-    elif name == "trainer.plot":
-        given = plot.command_line().parse_args(words)
-        if given.schedule:
-            from trainer.plots.templates import schedule_of
-
-            assert [schedule_of(one, given.ranks, given.microbatches, given.chunks) for one in given.schedule]
-    elif name == "trainer.diagnose":
-        assert diagnose.command_line().parse_args(words)
-    elif name == "trainer.estimate" and output is not None:
-        capsys.readouterr()
-        assert estimate.main(words) == 0
-        assert capsys.readouterr().out.strip() == output.strip()
-    elif name == "trainer.estimate":
-        _, _, overrides, config_dir = estimate.parse_arguments(words)
-        assert plan_overrides.compose_variant(overrides, config_dir, world, corpus=False)
-    elif name == "trainer.probe":
-        _, overrides, config_dir = probe.parse_arguments(words)
-        assert plan_overrides.compose_variant(overrides, config_dir, world, corpus=False)
-    elif name == "trainer.tune":
-        _, _, overrides, config_dir = tune.parse_arguments(words)
-        _, common, swept = sweep.expand_sweep(overrides, config_dir)
-        assert all(
-            plan_overrides.compose_variant([*common, *values], config_dir, world, corpus=False) for values in swept
-        )
-    elif name == "trainer.parity":
-        overrides, plans, _, _, config_dir = parity.parse_arguments(words)
-        composed(tuple(overrides), world, config_dir)
-        for text in plans or []:
-            chosen = [word if "=" in word else f"parallel={word}" for word in shlex.split(text)]
-            parity.compose_variant([*overrides, *chosen], config_dir, world)
-    else:
-        raise AssertionError(f"{name} is a module that nobody tests")
+        assert (shown.out + shown.err).strip() == output.strip() and code == 2 * (not shown.out)
+    elif not command.foreign:
+        given, problems = command.read(rest)
+        if "help" in given:
+            assert not given["help"] or help.find_help(
+                {"SECTION": "run", "WORD": "run"}.get(given["help"], given["help"])
+            )
+        elif rest:
+            if word == "watch":  # which looks whether they are there
+                for folder in given["runs"]:
+                    Path(folder).mkdir(parents=True, exist_ok=True)
+            understood(word, command.convert(given, problems), world)
 
 
-def train(words: list[str], world: int) -> None:
-    given = cli._parse(words[: words.index(">")] if ">" in words else words)
-    if given.schema is not None:
+def understood(word: str, given: Any, world: int) -> None:
+    """Raises where a command would refuse what it is given."""
+    if word in ("train", "probe", "parity", "sample"):
+        world = max(world, given.count())
+    if word == "train" and given.schema is not None:
         assert json_schema(given.schema)
-    elif given.help is not None:
-        assert cli.help_text("run" if given.help == "SECTION" else given.help)
-    elif given.multirun:
-        sweep.make_trials(*sweep.expand_sweep(given.overrides, given.config_dir), given.config_dir, gpus=0)
-    else:
+    elif word in ("sweep", "tune") or word == "train" and given.multirun:
+        given.take_changes("hardware.")
+        settings, common, swept = sweep.expand_sweep(given.overrides, given.config_dir)
+        if word == "tune":
+            for values in swept:
+                plan_overrides.compose_variant([*common, *values], given.config_dir, world, corpus=False)
+        else:
+            sweep.make_trials(settings, common, swept, given.config_dir, gpus=0)
+    elif word in ("estimate", "probe"):
+        given.take_changes("hardware.")
+        assert plan_overrides.compose_variant(given.overrides, given.config_dir, world, corpus=False)
+    elif word in ("train", "parity"):
         composed(tuple(given.overrides), world, given.config_dir)
+    if word == "parity":
+        for text in plan_overrides.plan_list(given.plans) if given.plans else []:
+            chosen = [one if "=" in one else f"parallel={one}" for one in shlex.split(text)]
+            plan_overrides.compose_variant([*given.overrides, *chosen], given.config_dir, world)
+    if word == "plot" and given.schedule:
+        from trainer.plots.templates import schedule_of
+
+        assert [schedule_of(one, given.ranks, given.microbatches, given.chunks) for one in given.schedule]
 
 
 seen: dict[tuple, Config] = {}
@@ -421,7 +379,7 @@ def test_first_run(place: Path, monkeypatch: pytest.MonkeyPatch):
     """The README's first run has the losses that the README and the table of plans show."""
     monkeypatch.chdir(place)
     with contextlib.redirect_stdout(io.StringIO()):
-        assert cli.main(["+config=debug"]) == 0
+        assert program(["+config=debug"]) == 0
     losses = {line["step"]: line["loss"] for line in metrics.read_metrics(place / "runs/debug")}
     shown = next(body for _, body in read(ROOT / "README.md").blocks if body.startswith("step 1/5"))
     shown += (ROOT / "docs/first_hour.md").read_text()
@@ -440,8 +398,7 @@ def test_sweep(place: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(place)
     page = read(ROOT / "docs/recipes.md")
     body = next(body for _, body in page.blocks if body.startswith("$ trainer sweep"))
-    words = ["--multirun", *shlex.split(body.partition("\n")[0])[3:]]
-    given = cli._parse(words)
+    given = load_command("sweep").parse(shlex.split(body.partition("\n")[0])[3:])
     trials = sweep.make_trials(*sweep.expand_sweep(given.overrides), None, gpus=0)
     assert f"{len(trials)} trials, {sum(bool(trial.refusal) for trial in trials)} refused" in body
     for trial in trials:
@@ -469,7 +426,7 @@ def test_continued_run(place: Path, monkeypatch: pytest.MonkeyPatch):
     """The undisturbed run has the losses that the page shows for one that changed its plan."""
     monkeypatch.chdir(place)
     with contextlib.redirect_stdout(io.StringIO()):
-        assert cli.main(["+config=debug", "run.name=undisturbed", "run.steps=10"]) == 0
+        assert program(["+config=debug", "run.name=undisturbed", "run.steps=10"]) == 0
     losses = [line["loss"] for line in metrics.read_metrics(place / "runs/undisturbed")]
     assert f"`loss {losses[0]:.3f} -> {losses[-1]:.3f}`" in (ROOT / "docs/plans.md").read_text()
     assert f"undisturbed run, {losses[-1]:.3f} " in (ROOT / "README.md").read_text()
@@ -546,9 +503,7 @@ def known() -> tuple[set[str], set[str], dict[str, set[str]]]:
     extra = [typed.list_settings(sweep.SweepConfig(), "sweep"), typed.list_settings(HardwareConfig(), "hardware")]
     settings = [setting for found in [typed.list_settings(), *extra] for setting in found]
     tails = {setting.path.split(".", place)[-1] for setting in settings for place in range(setting.path.count(".") + 1)}
-    commands = (sample.SampleOptions, export.ExportOptions, merge.MergeOptions, evaluate.EvalOptions)
-    small = (*commands, PreflightOptions, estimate.EstimateOptions, tune.TuneOptions)
-    own = {name for schema in small for name in vars(schema())} | {"plans", "steps", "json", "only", "port"}
+    own = {name for word in WORDS for name in load_command(word).keys} | {"only"}
     groups = {
         folder.name: {file.stem for file in folder.glob("*.yaml")} for folder in CONFIGS.iterdir() if folder.is_dir()
     }
@@ -588,11 +543,11 @@ def test_named_files_and_settings(path: Path, known: tuple[set[str], set[str], d
 
 
 def test_drawing_of_the_floors():
-    """From the bottom up, from left to right, the rooms stand in the order of the import rules, below the commands."""
+    """From the bottom up, from left to right, the rooms stand in the order of the import rules."""
     drawing = next(body for _, body in read(ROOT / "docs/architecture.md").blocks if "config/ kernels/" in body)
     rooms = [name for line in reversed(drawing.splitlines()) for name in re.findall(r"(\w+)/", line)]
     assert rooms == list(ROOMS)
-    commands = {path.stem for path in (ROOT / "trainer").glob("*.py")} - {"__init__"}
+    commands = {path.stem for path in (ROOT / "trainer/commands").glob("*.py")} - {"__init__"}
     assert commands == set(drawing.partition("---")[0].split()[1:])
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import trainer
 from trainer.config import ConfigError
-from trainer.config.compose import CONFIGS
+from trainer.config.fields import CONFIGS
 from trainer.planning import plan_overrides
 from trainer.planning.resolve import check_config, compose
 

@@ -12,7 +12,7 @@ from support.launch import CAN_COMPILE
 from torch.profiler import ProfilerActivity, profile
 
 from trainer.config import ActivationConfig
-from trainer.config.compose import CONFIGS
+from trainer.config.fields import CONFIGS
 from trainer.config.model import ModelSpec, NormSpec, RopeSpec
 from trainer.model.initial import initialize_model
 from trainer.model.transformer import Transformer

@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.runs import DIAGNOSIS, account, start, step_line, write_metrics, write_run, write_search
 
-from trainer import report
+from trainer.commands import report
 from trainer.config import ConfigError
-from trainer.config.compose import CONFIGS
+from trainer.config.fields import CONFIGS
 from trainer.observe import metrics
 from trainer.pages.curves import MetricCurves, MetricPoints, thin_curve
 from trainer.pages.page import NOT_DRAWN, SCRIPTS, arrange_panels, open_folders, own_assets, render_page
@@ -203,7 +203,7 @@ def test_the_policy_lets_the_pages_own_script_run_and_nothing_else(rich):
     digest = base64.b64encode(hashlib.sha256(page.scripts[1][1].encode()).digest()).decode()
     assert f"script-src 'sha256-{digest}';" in policy and policy.startswith("default-src 'none'")
     assert "connect-src" not in policy and "http:" not in policy and "https:" not in policy
-    written = "".join(path.read_text() for path in (Path(report.__file__).parent / "pages/templates").glob("*"))
+    written = "".join(path.read_text() for path in (Path(report.__file__).parents[1] / "pages/templates").glob("*"))
     assert not re.search(
         r"(?:src|href)=\"?(?:https?:)?//|@import|url\((?!#)", written.replace("http://www.w3.org/2000/svg", "")
     )
@@ -384,7 +384,7 @@ def test_what_cannot_be_shown_is_said_once(tmp_path, capsys, monkeypatch, words,
     write_metrics(tmp_path / "run", 1)
     assert report.main(words) == 2
     shown = capsys.readouterr()
-    assert not shown.out and told in shown.err and shown.err.count("trainer.report:") == 1
+    assert not shown.out and told in shown.err and shown.err.count("configuration error:") == 1
 
 
 def test_damage_is_named_and_left_out(rich, tmp_path):

@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from support.runs import write_run, write_search
 from test_watch import serving
 
-from trainer import diagnose, plot, report
 from trainer.cluster import job
+from trainer.commands import diagnose, plot, report
 from trainer.config import ConfigError
 from trainer.observe import metrics
 from trainer.pages.page import content_of, data_of, open_folders, render_page

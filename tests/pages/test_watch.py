@@ -18,7 +18,7 @@ import pytest
 from support.browser import CHROMIUM, Browser
 from support.runs import step_line, write_metrics, write_run, write_search
 
-from trainer import watch
+from trainer.commands import watch
 from trainer.pages.page import PageRuns
 from trainer.pages.server import PageServer, start_server
 
@@ -121,7 +121,7 @@ def test_others_cannot_ask(tmp_path):
 def test_what_cannot_be_served_is_said_once(tmp_path, capsys):
     assert watch.main([str(tmp_path / "no"), "port=99999", "every=0"]) == 2
     told = capsys.readouterr().err
-    assert "port=99999 is no port" in told and "every=0 must be" in told and "no is no folder" in told
+    assert "port=99999 must lie in [0, 65535]" in told and "every=0.0 must lie" in told and "no is no folder" in told
     with serving(tmp_path) as server:
         assert watch.main([str(tmp_path), f"port={server.server_port}"]) == 2
     assert "cannot be used (Address already in use); give another one, or 0" in capsys.readouterr().err
@@ -129,7 +129,7 @@ def test_what_cannot_be_served_is_said_once(tmp_path, capsys):
 
 def test_the_command_serves_until_ctrl_c(tmp_path):
     write_metrics(tmp_path / "run", 2)
-    command = [sys.executable, "-m", "trainer.watch", str(tmp_path / "run"), "port=0"]
+    command = [sys.executable, "-m", "trainer", "watch", str(tmp_path / "run"), "port=0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         address, *_ = process.stdout.readline().split()
         connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=10)

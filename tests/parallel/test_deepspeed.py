@@ -387,7 +387,7 @@ def test_imported_only_where_it_is_asked_for_and_for_the_device_of_the_run():
         [
             sys.executable,
             "-c",
-            "import sys, torch, trainer.training.run, trainer.parity.cli; assert 'deepspeed' not in sys.modules\n"
+            "import sys, torch, trainer.training.run, trainer.parity; assert 'deepspeed' not in sys.modules\n"
             "torch.cuda.is_available = lambda: True\nfrom trainer.parallel.zero.deepspeed import import_engine\nassert "
             "import_engine(torch.device('cpu')).get_accelerator().device_name() == 'cpu'",
         ],

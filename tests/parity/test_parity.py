@@ -11,15 +11,15 @@ import pytest
 import torch
 from support.launch import launch, warm_python
 
+from trainer.commands.parity import main
 from trainer.config import Config, ConfigError
 from trainer.config.model import ModelSpec
-from trainer.parity.cli import main, parse_arguments
 from trainer.parity.compare import TOLERANCES, coarsest_tolerance, compare_runs, error_limits, judge_plan
 from trainer.parity.plans import generate_plans
 from trainer.parity.reference import Trajectory
 from trainer.planning.features import resolve_plan
 from trainer.planning.plan import resolve_batch
-from trainer.planning.plan_overrides import fit_batch, global_size, override_key
+from trainer.planning.plan_overrides import fit_batch, global_size, override_key, plan_list
 
 DATA = [
     "+config=debug",
@@ -110,7 +110,7 @@ def test_the_table_tells_what_was_seen(runs):
 def test_exit_code_of_a_refused_command(tmp_path):
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [warm_python(), "-m", "trainer.parity", *DATA, f"data.cache={tmp_path}", "plans=[parallel.tp=2, zero9]"],
+        [warm_python(), "-m", "trainer", "parity", *DATA, f"data.cache={tmp_path}", "plans=[parallel.tp=2, zero9]"],
         env=environment,
         capture_output=True,
         text=True,
@@ -151,7 +151,7 @@ def test_what_is_wrong_is_said(arguments, words, capsys):
 
 
 def test_arguments():
-    overrides, plans, steps, file, folder = parse_arguments(
+    given = main.parse(
         [
             "+config=demo",
             'plans=[zero3, parallel.tp=2 parallel.pp=2, "activation.save=[a,b]"]',
@@ -162,10 +162,12 @@ def test_arguments():
             "json=out.json",
         ]
     )
-    assert overrides == ["+config=demo", "lr.peak=1"] and (steps, file, folder) == (7, "out.json", "mine")
-    assert plans == ["zero3", "parallel.tp=2 parallel.pp=2", "activation.save=[a,b]"]
-    assert parse_arguments(["+config=demo"])[1:] == (None, 3, None, None)
-    assert parse_arguments(["plans=zero1"])[1] == ["zero1"]
+    assert given.overrides == ["+config=demo", "lr.peak=1"]
+    assert (given.steps, given.json, given.config_dir) == (7, "out.json", "mine")
+    assert plan_list(given.plans) == ["zero3", "parallel.tp=2 parallel.pp=2", "activation.save=[a,b]"]
+    given = main.parse(["+config=demo"])
+    assert (given.plans, given.steps, given.json, given.config_dir) == ("", 3, "", None)
+    assert plan_list(main.parse(["plans=zero1"]).plans) == ["zero1"]
 
 
 @pytest.mark.parametrize("processes, depth, count", [(1, 4, 1), (4, 4, 20), (8, 8, None)])

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trainer import estimate, plot
+from trainer.commands import estimate, plot
 from trainer.config import ConfigError, ParallelConfig, typed
 from trainer.config.model import DEEPEST
 from trainer.planning.features import check_plan

@@ -10,9 +10,9 @@ import torch
 from support.estimates import estimated, h200, settings, shipped
 
 import trainer
+from trainer.commands.estimate import main
 from trainer.data.corpus import open_corpus
 from trainer.data.lengths import documents_in, with_lengths
-from trainer.estimate import main
 from trainer.observe.report import predict_run
 from trainer.planning.documents import USUAL, mean_keys
 from trainer.planning.estimate.hardware import load_hardware

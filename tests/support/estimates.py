@@ -14,7 +14,7 @@ import yaml
 from support.reference import changed
 
 from trainer.config import Config
-from trainer.config.compose import CONFIGS
+from trainer.config.fields import CONFIGS
 from trainer.config.hardware import HardwareConfig
 from trainer.config.model import AttentionSpec, FeedForwardSpec, ModelSpec, NormSpec, assign_fields
 from trainer.diagnosis.evidence import RunEvidence, RunMachine

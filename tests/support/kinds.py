@@ -24,8 +24,10 @@ from support.runs import DIAGNOSIS, start, write_metrics, write_search
 
 import trainer
 from trainer.cluster import job
+from trainer.commands.evaluate import known_results
 from trainer.config import ConfigError, SourceConfig, typed
-from trainer.config.compose import CONFIGS, UserFiles
+from trainer.config.compose import UserFiles
+from trainer.config.fields import CONFIGS
 from trainer.config.model import ModelSpec
 from trainer.data.chat import ChatTemplate, read_template
 from trainer.data.shards import TokeniseJob, read_manifest, write_manifest
@@ -34,16 +36,15 @@ from trainer.data.tables import JsonLines, ParquetRows
 from trainer.data.text import TextFiles
 from trainer.data.tokenizer import byte_tokenizer, load_tokenizer
 from trainer.data.tokens import TokenWriter, file_digest, open_token_file
-from trainer.diagnose import diagnose_run
 from trainer.diagnosis import time_breakdown
 from trainer.diagnosis.oom_report import MemoryOverride, OOMReport
 from trainer.diagnosis.oom_report import read_oom_report as read_shortage
 from trainer.diagnosis.traces import read_trace as read_trace
 from trainer.diagnosis.verdict import to_json
-from trainer.evaluate import known_results
 from trainer.hf import HFWeights, spec_from_hf
 from trainer.hf.config import config_from_spec
 from trainer.observe import metrics
+from trainer.observe.diagnose_run import diagnose_run
 from trainer.observe.sinks import saved_run_id
 from trainer.observe.watchdog import Heartbeat, RankReport, describe_ranks, parse_heartbeat, read_report
 from trainer.pages.page import content_of, data_of, open_folders

@@ -20,11 +20,11 @@ KEPT = "KILL STOP TSTP TTIN TTOU CHLD URG WINCH PIPE XFSZ ILL TRAP BUS FPE SEGV 
 PASSED_ON = tuple(signal.valid_signals() - {getattr(signal, f"SIG{name}") for name in KEPT})
 """All that a process may be sent to end it, and SIGCONT."""
 IMPORTED = (
-    "trainer.cli",
-    "trainer.sample",
-    "trainer.torchrun",
+    "trainer.commands.train",
+    "trainer.commands.sample",
+    "trainer.commands.torchrun",
     "trainer.training.run",
-    "trainer.parity.__main__",
+    "trainer.parity",
     "hydra._internal.config_loader_impl",
     "torch.utils.tensorboard",
 )

@@ -18,7 +18,7 @@ from support.cluster import Cluster, missing, wait_for
 from support.launch import warm_python
 
 import trainer
-from trainer import cli
+from trainer.commands import train
 from trainer.config import ConfigError
 from trainer.config.typed import to_yaml
 from trainer.sweep import main as run_sweep
@@ -177,18 +177,18 @@ def test_processes_are_the_plans_or_the_machines():
 )
 def test_what_no_trial_can_mean_is_an_error(arguments, words, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["--multirun", *arguments]) == 2
+    assert train.main(["--multirun", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("configuration error") and all(word in error for word in words), error
     assert not any(tmp_path.iterdir())
 
 
 def test_several_values_need_multirun(capsys, monkeypatch):
-    assert cli.main(["+config=debug", "lr.peak=1,2", "sweep.parallel=2"]) == 2
+    assert train.main(["+config=debug", "lr.peak=1,2", "sweep.parallel=2"]) == 2
     error = capsys.readouterr().err
     assert "lr.peak=1,2: several values are a sweep, which --multirun runs" in error and "sweep.parallel=2" in error
     monkeypatch.setenv("RANK", "0")
-    assert cli.main(["-m", "+config=debug", "lr.peak=1,2"]) == 2
+    assert train.main(["-m", "+config=debug", "lr.peak=1,2"]) == 2
     assert "python -m trainer --multirun" in capsys.readouterr().err
 
 

@@ -12,7 +12,7 @@ import yaml
 from support.launch import launch
 from support.registries import forgotten, package
 
-from trainer import export, sample
+from trainer.commands import export, sample
 
 
 @pytest.fixture(scope="module")

@@ -20,9 +20,9 @@ from workers.parallel_runs import CHAINS, COMMON, FIRST, LEG, PLANS, STOPPED, TR
 
 import trainer
 import trainer.training.run
-from trainer import cli, export, plot
 from trainer.checkpointing.loading import read_tensors
 from trainer.cluster.ports import free_ports
+from trainer.commands import export, plot, train
 from trainer.config import ConfigError
 from trainer.planning.schedules import ir
 from trainer.planning.schedules.timeline import read_timeline
@@ -153,7 +153,8 @@ def test_export_from_any_plan(root, four):
     command = [
         warm_python(),
         "-m",
-        "trainer.export",
+        "trainer",
+        "export",
         f"checkpoint={root / 'tp2_pp2_interleaved'}",
         f"out={out}",
         "dtype=fp32",
@@ -364,7 +365,7 @@ def test_tensor_parallelism_stays_inside_a_node_unless_forced(monkeypatch, capsy
         "data.sources.text.path=corpus",
         "parallel.tp=4",
     ]
-    assert cli.main(arguments) == 2
+    assert train.main(arguments) == 2
     said = capsys.readouterr().err
     for words in (
         "parallel.tp=4 spans nodes of 2 processes",

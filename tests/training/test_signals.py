@@ -203,7 +203,7 @@ def test_no_rank_trains_on_when_its_launcher_has_ended(place):
 
 
 def test_a_launcher_that_is_told_to_stop_starts_nothing_again(place):
-    launch = Launch(folder_of(place), ["-m", "trainer.torchrun", "--max-restarts", "2", *TORCHRUN[2:]])
+    launch = Launch(folder_of(place), ["-m", "trainer", "torchrun", "--max-restarts", "2", *TORCHRUN[2:]])
     assert outcome(launch, signal.SIGTERM) == (75, "stopped", True), launch.text
     assert launch.text.count("stopped by a signal after step") == 1 and "resumed from" not in launch.text
 

@@ -24,7 +24,7 @@ from support.faults_of_files import DIED, REFUSED, SURVIVED, every_fault
 
 import trainer
 from trainer.cluster import job, node
-from trainer.cluster.options import PreflightOptions
+from trainer.cluster.node import PreflightOptions
 from trainer.config import Config, ConfigError
 from trainer.data.tokenizer import byte_tokenizer
 from trainer.observe import metrics, sinks
@@ -320,7 +320,8 @@ def trained(overrides, settings, tmp_path_factory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "offline")
         launcher = [
-            "trainer.torchrun",
+            "trainer",
+            "torchrun",
             "--standalone",
             "--nproc-per-node",
             "2",

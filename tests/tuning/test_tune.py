@@ -1,4 +1,4 @@
-"""`trainer.tune`: searches whose jobs a stand-in for Slurm answers at once, and one that trains on two processes."""
+"""`trainer tune`: searches whose jobs a stand-in for Slurm answers at once, and one that trains on two processes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ import yaml
 from support.cluster import wait_for
 from support.launch import warm_python
 
+from trainer.commands.tune import main
 from trainer.config import typed
 from trainer.observe.metrics import STEP
 from trainer.planning.resolve import compose
-from trainer.tune import main
 
 ROOT = Path(__file__).parents[2]
 
@@ -199,7 +199,7 @@ def test_a_search_on_two_processes(tmp_path):
     }
     recipe = [*SMALL, "run.device=cpu", "imports=[tune_faults]", "callbacks.tune_faults={}"]
     folder = tmp_path / "tune"
-    command = [warm_python(), "-m", "trainer.tune", *recipe, "steps=4", "batch.sequence_length=32"]
+    command = [warm_python(), "-m", "trainer", "tune", *recipe, "steps=4", "batch.sequence_length=32"]
 
     def start(*words: str) -> subprocess.Popen:
         return subprocess.Popen(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import trainer.training.trainer
-from trainer.cli import main
+from trainer.commands.train import main
 
 RANK, SLOW = int(os.environ.get("RANK", 0)), int(os.environ.get("SLOW_RANK", -1))
 WAITING = int(os.environ.get("WAITING_RANK", -1))

@@ -15,9 +15,9 @@ from support.launch import fork, leave
 import trainer
 from trainer import option, register
 from trainer.checkpointing.loading import read_tensors
+from trainer.commands.parity import main as compare_plans
 from trainer.config import ConfigError
 from trainer.distributed.mesh import join_world
-from trainer.parity.cli import main as compare_plans
 from trainer.planning.features import resolve_plan
 from trainer.training.hooks import HookFailed
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 import trainer
 import trainer.training.auto
 import trainer.training.trainer
-from trainer import cli
+from trainer.commands import train
 from trainer.config import Config
 from trainer.distributed.mesh import join_world
 from trainer.distributed.p2p import FailureStore
@@ -286,7 +286,7 @@ def dies(arguments: list[str]) -> int:
     Transformer.forward = counted
     if os.environ["RANK"] == "2":
         FailureStore.told = told_late
-    return cli.main(arguments)
+    return train.main(arguments)
 
 
 def main(what: str, root: Path) -> None:

@@ -8,8 +8,8 @@ import os
 import sys
 from pathlib import Path
 
+from trainer.commands.parity import main
 from trainer.parallel.tensor.apply import SharedParameters
-from trainer.parity.cli import main
 
 if __name__ == "__main__":
     folder, *arguments = sys.argv[1:]

@@ -13,10 +13,10 @@ from support.launch import fork, leave
 
 import trainer
 import trainer.cluster.probe  # before processes are forked
+from trainer.commands.probe import main
 from trainer.distributed.mesh import join_world
 from trainer.observe import metrics
 from trainer.planning.features import resolve_plan
-from trainer.probe import main
 
 RECIPE = [
     "+config=debug",

@@ -292,7 +292,7 @@ class SavedModel:
 
 def open_saved(checkpoint: str, weights: str = "trained") -> SavedModel:
     """Opens the model at `checkpoint`: a run's folder, of which the newest complete checkpoint is taken, a checkpoint's
-    folder, or a transformers folder. weights: one of `options.WEIGHTS`.
+    folder, or a transformers folder. weights: `trained`, or `ema` for their average.
 
     Checksums are verified. Raises `ConfigError`, which names the folder and what is wrong with it.
     """

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trainer.cluster.options import NODE, PreflightOptions
+from trainer.cluster.node import NODE, PreflightOptions
 
 
 @dataclass(frozen=True)

@@ -272,7 +272,7 @@ def describe_measurement(
 
     yield (
         f"{format_number(world, 'process', 'es')} on {format_number(-(-world // node_size(world)), 'node')}, "
-        f"{time.strftime('%Y-%m-%d %H:%M')}, torch {torch.__version__}: python -m trainer.probe {command}"
+        f"{time.strftime('%Y-%m-%d %H:%M')}, torch {torch.__version__}: trainer probe {command}"
     )
     tokens = max(one.tokens for one in measured.products)
     yield (

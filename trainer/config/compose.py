@@ -36,7 +36,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config import Config, typed
-from trainer.config.fields import ConfigError, suggest_nearest
+from trainer.config.fields import CONFIGS, ConfigError, suggest_nearest
 from trainer.config.registry import REGISTRIES, KindRegistry
 from trainer.config.synonyms import SETTINGS
 from trainer.config.yaml_limits import BYTES, check_yaml, yaml_fault
@@ -176,12 +176,6 @@ Plugins.instance().register(UserFiles)
 # them takes longer than everything else. So this loader leaves them out.
 
 
-HERE = Path(__file__).parents[1]
-
-CONFIGS = HERE / "configs" if (HERE / "configs").is_dir() else HERE.parent / "configs"
-"""The shipped groups and recipes: inside the package in a wheel, beside it in a checkout."""
-
-
 class ConfigLoader(ConfigLoaderImpl):
     """folder: the user's, which wins over the shipped one."""
 
@@ -302,7 +296,7 @@ def _word(word: str, loader: ConfigLoader, groups: list[str]) -> str:
     holders = [group for group in ("config", *groups) if word in loader.names(group)]
     ways = [("+" if group == "config" else "") + f"{group}={word}" for group in dict.fromkeys(holders)]
     some = ", ".join(loader.names("config")[:3])
-    hint = f"did you mean {' or '.join(ways)}?" if ways else f"recipes: {some}, and those of python -m trainer --help"
+    hint = f"did you mean {' or '.join(ways)}?" if ways else f"recipes: {some}, and those of trainer --help"
     return f"'{word}' is not SETTING=VALUE, GROUP=OPTION or +config=RECIPE; {hint}"
 
 

@@ -9,7 +9,13 @@ import difflib
 import math
 from collections.abc import Collection
 from dataclasses import field
+from pathlib import Path
 from typing import Any
+
+HERE = Path(__file__).parents[1]
+
+CONFIGS = HERE / "configs" if (HERE / "configs").is_dir() else HERE.parent / "configs"
+"""The shipped groups and recipes: inside the package in a wheel, beside it in a checkout."""
 
 
 def option(

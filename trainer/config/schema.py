@@ -427,7 +427,7 @@ class ActivationConfig:
     )
     hardware: str | None = option(
         None,
-        "mode=auto: how fast operations are, a file of configs/hardware or the path of one that `trainer.probe` wrote; "
+        "mode=auto: how fast operations are, a file of configs/hardware or the path of one that `trainer probe` wrote; "
         "null: that of the device",
     )
 

@@ -74,17 +74,20 @@ class Setting(NamedTuple):
     unit: str | None
     range: str | None
     registry: KindRegistry | None
+    hint: Any
+    """Its type."""
 
 
 def list_settings(section: Any = None, path: str = "") -> Iterator[Setting]:
     """Every setting of the schema, in its order, with those of what is registered."""
     section = Config() if section is None else section
+    hints = types_of(type(section))  # type: ignore[arg-type]
     for field in dataclasses.fields(section):
         value, name = getattr(section, field.name), join_path(path, field.name)
         if dataclasses.is_dataclass(value):
             yield from list_settings(value, name)
         else:
-            yield Setting(name, to_plain(value), **field.metadata)
+            yield Setting(name, to_plain(value), **field.metadata, hint=hints[field.name])
             yield from _registered_settings(field, name)
 
 
@@ -104,7 +107,7 @@ def list_leaves(schema: type, path: str) -> Iterator[Setting]:
         if dataclasses.is_dataclass(hint):
             yield from list_leaves(typing.cast(type, hint), name)
         else:
-            yield Setting(name, _default(field), **field.metadata)
+            yield Setting(name, _default(field), **field.metadata, hint=hint)
             yield from _registered_settings(field, name)
 
 

@@ -153,7 +153,7 @@ def _advice(cost: rules.RunCost, evidence: RunEvidence) -> str:
     """What to do that is no override."""
     if cost.kind == "straggler" and cost.detail != "in turns":
         return (
-            f"look at the clocks and other programs of {cost.detail}'s machine: python -m trainer.preflight "
+            f"look at the clocks and other programs of {cost.detail}'s machine: trainer preflight "
             f"check=node gpus={evidence.machine.node}"
         )
     if cost.kind == "data":

@@ -172,7 +172,7 @@ def start_report(
 
 
 def predict_run(config: Config, layout: Layout, corpus: Any, world: World, node: int) -> StepEstimate | None:
-    """What `trainer.estimate` says of the run on its devices; None where no file of hardware is for them. Masked
+    """What `trainer estimate` says of the run on its devices; None where no file of hardware is for them. Masked
     documents are as long as those of the corpus."""
     name = device_name(world.device)
     hardware = load_hardware(shipped_for(name))
@@ -188,7 +188,7 @@ def predict_run(config: Config, layout: Layout, corpus: Any, world: World, node:
 
 
 def peak_rows(moment: MemoryPeak, ranks: int, found: StepEstimate | None = None) -> list[tuple[str, str]]:
-    """The fullest moment of the fullest rank, predicted by category, as `trainer.estimate` has it. ranks: of the
+    """The fullest moment of the fullest rank, predicted by category, as `trainer estimate` has it. ranks: of the
     pipeline; found: the estimate that it is from, whose band is told."""
     labels, values = zip(*moment.rows())
     where = f"pipeline rank {moment.rank} of {ranks}" if ranks > 1 else "every rank"

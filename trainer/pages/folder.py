@@ -114,7 +114,7 @@ class RunFolder(WatchedFiles):
             LOG: read_notices,
             REPLACED: count_lines,
             EARLIER: lambda path: sorted((found.name for found in path.iterdir() if found.name.isdecimal()), key=int),
-            DIAGNOSIS: lambda path: read_json(path, verdict.SHAPE, "python -m trainer.diagnose writes it anew"),
+            DIAGNOSIS: lambda path: read_json(path, verdict.SHAPE, "trainer diagnose writes it anew"),
             time_breakdown.ACCOUNTS: lambda path: build_profile(time_breakdown.read_breakdowns(path.parent)),
             **{f"schedule/{name}.json": partial(drawn_timeline, name) for name in TIMELINES},
         }

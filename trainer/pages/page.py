@@ -133,15 +133,8 @@ def metric_meaning(name: str) -> str:
 # What a page is about: runs, and the sweeps and searches whose trials they are.
 
 
-HARDWARE = (
-    "a file of configs/hardware or its path, such as one that trainer probe wrote, whose peaks the kernels are "
-    "held against; '': that of the device"
-)
-"""What the option of commands means."""
-
-
 class PageRuns:
-    """Runs as they stand in folders, each one of a run, a sweep or a search (`trainer.tune`), whose trials count as
+    """Runs as they stand in folders, each one of a run, a sweep or a search (`trainer tune`), whose trials count as
     runs. `read` looks again, also for trials that have begun since.
 
     hardware: see `RunFolder`. Raises `ConfigError` for one that cannot be read."""

@@ -1,10 +1,8 @@
-"""Plans beside the recipe's own: the command line of commands that take several, and each plan's configuration."""
+"""Plans beside the recipe's own: how they are written, and the configuration of each."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import difflib
 import shlex
 from collections.abc import Sequence
 from typing import Any
@@ -34,29 +32,6 @@ FREE = (
     "compile",
 )
 """Settings that do not change the mathematics of training, which plans may therefore choose."""
-
-
-def split_words(
-    arguments: Sequence[str], names: Sequence[str], program: str
-) -> tuple[dict[str, str], list[str], str | None]:
-    """Splits a command line into the command's own options `NAME=VALUE`, the other words, which are overrides, and the
-    folder of --config-dir. Raises `ConfigError` for another option, and for a word that looks like a mistyped one."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("words", nargs="*")
-    parser.add_argument("--config-dir", "-cd")
-    options, unknown = parser.parse_known_intermixed_args(arguments)
-    if unknown:
-        raise ConfigError(f"{unknown[0]} is no option; see python -m {program} --help")
-    settings = [field.name for field in dataclasses.fields(Config)]
-    for name, equals, _ in (word.partition("=") for word in options.words):
-        if equals and name not in (*names, *settings) and (close := difflib.get_close_matches(name, names, 1, 0.8)):
-            raise ConfigError(f"unknown option {name!r}; did you mean {close[0]!r}? See python -m {program} --help")
-    own = {
-        name: value
-        for name, equals, value in (word.partition("=") for word in options.words)
-        if equals and name in names
-    }
-    return own, [word for word in options.words if word.partition("=")[0] not in own], options.config_dir
 
 
 def plan_list(text: str) -> list[str]:

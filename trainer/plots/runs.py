@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from matplotlib import pyplot
@@ -47,12 +46,12 @@ TIMELINES = ("planned", "measured")
 """Files RUN/schedule/NAME.json of a run with a pipeline, in the order of the panels."""
 
 
-def draw_run(given: argparse.Namespace) -> list[Path]:
+def draw_run(runs: list[Path], out: Path | None, trace: Path | None) -> list[Path]:
     """Draws the timelines that a run has written. Returns the files written. Raises `ConfigError` that names the
-    command for curves where there is no timeline to draw."""
-    if len(given.runs) > 1:
-        raise ConfigError(f"give one run to draw its schedule, not {len(given.runs)}; {report_hint(given.runs)}")
-    run = given.runs[0].parent if given.runs[0].is_file() else given.runs[0]
+    command for curves where there is no timeline to draw, or more than one run."""
+    if len(runs) > 1:
+        raise ConfigError(f"give one run to draw its schedule, not {len(runs)}; {report_hint(runs)}")
+    run = runs[0].parent if runs[0].is_file() else runs[0]
     if not run.is_dir():
         raise ConfigError(f"{run}: there is no such folder; give the folder of a run, such as runs/NAME")
     paths = {name: run / "schedule" / f"{name}.json" for name in TIMELINES}
@@ -61,9 +60,9 @@ def draw_run(given: argparse.Namespace) -> list[Path]:
         raise ConfigError(f"{run} has no pipeline schedule (schedule/measured.json); {report_hint([run])}")
     timelines = {name: ranks for name, (ranks, _) in read.items()}
     makespans = {name: makespan for name, (_, makespan) in read.items()}
-    out = given.out or run / "schedule.png"
+    out = out or run / "schedule.png"
     save_figure(draw_schedule(timelines, label_runs([run])[0], makespans=makespans), out)
-    return [out, *write_trace(timelines, given.trace)]
+    return [out, *write_trace(timelines, trace)]
 
 
 def report_hint(runs: list[Path]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +25,6 @@ SETTINGS = {
 """Settings of a run -> the options of this command line that stand for them."""
 MOST = 1 << 13
 """Forwards of a schedule that is drawn: a picture shows some hundred, and drawing a bar takes about a millisecond."""
-SCHEDULE_OPTIONS = ("ranks", "microbatches", "chunks", "costs")
 
 
 def schedule_of(
@@ -96,19 +94,28 @@ def parse_costs(text: str) -> tuple[float, ...]:
     return costs
 
 
-def draw_templates(given: argparse.Namespace) -> list[Path]:
+def draw_templates(
+    schedules: list[str],
+    ranks: int | None,
+    microbatches: int | None,
+    chunks: int | None,
+    costs: str,
+    out: Path | None,
+    trace: Path | None,
+) -> list[Path]:
     """Draws what --schedule names, one panel each; returns the files written."""
-    named = [f"--{option}" for option in ("ranks", "microbatches", "chunks") if getattr(given, option) is not None]
-    if named and all(name.endswith(".csv") for name in given.schedule):
-        raise ConfigError(f"{', '.join(named)}: said by the file {given.schedule[0]}; leave it out")
-    costs = parse_costs(given.costs or "1,1,1")
+    degrees = {"--ranks": ranks, "--microbatches": microbatches, "--chunks": chunks}
+    named = [option for option, degree in degrees.items() if degree is not None]
+    if named and all(name.endswith(".csv") for name in schedules):
+        raise ConfigError(f"{', '.join(named)}: said by the file {schedules[0]}; leave it out")
+    durations = parse_costs(costs or "1,1,1")
     timelines = {}
-    for name in given.schedule:
-        schedule = schedule_of(name, given.ranks, given.microbatches, given.chunks, costs)
-        chunks = f" x {schedule.chunks} chunks" if schedule.chunks > 1 else ""
-        timelines[f"{name}: {schedule.ranks} ranks{chunks}, {schedule.microbatches} micro-batches"] = simulate_timeline(
-            schedule, costs
+    for name in schedules:
+        schedule = schedule_of(name, ranks, microbatches, chunks, durations)
+        noted = f" x {schedule.chunks} chunks" if schedule.chunks > 1 else ""
+        timelines[f"{name}: {schedule.ranks} ranks{noted}, {schedule.microbatches} micro-batches"] = simulate_timeline(
+            schedule, durations
         )
-    out = given.out or Path("schedule.png")
+    out = out or Path("schedule.png")
     save_figure(draw_schedule(timelines, seconds=False), out)
-    return [out, *write_trace(timelines, given.trace)]
+    return [out, *write_trace(timelines, trace)]

@@ -1,4 +1,4 @@
-"""`python -m trainer --multirun`: many runs (trials), each in processes of its own, and one table of their results.
+"""`trainer sweep`: many runs (trials), each in processes of its own, and one table of their results.
 
 Every trial is composed and checked before the first one starts. That a trial is refused, or runs out of memory, is a
 result too.
@@ -29,8 +29,7 @@ def main(arguments: Sequence[str], config_dir: str | os.PathLike | None = None) 
     """
     if "TORCHELASTIC_RUN_ID" in os.environ or "RANK" in os.environ:
         raise ConfigError(
-            "--multirun starts the processes of every trial itself; say python -m trainer --multirun, and "
-            "sweep.processes=N"
+            "--multirun starts the processes of every trial itself; say trainer sweep, and sweep.processes=N"
         )
     sweep, common, swept = expand_sweep(arguments, config_dir)
     gpus = local.visible_gpus() if sweep.launcher == "local" else []

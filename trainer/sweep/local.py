@@ -115,7 +115,7 @@ def _start(trial: Trial, gpus: list[str], sweep: SweepConfig, config_dir: str | 
     results.clear_trial(trial.folder)
     results.note_start(trial)
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})}
-    torchrun = [sys.executable, "-m", "trainer.torchrun", "--standalone", "--nproc-per-node", str(trial.processes)]
+    torchrun = [sys.executable, "-m", "trainer", "torchrun", "--standalone", "--nproc-per-node", str(trial.processes)]
     errors = ["--log-dir", str(trial.folder.absolute() / "torchrun" / "0")]
     with open(open_to_append(trial.folder / "log.txt"), "ab") as log:
         agent = subprocess.Popen(

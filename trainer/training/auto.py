@@ -41,7 +41,7 @@ from trainer.util.reading import Shape, find_mismatch, read_yaml
 
 # `parallel.pipeline.schedule=auto`: measure the layers while the first steps run, then choose schedule, split and
 # micro-batches. Also what a run's folder says of its schedule: `schedule/schedule.csv` (torch's notation),
-# `schedule/planned.json` and `schedule/measured.json` (for `python -m trainer.plot`); `schedule/choice.yaml` and
+# `schedule/planned.json` and `schedule/measured.json` (for `trainer plot`); `schedule/choice.yaml` and
 # `schedule/chosen.csv` (what auto chose).
 
 

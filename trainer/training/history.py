@@ -300,7 +300,7 @@ def write_report(folder: Path) -> None:
 
         write_page([folder], folder / REPORT)
     except Exception as error:
-        retry = f"python -m trainer.report {shlex.quote(str(folder))} tries again"
+        retry = f"trainer report {shlex.quote(str(folder))} tries again"
         print(f"{folder / REPORT} was not written: {reason_of(error)}; {retry}", file=sys.stderr, flush=True)
 
 

@@ -1,1 +1,1 @@
-"""`python -m trainer.tune`: the fastest plan of a recipe, found by few measured trials."""
+"""`trainer tune`: the fastest plan of a recipe, found by few measured trials."""

@@ -41,7 +41,7 @@ def search_plans(
     words: Sequence[str],
     config_dir: str | None,
 ) -> int:
-    """Looks for the fastest plan; the options are those of `trainer.tune`, words its overrides. Returns the exit code.
+    """Looks for the fastest plan; the options are those of `trainer tune`, words its overrides. Returns the exit code.
     Raises `ConfigError` before anything is started where something is wrong."""
     sweep, common, swept = expand_sweep(words, config_dir)
     base = compose_variant(common, config_dir, 1)

@@ -185,7 +185,7 @@ def write_page(study: TuningStudy, band: float, about: dict[str, Any]) -> str:
         write_atomic(study.folder / SEARCH, json.dumps(about | {"foretold": predicted_times(study, band)}) + "\n")
         page.write_page([study.folder], path)
     except Exception as error:  # whatever is wrong with the page
-        return f"{path} was not written: {shorten_foreign(error)}; python -m trainer.report {study.folder} tries again"
+        return f"{path} was not written: {shorten_foreign(error)}; trainer report {study.folder} tries again"
     return f"page: {path}"
 
 

@@ -26,7 +26,7 @@ RUN_FILES = (METRICS_FILE, STATUS, STARTS)
 RESULTS, TRIAL = "results.jsonl", "trial.json"
 """Of a sweep: what became of its trials, and of each, what it was started with."""
 TRIALS, SEARCH, BEST = "trials.jsonl", "search.json", "config/best.yaml"
-"""Of a search (`trainer.tune`): what became of its trials, what is foretold of its plans, the fastest as a recipe."""
+"""Of a search (`trainer tune`): what became of its trials, what is foretold of its plans, the fastest as a recipe."""
 WRITTEN = (*TRACES, EARLIER, "flight", "slurm", "torchrun", "preflight", "log.txt", TRIAL)
 """All that is written into a run's folder before and while it trains: by the run, its launcher, and its sweep."""
 MANY = (CHECKPOINTS, EARLIER, "wandb")

@@ -53,7 +53,7 @@ let width = innerWidth;
 addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; draw(); } });
 draw();
 
-// The page of trainer.watch asks for what is new; what is open stays open, and what is chosen stays chosen.
+// The page of trainer watch asks for what is new; what is open stays open, and what is chosen stays chosen.
 const live = document.getElementById("live");
 
 async function look() {

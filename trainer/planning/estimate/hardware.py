@@ -14,8 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config import ConfigError
-from trainer.config.compose import CONFIGS
-from trainer.config.fields import suggest_nearest
+from trainer.config.fields import CONFIGS, suggest_nearest
 from trainer.config.hardware import HardwareConfig, build_hardware
 from trainer.util.reading import read_yaml, shorten_foreign
 

@@ -1,56 +1,57 @@
-"""Memory and time of plans before a device is touched: `python -m trainer.estimate +config=RECIPE [hardware=h200]`."""
+"""Memory and time of plans before a device is touched: `trainer estimate +config=RECIPE [hardware=h200]`."""
 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from trainer.commands.grammar import Command, RecipeOptions, missing_folder
 from trainer.config import Config, ConfigError
 from trainer.config.fields import option
-from trainer.config.hardware import HardwareConfig
-from trainer.config.options import escape_unprintable, format_usage, parse_options
-from trainer.data.lengths import with_lengths
-from trainer.diagnosis.advice import ShapeAdvice, advise_shapes
-from trainer.planning.estimate import report
-from trainer.planning.estimate.hardware import load_hardware
-from trainer.planning.estimate.plans import rank_plans
-from trainer.planning.estimate.step import StepEstimate, estimate_step, most_certain
-from trainer.planning.features import resolve_plan
-from trainer.planning.plan_overrides import (
-    build_variant,
-    compose_variant,
-    fit_batch,
-    global_size,
-    plan_list,
-    split_words,
-)
-from trainer.planning.resolve import check_config, resolve_layout
-from trainer.util.exit_codes import DONE, refuse_config
 from trainer.util.files import write_atomic
 
-PROGRAM = "trainer.estimate"
+if TYPE_CHECKING:
+    from trainer.config.hardware import HardwareConfig
+    from trainer.diagnosis.advice import ShapeAdvice
+    from trainer.planning.estimate.step import StepEstimate
 
 
 @dataclass
-class EstimateOptions:
+class EstimateOptions(RecipeOptions):
     hardware: str = option("h200", "a file of configs/hardware (of --config-dir too), or its path; hardware.NAME=VALUE")
-    nodes: int = option(0, "machines; 0: as few as hold the processes, or one")
-    processes: int = option(0, "processes in all, as many on each node; 0: one for each device of the nodes")
+    nodes: int = option(0, "machines; 0: as few as hold the processes, or one", range="[0, inf)")
+    processes: int = option(
+        0, "processes in all, as many on each node; 0: one for each device of the nodes", range="[0, inf)"
+    )
     plans: str = option(
         "", "all, or [PLAN, ...], each a file of the group parallel, settings, or both; '': the recipe's"
     )
-    top: int = option(10, "plans=all: how many of the fastest to show")
-    tokens: float = option(0.0, "a budget of tokens: days and device hours that it takes")
+    top: int | None = option(None, "plans=all: how many of the fastest to show, 10 by default", range="[1, inf)")
+    tokens: float = option(0.0, "a budget of tokens: days and device hours that it takes", range="[0, inf)")
     out: str = option("", "writes the settings of the fastest plan that fits for sure there, as a recipe")
     json: str = option("", "writes all numbers there")
     plot: str = option("", "draws the schedule there, with the memory of the fullest rank over the step")
 
+    def list_problems(self) -> Iterator[str]:
+        if self.top and self.plans != "all":
+            yield f"top={self.top} is how many of all plans are shown; set plans=all, or leave it out"
+        for name in ("out", "json", "plot"):
+            yield from missing_folder(name, getattr(self, name))
 
-def run(options: EstimateOptions, changes: list[str], overrides: list[str], config_dir: str | None) -> None:
-    check_options(options)
+
+def run(options: EstimateOptions) -> None:
+    from trainer.data.lengths import with_lengths
+    from trainer.planning.estimate import report
+    from trainer.planning.estimate.hardware import load_hardware
+    from trainer.planning.estimate.plans import rank_plans
+    from trainer.planning.estimate.step import estimate_step
+    from trainer.planning.plan_overrides import compose_variant, global_size, plan_list
+    from trainer.planning.resolve import check_config, resolve_layout
+
+    changes, overrides, config_dir = options.take_changes("hardware."), options.overrides, options.config_dir
     hardware, world = read_machines(options, load_hardware(options.hardware, changes, config_dir))
     node, base = min(world, hardware.devices), compose_variant(overrides, config_dir, world, corpus=False)
     if base.model.from_hf:
@@ -60,7 +61,7 @@ def run(options: EstimateOptions, changes: list[str], overrides: list[str], conf
     base = with_lengths(base)
     if options.plans == "all":
         size = global_size(base.batch, world)
-        ranking = rank_plans(base, hardware, world, size, options.top, sure=True)
+        ranking = rank_plans(base, hardware, world, size, options.top or 10, sure=True)
         found, title = list(ranking.best), report.ranking_title(ranking, world)
     else:
         texts = plan_list(options.plans) if options.plans else []
@@ -90,6 +91,9 @@ def read_machines(options: EstimateOptions, hardware: HardwareConfig) -> tuple[H
 
 def print_estimates(found: list[StepEstimate], title: str, options: EstimateOptions, base: Config) -> None:
     """Prints the plans, fastest first, and writes the files that are wanted."""
+    from trainer.planning.estimate import report
+    from trainer.planning.estimate.step import most_certain
+
     chosen = most_certain(found)
     if options.plans:
         report.show_plans(found, f"{title}; {report.describe_choice(found, chosen)}", options.tokens)
@@ -112,29 +116,18 @@ def print_estimates(found: list[StepEstimate], title: str, options: EstimateOpti
 
 def shapes_of(one: StepEstimate) -> list[ShapeAdvice]:
     """Shapes that do not fill the tiles of a GPU; of CPUs, which have none, nothing."""
+    from trainer.diagnosis.advice import advise_shapes
+
     return [] if one.hardware.device == "CPU" else advise_shapes(one.config, one.layout, one.hardware.device)
-
-
-def check_options(options: EstimateOptions) -> None:
-    least = {"nodes": 0, "top": 1, "processes": 0, "tokens": 0}
-    problems = [
-        f"{name}={getattr(options, name)} must be at least {low}"
-        for name, low in least.items()
-        if not getattr(options, name) >= low
-    ]
-    problems += [
-        f"{name}={path}: there is no folder {Path(path).parent}"
-        for name, path in (("out", options.out), ("json", options.json), ("plot", options.plot))
-        if path and not Path(path).absolute().parent.is_dir()
-    ]
-    if problems:
-        raise ConfigError(problems)
 
 
 def estimate_plan(
     text: str, base: Config, overrides: list[str], config_dir: str | None, world: int, node: int
 ) -> Config:
     """The configuration of a plan given as text, its micro-batches fitted to the recipe's global batch."""
+    from trainer.planning.features import resolve_plan
+    from trainer.planning.plan_overrides import build_variant, fit_batch, global_size
+
     try:
         config, named = build_variant(text, base, overrides, config_dir, world, corpus=False)
     except ConfigError as error:
@@ -144,31 +137,10 @@ def estimate_plan(
     return config
 
 
-def parse_arguments(arguments: Sequence[str]) -> tuple[EstimateOptions, list[str], list[str], str | None]:
-    """Splits a command line into options, changes of the hardware, overrides and configuration folder. Raises
-    `ConfigError`."""
-    own, words, config_dir = split_words(arguments, [field.name for field in fields(EstimateOptions)], PROGRAM)
-    changes = [word.removeprefix("hardware.") for word in words if word.startswith("hardware.")]
-    overrides = [word for word in words if not word.startswith("hardware.")]
-    options = parse_options(EstimateOptions, [f"{name}={value}" for name, value in own.items()])
-    if "top" in own and options.plans != "all":
-        raise ConfigError(f"top={options.top} is how many of all plans are shown; set plans=all, or leave it out")
-    return options, changes, overrides, config_dir
-
-
-def main(arguments: Sequence[str]) -> int:
-    """The command line; the exit code is 0, or 2 after one message about what is wrong."""
-    escape_unprintable()
-    if {"-h", "--help"} & set(arguments):
-        page = format_usage(EstimateOptions, PROGRAM)
-        print(page.replace(PROGRAM, f"{PROGRAM} +config=RECIPE [SETTING=VALUE ...]", 1))
-        return DONE
-    try:
-        run(*parse_arguments(arguments))
-    except ConfigError as error:
-        return refuse_config(error)
-    return DONE
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+main = Command(
+    "estimate",
+    "Predicts memory and time of a recipe's plans before a device is touched.",
+    "trainer estimate +config=llama3_8b nodes=4 plans=all",
+    EstimateOptions,
+    run,
+)

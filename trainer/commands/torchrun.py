@@ -1,4 +1,4 @@
-"""torchrun for one node, whose workers stop by themselves: `python -m trainer.torchrun --nnodes 4 ... -m trainer ...`.
+"""torchrun for one node, whose workers stop by themselves: `trainer torchrun --nnodes 4 ... -m trainer ...`.
 
 It takes torchrun's options. Signals that ask a run to stop, or to leave at once, go to the workers; this process ends
 when they have ended, however long their save takes. torchrun itself would die of some of them, such as SIGUSR1, and
@@ -12,11 +12,10 @@ import contextlib
 import os
 import signal
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from torch.distributed import run
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
+from trainer.commands.grammar import Command
 from trainer.util.exit_codes import INTERRUPTED, REFUSED, STALLED, STOPPED, UNFIT
 from trainer.util.machine import child_processes
 from trainer.util.signals import AT_ONCE, STOPPED_VARIABLE, handled_signals, name_of
@@ -32,9 +31,13 @@ TORCHS = signal.SIGSTKFLT
 """torch's own handler takes what is named to it, and has to be named something. Linux sends this to nobody."""
 
 
-def main(arguments: list[str], brief: bool = False) -> int:
+def run_workers(arguments: Sequence[str], brief: bool = False) -> int:
     """Runs torchrun. brief: one line instead of torchrun's report where a worker failed. Returns the exit code of the
     first worker that failed, or 137 (128 + SIGKILL) if one was killed."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
     pressed = []
 
     def hand_on(number: int, _: object) -> None:
@@ -73,5 +76,17 @@ def main(arguments: list[str], brief: bool = False) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+@dataclass
+class TorchrunOptions:
+    """torchrun has its own parser."""
+
+
+main = Command(
+    "torchrun",
+    "Starts the processes of a run on one node with torchrun's options (torchrun --help), and passes signals to them.",
+    "trainer torchrun --nnodes 4 --nproc-per-node 8 --rdzv-endpoint node0:29500 -m trainer +config=llama3_8b",
+    TorchrunOptions,
+    run_workers,
+    bare=False,
+    foreign=True,
+)

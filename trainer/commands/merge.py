@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from trainer.checkpointing.loading import SavedModel, open_saved
-from trainer.config import ConfigError
+from trainer.commands.grammar import DTYPES, Command
+from trainer.config import ConfigError, ModelSpec
 from trainer.config.fields import option
-from trainer.config.model import ModelSpec
-from trainer.config.options import run_command
-from trainer.config.typed import flatten_values
-from trainer.hf import export_model
-from trainer.precision.dtypes import DTYPES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trainer.checkpointing.loading import SavedModel
 
 UNTRAINED_FIELDS = ("name", "init", "attention", "feed_forward", "pattern", "overrides")
 """Fields of a spec that are no part of the trained model, or that its layers have."""
-
-
-WORDS = ("models", "out")
-"""Options that need no key."""
 
 
 @dataclass
@@ -34,19 +28,27 @@ class MergeOptions:
     )
     out: str = option(None, "new transformers folder, which sample, export, eval and model.from_hf take")
     weights: list[float] = option([], "share of each model, divided by their sum; by default all have the same")
-    dtype: str = option("fp32", "type of the merged weights", tuple(DTYPES))
+    dtype: str = option("fp32", "type of the merged weights", DTYPES)
+
+    def list_problems(self) -> Iterator[str]:
+        count = len(self.models)
+        if count < 2:
+            yield f"merging takes two models or more, and a new folder; there is {count} model"
+        if self.weights and len(self.weights) != count:
+            yield f"weights={self.weights} has {len(self.weights)} numbers for {count} models; give one for each"
+        total = math.fsum(self.weights or [1.0])
+        if not math.isfinite(total) or total == 0:
+            yield f"weights={self.weights} add up to {total:g}; give finite shares with another sum"
 
 
 def run(options: MergeOptions) -> None:
-    count = len(options.models)
-    if count < 2:
-        raise ConfigError(f"merging takes two models or more, and a new folder; there is {count} model")
-    shares = options.weights or [1.0] * count
-    if len(shares) != count:
-        raise ConfigError(f"weights={options.weights} has {len(shares)} numbers for {count} models; give one for each")
+    # torch takes seconds to import, and no refusal of an option needs it.
+    from trainer.checkpointing.loading import open_saved
+    from trainer.hf import export_model
+    from trainer.precision import dtypes
+
+    shares = options.weights or [1.0] * len(options.models)
     total = math.fsum(shares)
-    if not math.isfinite(total) or total == 0:
-        raise ConfigError(f"weights={options.weights} add up to {total:g}; give finite shares with another sum")
     models = [open_saved(model) for model in options.models]
     check_alike(models, options.models)
 
@@ -56,7 +58,7 @@ def run(options: MergeOptions) -> None:
             value.add_(model.tensor(name).float(), alpha=share / total)
         return value
 
-    export_model(models[0].spec, merged, options.out, DTYPES[options.dtype], models[0].tokenizer)
+    export_model(models[0].spec, merged, options.out, dtypes.DTYPES[options.dtype], models[0].tokenizer)
     print(options.out)
 
 
@@ -76,14 +78,18 @@ def check_alike(models: list[SavedModel], names: list[str]) -> None:
 
 def describe_weights(spec: ModelSpec) -> dict[str, Any]:
     """What a spec says of parameters and of what is computed with them, however it says so."""
+    from trainer.config.typed import flatten_values
+
     whole = {key: value for key, value in spec.to_dict().items() if key not in UNTRAINED_FIELDS}
     layers = {str(index): dataclasses.asdict(spec.layer(index)) for index in range(spec.depth)}
     return flatten_values(whole | {"layers": layers})
 
 
-def main(arguments: list[str] | None = None) -> int:
-    return run_command(MergeOptions, run, "trainer.merge", arguments, WORDS)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = Command(
+    "merge",
+    "Averages the weights of several trained models of one architecture.",
+    "trainer merge runs/a runs/b merged-hf weights=[0.7,0.3]",
+    MergeOptions,
+    run,
+    words=("models", "out"),
+)

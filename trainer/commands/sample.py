@@ -6,26 +6,16 @@ sequence, and the others share parameters."""
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from trainer.commands.grammar import Command, LaunchOptions, ModelOptions
 from trainer.config import ConfigError, RunConfig
 from trainer.config.fields import option
-from trainer.config.options import WEIGHTS, run_command
-from trainer.config.typed import out_of_range
-from trainer.planning.plan import nearby_worlds
-from trainer.util.exit_codes import give_way
-
-WORDS = ("checkpoint",)
-"""Options that need no key."""
 
 
 @dataclass
-class SampleOptions:
-    checkpoint: str = option(
-        None, "run folder (its newest checkpoint is taken), checkpoint folder, or transformers folder"
-    )
+class SampleOptions(ModelOptions, LaunchOptions):
     prompt: str = option("", "text to continue; an empty one starts a new document")
     prompts: str = option("", "instead, a text file with a prompt in each line (\\n in it is a new line), all at once")
     tokens: int = option(100, "most tokens to generate of each prompt", range="[1, inf)")
@@ -38,7 +28,6 @@ class SampleOptions:
     )
     stop: list[str] = option([], "end before any of these texts (\\n in one is a new line)")
     seed: int = option(0, "seeds the choice", range="[0, inf)")
-    weights: str = option("trained", "the weights as trained, or their average (optimizer.ema.decay)", WEIGHTS)
     dtype: str = option("auto", "compute type; auto is bf16 on a GPU and fp32 else", ("auto", "fp32", "bf16", "fp16"))
     tp: int = option(1, "of several processes, those that share each layer's matrices", range="[1, inf)")
     cp: int = option(
@@ -50,32 +39,24 @@ class SampleOptions:
     device: str = option("auto", "auto takes a GPU where there is one", ("auto", "cpu", "cuda"))
     imports: list[str] = option([], "modules of your own that register the model's blocks; they are run")
 
+    def list_problems(self) -> Iterator[str]:
+        """What nothing could be sampled with, on the processes that are to run."""
+        if "" in self.stop:
+            yield f"stop={self.stop}: every text begins with an empty one, so nothing would be generated; leave it out"
+        if self.prompt and self.prompts:
+            yield f"prompt={self.prompt} and prompts={self.prompts} exclude each other; leave one out"
+        together, processes = self.tp * self.cp, int(os.environ.get("WORLD_SIZE", self.count()))
+        if together > 0 and processes % together:
+            from trainer.planning.plan import nearby_worlds
 
-def stop_problems(stop: list[str]) -> Iterator[str]:
-    """What is wrong with the texts before which continuations end."""
-    if "" in stop:
-        yield f"stop={stop}: every text begins with an empty one, so nothing would be generated; leave it out"
-
-
-def check_options(options: SampleOptions, processes: int = 1) -> None:
-    """Raises `ConfigError` for options that nothing could be sampled with on so many processes."""
-    problems = [*out_of_range(options), *stop_problems(options.stop)]
-    if options.prompt and options.prompts:
-        problems.append(f"prompt={options.prompt} and prompts={options.prompts} exclude each other; leave one out")
-    together = options.tp * options.cp
-    if min(options.tp, options.cp) > 0 and processes % together:
-        counts = " or ".join(map(str, nearby_worlds(processes, together, processes)))
-        problems.append(
-            f"tp={options.tp} x cp={options.cp} needs a multiple of {together} processes, but {processes} run; start "
-            f"{counts} with --gpus or --processes, or set tp and cp such that tp x cp divides {processes}"
-        )
-    if problems:
-        raise ConfigError(problems)
+            counts = " or ".join(map(str, nearby_worlds(processes, together, processes)))
+            yield (
+                f"tp={self.tp} x cp={self.cp} needs a multiple of {together} processes, but {processes} run; start "
+                f"{counts} with --gpus or --processes, or set tp and cp such that tp x cp divides {processes}"
+            )
 
 
 def run(options: SampleOptions) -> None:
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    check_options(options, processes)
     # torch takes seconds to import, and `--help` needs none of it.
     import torch
     import torch.distributed as dist
@@ -103,7 +84,7 @@ def run(options: SampleOptions) -> None:
     auto = "bf16" if device.type == "cuda" else "fp32"
     dtype = auto if options.dtype == "auto" else options.dtype
     alone = not dist.is_initialized()
-    model = place_saved(saved, device, dtype, options.tp, processes, options.cp)
+    model = place_saved(saved, device, dtype, options.tp, int(os.environ.get("WORLD_SIZE", 1)), options.cp)
     sampling = SamplingOptions(options.temperature, options.top_k, options.top_p, options.seed)
     print_continuations(
         model, tokenizer, prompts, options.tokens, sampling, options.stop, numbered=bool(options.prompts)
@@ -112,24 +93,12 @@ def run(options: SampleOptions) -> None:
         dist.destroy_process_group()
 
 
-def sample_action(options: SampleOptions) -> None:
-    try:
-        run(options)
-    except ConfigError:
-        give_way()
-        raise
-
-
-def refuse_options(arguments: list[str], processes: int) -> int:
-    """The exit code that so many processes would end with for their options alone, told of once."""
-    return run_command(
-        SampleOptions, lambda options: check_options(options, processes), "trainer.sample", arguments, WORDS
-    )
-
-
-def main(arguments: list[str] | None = None) -> int:
-    return run_command(SampleOptions, sample_action, "trainer.sample", arguments, WORDS)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = Command(
+    "sample",
+    "Writes text with a trained model, from its newest checkpoint or the one that is named.",
+    'trainer sample runs/demo prompt="def " tokens=50',
+    SampleOptions,
+    run,
+    words=("checkpoint",),
+    device="device=cuda",
+)

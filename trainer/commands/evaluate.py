@@ -5,57 +5,61 @@ lm-eval opens transformers folders: a checkpoint is exported once, into exports/
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from trainer.checkpointing.loading import SavedModel, open_saved
-from trainer.checkpointing.manifest import read_digest
+from trainer.commands.grammar import DTYPES, Command, ModelOptions
 from trainer.config import ConfigError
 from trainer.config.fields import option
-from trainer.config.options import WEIGHTS, run_command
-from trainer.hf import export_model
-from trainer.precision.dtypes import DTYPES
 from trainer.util import tables
 from trainer.util.extras import requires_extra
 from trainer.util.files import write_atomic
 from trainer.util.reading import read_json
 
-RESULTS, WORDS = "results.json", ("checkpoint",)
-"""The file of all numbers; options that need no key."""
+if TYPE_CHECKING:
+    from trainer.checkpointing.loading import SavedModel
+
+RESULTS = "results.json"
+"""The file of all numbers."""
 
 
 @dataclass
-class EvalOptions:
-    checkpoint: str = option(
-        None, "run folder (its newest checkpoint is taken), checkpoint folder, or transformers folder"
-    )
+class EvalOptions(ModelOptions):
     tasks: list[str] = option(None, "tasks and groups of lm-eval, such as [hellaswag,arc_easy]")
-    weights: str = option("trained", "the weights as trained, or their average (optimizer.ema.decay)", WEIGHTS)
-    dtype: str = option("bf16", "type that the model computes in", tuple(DTYPES))
+    dtype: str = option("bf16", "type that the model computes in", DTYPES)
     shots: int = option(-1, "examples before each question; -1: as the task has it")
-    limit: int = option(0, "questions of each task; 0 means all")
-    batch: int = option(8, "questions at a time")
+    limit: int = option(0, "questions of each task; 0 means all", range="[0, inf)")
+    batch: int = option(8, "questions at a time", range="[1, inf)")
     include: str = option("", "folder with task files of your own, which can name Python code that lm-eval runs")
     device: str = option("auto", "auto takes a GPU where there is one", ("auto", "cpu", "cuda"))
+
+    def list_problems(self) -> Iterator[str]:
+        if not self.tasks:
+            yield "tasks=[] names no task; give some, such as tasks=[hellaswag]"
 
 
 def run(options: EvalOptions) -> None:
     with requires_extra("eval", "trainer eval"):
         import lm_eval.models.huggingface  # which needs more than lm_eval itself
         from lm_eval.tasks import TaskManager
+    import torch
+
+    from trainer.checkpointing.loading import open_saved
+    from trainer.precision import dtypes
+
     manager = TaskManager(include_path=options.include or None)
-    check_evaluation(options, manager.all_tasks)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device=cuda, but torch sees no GPU; use device=cpu or device=auto")
+    check_tasks(options.tasks, manager.all_tasks)
     saved = open_saved(options.checkpoint, options.weights)
     folder = saved.run or saved.path
     known = known_results(folder)
     device = "cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu"
     model = {
         "pretrained": str(export_checkpoint(saved, options)),
-        "dtype": str(DTYPES[options.dtype]).removeprefix("torch."),
+        "dtype": str(dtypes.DTYPES[options.dtype]).removeprefix("torch."),
     }
     found = lm_eval.simple_evaluate(
         model="hf",
@@ -87,20 +91,13 @@ def run(options: EvalOptions) -> None:
     print(folder / RESULTS)
 
 
-def check_evaluation(options: EvalOptions, known: list[str]) -> None:
-    """Raises `ConfigError` for options that no evaluation could have."""
-    problems = [f"batch={options.batch} must be at least 1"] if options.batch < 1 else []
-    problems += [f"limit={options.limit} must be at least 0"] if options.limit < 0 else []
-    if options.device == "cuda" and not torch.cuda.is_available():
-        problems.append("device=cuda, but torch sees no GPU; use device=cpu or device=auto")
-    if not options.tasks:
-        problems.append("tasks=[] names no task; give some, such as tasks=[hellaswag]")
-    problems += [
+def check_tasks(tasks: list[str], known: list[str]) -> None:
+    """Raises `ConfigError` for tasks that lm-eval does not have."""
+    if problems := [
         f"tasks: lm-eval knows no {task}; `lm-eval ls tasks` lists what there is, and include=FOLDER adds your own"
-        for task in options.tasks
+        for task in tasks
         if task not in known
-    ]
-    if problems:
+    ]:
         raise ConfigError(problems)
 
 
@@ -113,6 +110,10 @@ def known_results(folder: Path) -> dict[str, Any]:
 
 def export_checkpoint(saved: SavedModel, options: EvalOptions) -> Path:
     """The model as a transformers folder: itself, or its export, which is made where it is not there yet."""
+    from trainer.checkpointing.manifest import read_digest
+    from trainer.hf import export_model
+    from trainer.precision.dtypes import DTYPES
+
     if saved.run is None:
         return saved.path
     # A step that is trained again is saved at another time.
@@ -140,9 +141,11 @@ def read_scores(values: dict[str, Any]) -> dict[str, tuple[float, str]]:
     return shown
 
 
-def main(arguments: list[str] | None = None) -> int:
-    return run_command(EvalOptions, run, "trainer.evaluate", arguments, WORDS)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = Command(
+    "eval",
+    "Runs benchmarks of lm-eval on a trained model.",
+    "trainer eval runs/demo tasks=[hellaswag,arc_easy] limit=100",
+    EvalOptions,
+    run,
+    words=("checkpoint",),
+)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.commands.grammar import Command
 from trainer.config.fields import option
-from trainer.config.options import run_command
-from trainer.pages.page import HARDWARE, write_page
 from trainer.util.run_folder import REPORT
 
-WORDS = ("runs",)
-"""Options that need no key."""
+HARDWARE = (
+    "a file of configs/hardware or its path, such as one that trainer probe wrote, whose peaks the kernels are "
+    "held against; '': that of the device"
+)
+"""What the option of `report` and `watch` means."""
 
 
 @dataclass
@@ -26,16 +26,19 @@ class ReportOptions:
 
 
 def run(options: ReportOptions) -> None:
+    from trainer.pages.page import write_page
+
     folders = [Path(folder) for folder in options.runs]
     out = Path(options.out) if options.out else (folders[0] if len(folders) == 1 else Path()) / REPORT
     write_page(folders, out, options.hardware)
     print(out)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; the exit code is 0, or 2 after one message about what cannot be shown."""
-    return run_command(ReportOptions, run, "trainer.report", arguments, WORDS)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = Command(
+    "report",
+    "Writes one HTML page about runs, sweeps or searches: curves, time, memory, and what differs between them.",
+    "trainer report runs/a runs/b out=both.html",
+    ReportOptions,
+    run,
+    words=("runs",),
+)
