@@ -532,7 +532,7 @@ def bash(tmp_path_factory):
     def complete(line: str, *words: str) -> list[str]:
         script = (
             'eval "$(trainer completion bash)"; COMP_LINE=$1 COMP_POINT=${#1}; shift; COMP_WORDS=("$@"); '
-            'COMP_CWORD=$(($# - 1)); complete -p trainer >/dev/null && _trainer; printf "%s\\n" "${COMPREPLY[@]}"'
+            'COMP_CWORD=$(($# - 1)); complete -p trainer >/dev/null && _trainer; echo ${#COMPREPLY[@]} "${COMPREPLY[@]}"'
         )
         done = subprocess.run(
             ["bash", "-c", script, "bash", line, *words],
@@ -541,7 +541,9 @@ def bash(tmp_path_factory):
             env={**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)},
         )
         assert done.returncode == 0 and not done.stderr, done.stderr
-        return done.stdout.split()
+        count, *replies = done.stdout.split()
+        assert int(count) == len(replies), "without a reply, bash completes names of files"
+        return replies
 
     return complete
 

@@ -51,7 +51,7 @@ class CompletionOptions:
 
 def run(options: CompletionOptions) -> None:
     if options.shell == "words":
-        print(*complete_line(os.environ.get("TRAINER_LINE", "")), sep="\n")
+        print("".join(f"{word}\n" for word in complete_line(os.environ.get("TRAINER_LINE", ""))), end="")
     else:
         print({"bash": BASH, "zsh": ZSH}[options.shell], end="")
 
