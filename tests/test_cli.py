@@ -532,7 +532,8 @@ def bash(tmp_path_factory):
     def complete(line: str, *words: str) -> list[str]:
         script = (
             'eval "$(trainer completion bash)"; COMP_LINE=$1 COMP_POINT=${#1}; shift; COMP_WORDS=("$@"); '
-            'COMP_CWORD=$(($# - 1)); complete -p trainer >/dev/null && _trainer; echo ${#COMPREPLY[@]} "${COMPREPLY[@]}"'
+            "COMP_CWORD=$(($# - 1)); complete -p trainer >/dev/null && _trainer; "
+            'echo ${#COMPREPLY[@]} "${COMPREPLY[@]}"'
         )
         done = subprocess.run(
             ["bash", "-c", script, "bash", line, *words],
