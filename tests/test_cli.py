@@ -26,6 +26,7 @@ from trainer import commands
 from trainer.commands import completion, help, torchrun, train
 from trainer.commands.grammar import DTYPES, RecipeOptions
 from trainer.config import ConfigError, SourceConfig, typed
+from trainer.config.fields import CONFIGS
 from trainer.config.synonyms import REMOVED, SETTINGS
 from trainer.sweep.slurm import SCRIPT
 
@@ -402,6 +403,16 @@ def test_a_mistyped_command_is_answered_with_the_nearest(word, capsys):
             continue
         assert commands.main([typo, "+config=debug"]) == 2
         assert f"'{typo}' is no command; did you mean '{word}'?" in capsys.readouterr().err
+
+
+def test_the_name_of_a_recipe_is_no_mistyped_command(capsys):
+    """Such as pretrain, which is near to train."""
+    recipes = sorted(path.stem for path in CONFIGS.glob("config/*.yaml"))
+    for recipe in recipes:
+        assert commands.main([recipe]) == 2
+        assert f"did you mean +config={recipe}" in capsys.readouterr().err, recipe
+    assert "pretrain" in recipes
+    assert commands.main(["evaluate"]) == 2 and "did you mean 'eval'" in capsys.readouterr().err
 
 
 def test_every_spelling_of_an_option_means_the_same():

@@ -38,6 +38,7 @@ ITEMS = re.compile(r"""\s*(?:"([^"]*)"|'([^']*)'|([^,]*?))\s*(?:,|$)""")
 """The items of a list: in quotes of either kind, or up to the next comma."""
 
 SHORT = {"config_dir": ["-cd"], "multirun": ["-m"]}
+"""Shorter spellings of flags."""
 
 OPTIONAL_VALUE = ("help", "schema")
 """Flags whose value may be left out."""
