@@ -26,6 +26,7 @@ from trainer import commands
 from trainer.commands import completion, help, torchrun, train
 from trainer.commands.grammar import DTYPES, RecipeOptions
 from trainer.config import ConfigError, SourceConfig, typed
+from trainer.config.fields import CONFIGS
 from trainer.config.synonyms import REMOVED, SETTINGS
 from trainer.sweep.slurm import SCRIPT
 
@@ -404,6 +405,16 @@ def test_a_mistyped_command_is_answered_with_the_nearest(word, capsys):
         assert f"'{typo}' is no command; did you mean '{word}'?" in capsys.readouterr().err
 
 
+def test_the_name_of_a_recipe_is_no_mistyped_command(capsys):
+    """Such as pretrain, which is near to train."""
+    recipes = sorted(path.stem for path in CONFIGS.glob("config/*.yaml"))
+    for recipe in recipes:
+        assert commands.main([recipe]) == 2
+        assert f"did you mean +config={recipe}" in capsys.readouterr().err, recipe
+    assert "pretrain" in recipes
+    assert commands.main(["evaluate"]) == 2 and "did you mean 'eval'" in capsys.readouterr().err
+
+
 def test_every_spelling_of_an_option_means_the_same():
     options = commands.load_command("sample").parse(["runs/a", "top_k=3", "stop=[a,b]", "prompt=x=y"])
     for spelled in (
@@ -532,7 +543,8 @@ def bash(tmp_path_factory):
     def complete(line: str, *words: str) -> list[str]:
         script = (
             'eval "$(trainer completion bash)"; COMP_LINE=$1 COMP_POINT=${#1}; shift; COMP_WORDS=("$@"); '
-            'COMP_CWORD=$(($# - 1)); complete -p trainer >/dev/null && _trainer; printf "%s\\n" "${COMPREPLY[@]}"'
+            "COMP_CWORD=$(($# - 1)); complete -p trainer >/dev/null && _trainer; "
+            'echo ${#COMPREPLY[@]} "${COMPREPLY[@]}"'
         )
         done = subprocess.run(
             ["bash", "-c", script, "bash", line, *words],
@@ -541,7 +553,9 @@ def bash(tmp_path_factory):
             env={**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)},
         )
         assert done.returncode == 0 and not done.stderr, done.stderr
-        return done.stdout.split()
+        count, *replies = done.stdout.split()
+        assert int(count) == len(replies), "without a reply, bash completes names of files"
+        return replies
 
     return complete
 

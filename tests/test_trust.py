@@ -47,7 +47,7 @@ USES = [
     Use("pickle", "trainer/observe/flight.py", "what torch's recorder in this very process hands over"),
     Use("yaml.load", "trainer/util/reading.py", "with a safe loader, after a look at the size"),
     Use("import_module", "trainer/__init__.py", "names of a table in the file"),
-    Use("import_module", "trainer/command.py", "names of a table in the file"),
+    Use("import_module", "trainer/commands/__init__.py", "names of a table in the file"),
     Use("import_module", "trainer/config/compose.py", "modules that the user's own command line or recipe names"),
     Use("import_module", "trainer/hf/__init__.py", "names of a table in the file"),
     Use("import_module", "trainer/parallel/zero/deepspeed.py", "one name, in the file"),

@@ -376,7 +376,7 @@ def test_the_command_writes_one_file(tmp_path, capsys, monkeypatch):
         (["nowhere"], "nowhere: no run has written there (no starts.jsonl); give a run folder like runs/NAME"),
         (["run", "out=no/such/report.html"], "no/such/report.html: cannot write"),
         (["run", "hardware=h201"], "hardware=h201: there is no such file; did you mean 'h200'?"),
-        (["run", "output=a.html"], "'output=a.html' is not an option of the form key=value; did you mean 'out'"),
+        (["run", "output=a.html"], "output is no option of trainer report; did you mean 'out'?"),
     ],
 )
 def test_what_cannot_be_shown_is_said_once(tmp_path, capsys, monkeypatch, words, told):

@@ -189,7 +189,7 @@ def test_several_values_need_multirun(capsys, monkeypatch):
     assert "lr.peak=1,2: several values are a sweep, which --multirun runs" in error and "sweep.parallel=2" in error
     monkeypatch.setenv("RANK", "0")
     assert train.main(["-m", "+config=debug", "lr.peak=1,2"]) == 2
-    assert "python -m trainer --multirun" in capsys.readouterr().err
+    assert "say trainer sweep" in capsys.readouterr().err
 
 
 # What has become of a trial

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from trainer.config.fields import ConfigError
+from trainer.config.fields import CONFIGS, ConfigError
 from trainer.util.exit_codes import refuse_config
 
 WORDS = {word: f"{word}.main" for word in ("train", "estimate", "probe", "tune", "diagnose", "plot", "report", "watch")}
@@ -33,6 +33,7 @@ def main(arguments: Sequence[str] | None = None, own: bool = False) -> int:
     first = arguments[0] if arguments else ""
     if first in WORDS and first != "train":
         return load_command(first)(arguments[1:])
-    if first.isidentifier() and first not in WORDS and (close := difflib.get_close_matches(first, WORDS, 1, 0.7)):
+    unknown = first.isidentifier() and first not in WORDS and not any(CONFIGS.glob(f"*/{first}.yaml"))
+    if unknown and (close := difflib.get_close_matches(first, WORDS, 1)):
         return refuse_config(ConfigError(f"'{first}' is no command; did you mean '{close[0]}'? See trainer --help"))
     return load_command("train")(arguments[first == "train" :], own=own)

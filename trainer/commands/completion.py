@@ -51,7 +51,7 @@ class CompletionOptions:
 
 def run(options: CompletionOptions) -> None:
     if options.shell == "words":
-        print(*complete_line(os.environ.get("TRAINER_LINE", "")), sep="\n")
+        print("".join(f"{word}\n" for word in complete_line(os.environ.get("TRAINER_LINE", ""))), end="")
     else:
         print({"bash": BASH, "zsh": ZSH}[options.shell], end="")
 
@@ -89,16 +89,17 @@ def complete_line(line: str) -> list[str]:
     folder = words[words.index("--config-dir") + 1] if "--config-dir" in words[:-1] else None
     groups = list_groups(folder if folder and Path(folder).expanduser().is_dir() else None)
     name, equals, _ = current.partition("=")
-    if words and words[-1].startswith("--") and takes_value(command, words[-1]):
-        replies = option_values(command, words[-1][2:], groups)
+    flag = words[-1] if words else ""
+    if flag.startswith("--") and command.hints.get(option_name(flag), bool) is not bool:  # whose value this is
+        replies = list_values(command, flag, groups)
     elif equals:
         head = current[: max(current.rfind(mark) for mark in "=[,") + 1]
-        replies = [head + value for value in known_values(command, name, groups)]
+        replies = [head + value for value in list_values(command, name, groups)]
     elif current.startswith("-"):
         replies = [*map(spell_flag, command.fields), "--help"]
     else:
         replies = [f"{key}=" for key in command.keys]
-        replies += [value for word in command.words for value in option_values(command, word, groups)]
+        replies += [value for word in command.words for value in list_values(command, word, groups)]
         if issubclass(command.options, RecipeOptions):
             groups.pop("hardware")
             replies += ["+config=", *(f"{group}=" for group in groups if group != "config")]
@@ -106,31 +107,18 @@ def complete_line(line: str) -> list[str]:
     return [reply for reply in dict.fromkeys(replies) if reply.startswith(current)]
 
 
-def takes_value(command: Command, flag: str) -> bool:
-    name = flag[2:].replace("-", "_")
-    return name in command.fields and command.hints[name] is not bool
+def option_name(spelled: str) -> str:
+    return spelled.removeprefix("--").replace("-", "_")
 
 
-def option_values(command: Command, name: str, groups: dict[str, list[str]]) -> list[str]:
-    """What an option of a command may be, as far as that is a choice."""
-    name = name.replace("-", "_")
-    if name not in command.fields:
-        return []
-    if name == "hardware":
-        return groups["hardware"]
-    if command.hints[name] is bool:
-        return ["true", "false"]
-    return [*(command.fields[name].metadata["choices"] or ())]
-
-
-def known_values(command: Command, name: str, groups: dict[str, list[str]]) -> list[str]:
-    """What may stand behind `name=`, as far as that is a choice."""
-    if name.removeprefix("--").replace("-", "_") in command.fields:
-        return option_values(command, name.removeprefix("--"), groups)
+def list_values(command: Command, name: str, groups: dict[str, list[str]]) -> list[str]:
+    """What may stand behind the name of an option, a group or a setting, as far as that is a choice."""
+    if (field := command.fields.get(option_name(name))) is not None:
+        return groups["hardware"] if field.name == "hardware" else [*(field.metadata["choices"] or ())]
     if not issubclass(command.options, RecipeOptions):
         return []
-    group = name.lstrip("+")
-    return groups[group] if group in groups else next((values for path, values in list_choices() if path == group), [])
+    name = name.lstrip("+")
+    return groups.get(name) or dict(list_choices()).get(name, [])
 
 
 def list_choices() -> list[tuple[str, list[str]]]:

@@ -38,6 +38,7 @@ ITEMS = re.compile(r"""\s*(?:"([^"]*)"|'([^']*)'|([^,]*?))\s*(?:,|$)""")
 """The items of a list: in quotes of either kind, or up to the next comma."""
 
 SHORT = {"config_dir": ["-cd"], "multirun": ["-m"]}
+"""Shorter spellings of flags."""
 
 OPTIONAL_VALUE = ("help", "schema")
 """Flags whose value may be left out."""
@@ -168,9 +169,16 @@ class Command:
         )
 
     @cached_property
+    def inherited(self) -> set[str]:
+        """Options of every command that reads a recipe, or starts processes."""
+        kinds = [kind for kind in (RecipeOptions, LaunchOptions) if issubclass(self.options, kind)]
+        return {field.name for kind in kinds for field in dataclasses.fields(kind)}
+
+    @cached_property
     def fields(self) -> dict[str, dataclasses.Field]:
-        """Its options, by name."""
-        return {field.name: field for field in dataclasses.fields(self.options) if field.name != "overrides"}
+        """Its options by name, its own first."""
+        fields = sorted(dataclasses.fields(self.options), key=lambda field: field.name in self.inherited)
+        return {field.name: field for field in fields if field.name != "overrides"}
 
     @cached_property
     def hints(self) -> dict[str, Any]:
@@ -187,9 +195,7 @@ class Command:
     @cached_property
     def keys(self) -> list[str]:
         """Options that may be spelled `name=VALUE`: others have names that settings have, or may come to have."""
-        kinds = [kind for kind in (RecipeOptions, LaunchOptions) if issubclass(self.options, kind)]
-        flags = {field.name for kind in kinds for field in dataclasses.fields(kind)}
-        own = [name for name in self.fields if name not in flags and self.hints[name] is not bool]
+        own = [name for name in self.fields if name not in self.inherited and self.hints[name] is not bool]
         return [] if self.word == "train" else own
 
     def is_list(self, name: str) -> bool:

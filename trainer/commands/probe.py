@@ -12,15 +12,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from trainer.commands.grammar import Command, LaunchOptions, RecipeOptions, missing_folder
-from trainer.config import Config, ConfigError, ModelConfig
+from trainer.config import ConfigError
 from trainer.config.fields import option
 from trainer.util.files import write_atomic
-
-if TYPE_CHECKING:
-    from trainer.planning.resolve import Layout
 
 
 @dataclass
@@ -33,27 +29,20 @@ class ProbeOptions(LaunchOptions, RecipeOptions):
         return missing_folder("out", self.out)
 
 
-def requested_recipe(options: ProbeOptions) -> tuple[Config, Layout]:
-    """The recipe, on the processes that run. Raises `ConfigError` with everything that is wrong."""
+def run(options: ProbeOptions) -> None:
+    from trainer.planning.estimate.hardware import load_hardware
     from trainer.planning.plan_overrides import compose_variant
     from trainer.planning.resolve import check_config, resolve_layout
 
     world = int(os.environ.get("WORLD_SIZE", 1))
     config = compose_variant(options.overrides, options.config_dir, world, corpus=False)
     if config.model.from_hf:
-        from trainer.config.extend import extend_spec
-        from trainer.hf import spec_from_hf
+        from trainer.hf import model_from_hf
 
-        config.model = ModelConfig(**vars(extend_spec(spec_from_hf(config.model.from_hf), config.model.extend)))
+        config.model = model_from_hf(config.model)
     if problems := check_config(config, world):
         raise ConfigError(problems)
-    return config, resolve_layout(config, world, config.model)
-
-
-def run(options: ProbeOptions) -> None:
-    from trainer.planning.estimate.hardware import load_hardware
-
-    config, layout = requested_recipe(options)
+    layout = resolve_layout(config, world, config.model)
     known = load_hardware(options.hardware, config_dir=options.config_dir) if options.hardware else None
     from trainer.cluster.probe import probe_machine  # torch, which no refusal above needs
 

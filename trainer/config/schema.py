@@ -1,6 +1,6 @@
 """The configuration schema: every setting, its default, meaning, unit and legal values, once.
 
-Hydra composes YAML groups into these dataclasses (`trainer/cli.py`); the rest of the project receives the typed object.
+`compose.py` fills these dataclasses from YAML groups; the rest of the project receives the typed object.
 This module imports no torch, so that `--cfg job` and typos answer at once.
 """
 
