@@ -75,20 +75,26 @@ def check_pipeline(config: Config, depth: int, plan: Plan, batch: BatchPlan) -> 
         raise ConfigError(problems)
     if plan.pp == 1:  # the order of one rank's micro-batches is not worth a choice
         return (0,), build_schedule("1f1b", 1, batch.accumulation)
+    # Before a schedule of all stages is built, which takes long for many.
+    check_stages(plan.pp * (settings.chunks or 1), plan, depth)
     if settings.schedule == "greedy":
         schedule, placement = None, place_stages(plan.pp, settings.chunks or 1, "v")
     else:
         schedule = named_schedule(settings, depth, plan, batch)
         placement = schedule.placement
-    if len(placement) > depth:
-        raise ConfigError(
-            f"parallel.pp={plan.pp} x {len(placement) // plan.pp} stages a rank needs {len(placement)} layers, and "
-            f"the model has {depth}; set parallel.pipeline.chunks or parallel.pp lower, or "
-            "parallel.pipeline.schedule=1f1b"
-        )
+    check_stages(len(placement), plan, depth)
     if isinstance(settings.split, list):
         explicit_split(settings.split, depth, len(placement))
     return placement, schedule
+
+
+def check_stages(stages: int, plan: Plan, depth: int) -> None:
+    """Raises `ConfigError` where there are more stages than layers."""
+    if stages > depth:
+        raise ConfigError(
+            f"parallel.pp={plan.pp} x {stages // plan.pp} stages a rank needs {stages} layers, and the model has "
+            f"{depth}; set parallel.pipeline.chunks or parallel.pp lower, or parallel.pipeline.schedule=1f1b"
+        )
 
 
 def unread_settings(settings: PipelineConfig) -> list[str]:
