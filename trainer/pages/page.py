@@ -194,8 +194,10 @@ def open_folders(folders: Sequence[Path], hardware: str = "") -> PageRuns:
     return shown
 
 
-TEMPLATES = Path(__file__).parent / "templates"
-SCRIPTS = ("base.js", "curves.js", "timeline.js", "roofline.js", "search.js", "page.js")
+FILES = Path(__file__).parent
+LIBRARY = ("vendor/chart.umd.min.js", "vendor/chartjs-plugin-zoom.min.js")
+SCRIPTS = (LIBRARY, ("templates/charts.js", "templates/page.js"))
+"""The files of each script element of the page: those of others, and our own."""
 POINTS, FEWEST = 1500, 300
 """The most points of a curve in a page of one run, and in one of many."""
 
@@ -209,7 +211,7 @@ class PageSection(NamedTuple):
 @cache
 def template_environment() -> jinja2.Environment:
     made = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
+        loader=jinja2.FileSystemLoader(FILES / "templates"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -222,16 +224,17 @@ def template_environment() -> jinja2.Environment:
 
 
 @cache
-def own_assets(*names: str) -> str:
-    """Style and script of the page: with the sections made before, the only texts that are not escaped."""
-    return "\n".join((TEMPLATES / name).read_text() for name in names)
+def read_assets(*names: str) -> str:
+    """Style and scripts of the page: with the sections made before, the only texts that are not escaped."""
+    return "\n".join((FILES / name).read_text() for name in names)
 
 
 @cache
 def security_policy(live: bool) -> str:
-    """What the page may do, as a Content-Security-Policy: run its script, use its style."""
-    digest = base64.b64encode(hashlib.sha256(own_assets(*SCRIPTS).encode()).digest()).decode()
-    rules = ("default-src 'none'", f"script-src 'sha256-{digest}'", "style-src 'unsafe-inline'", "img-src data:")
+    """What the page may do, as a Content-Security-Policy: run its scripts, use its style."""
+    digests = [base64.b64encode(hashlib.sha256(read_assets(*names).encode()).digest()).decode() for names in SCRIPTS]
+    scripts = " ".join(f"'sha256-{digest}'" for digest in digests)
+    rules = ("default-src 'none'", f"script-src {scripts}", "style-src 'unsafe-inline'", "img-src data:")
     return "; ".join((*rules, "base-uri 'none'", "form-action 'none'", *["connect-src 'self'"] * live))
 
 
@@ -365,8 +368,8 @@ def render_page(shown: PageRuns, version: str | None = None, seconds: float = 0.
     return template_environment().get_template("page.html").render(
         title=shown.title,
         policy=security_policy(version is not None),
-        style=own_assets("style.css"),
-        script=own_assets(*SCRIPTS),
+        style=read_assets("templates/style.css"),
+        scripts=[read_assets(*names) for names in SCRIPTS],
         content=content_of(shown, data),
         data=data,
         version=version,
