@@ -21,7 +21,7 @@ from trainer import report
 from trainer.config import ConfigError
 from trainer.config.compose import CONFIGS
 from trainer.observe import metrics
-from trainer.pages.curves import MetricCurves, MetricPoints, thin_curve
+from trainer.pages.folder import MetricCurves, MetricPoints, thin_curve
 from trainer.pages.page import (
     FILES,
     LIBRARY,

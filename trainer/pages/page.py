@@ -19,10 +19,9 @@ import jinja2
 
 from trainer.config import ConfigError
 from trainer.observe.metrics import METRICS, stands_for_many
-from trainer.pages import settings, steps
+from trainer.pages import sections
 from trainer.pages.folder import RunFolder
 from trainer.pages.sweeps import SweepFolder
-from trainer.pages.verdict import verdict_context
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.util import tables
 from trainer.util.files import write_atomic
@@ -255,7 +254,7 @@ def data_of(shown: PageRuns) -> dict[str, Any]:
     runs = shown.runs
     most, found = (
         max(FEWEST, POINTS // max(1, len(runs))),
-        [steps.kernels_of(run, place) for place, run in enumerate(runs)],
+        [sections.kernels_of(run, place) for place, run in enumerate(runs)],
     )
     return {
         "panels": drawn_panels(runs),
@@ -280,16 +279,16 @@ def run_context(run: RunFolder, place: int) -> dict[str, Any]:
         "folder": str(run.folder),
         "status": run.status,
         "steps": run.steps,
-        "about": settings.describe_run(run),
-        "numbers": settings.run_numbers(run),
+        "about": sections.describe_run(run),
+        "numbers": sections.run_numbers(run),
         "tables": {title: rows for title, rows in run.start.get("table", {}).items() if title != "memory"},
         "memory": run.start.get("table", {}).get("memory", []),
-        "settings": settings.all_settings(run),
-        "changed": settings.changed_settings(run),
-        "starts": settings.list_starts(run),
-        "command": settings.format_value(run.start.get("command", "")),
+        "settings": sections.all_settings(run),
+        "changed": sections.changed_settings(run),
+        "starts": sections.list_starts(run),
+        "command": sections.format_value(run.start.get("command", "")),
         "versions": [
-            (name, settings.format_value(one)) for name, one in settings.as_mapping(run.start.get("versions")).items()
+            (name, sections.format_value(one)) for name, one in sections.as_mapping(run.start.get("versions")).items()
         ],
         "replaced": run.replaced,
         "earlier": run.earlier,
@@ -314,19 +313,19 @@ def content_of(shown: PageRuns, data: dict[str, Any]) -> str:
     runs, texts = shown.runs, [run_context(run, place) for place, run in enumerate(shown.runs)]
     sweeps = [sweep.shown() for sweep in shown.sweeps]
     verdicts = [
-        {"label": run.label, "place": place, **verdict_context(run.diagnosis)}
+        {"label": run.label, "place": place, **sections.verdict_context(run.diagnosis)}
         for place, run in enumerate(runs)
         if run.diagnosis
     ]
-    account = steps.account_of(shown.single) if shown.single else None
-    accounts = None if shown.single else steps.accounts_compared(runs)
-    kernels = [found for place, run in enumerate(runs) if (found := steps.kernels_of(run, place))]
-    differing, lacking = ([], []) if shown.single else settings.differing_settings(runs)
+    account = sections.account_of(shown.single) if shown.single else None
+    accounts = None if shown.single else sections.accounts_compared(runs)
+    kernels = [found for place, run in enumerate(runs) if (found := sections.kernels_of(run, place))]
+    differing, lacking = ([], []) if shown.single else sections.differing_settings(runs)
     columns = [run["numbers"] for run in texts]
     groups: dict[str, list[dict[str, Any]]] = {}
     for panel in data["panels"]:
         groups.setdefault(panel["group"], []).append(panel)
-    sections = [
+    present = [
         PageSection("best", "The fastest plan", any(sweep["recipe"] for sweep in sweeps)),
         PageSection("foretold", "Foretold and measured", any(data["searches"])),
         PageSection("trials", "Trials", any(sweep["trials"] for sweep in sweeps)),
@@ -346,18 +345,18 @@ def content_of(shown: PageRuns, data: dict[str, Any]) -> str:
         single=shown.single is not None,
         sweeps=sweeps,
         title=shown.title,
-        sections=[section for section in sections if section.present],
+        sections=[section for section in present if section.present],
         verdicts=verdicts,
         account=account,
         accounts=accounts,
         kernels=kernels,
         differing=differing,
         lacking=lacking,
-        memory=settings.merge_tables([run["memory"] for run in texts]),
-        plans=settings.merge_tables([plan_of(run) for run in texts], alike=False),
+        memory=sections.merge_tables([run["memory"] for run in texts]),
+        plans=sections.merge_tables([plan_of(run) for run in texts], alike=False),
         groups=groups,
         compared=[column[0].name for column in zip(*columns) if any(one.value is not None for one in column)],
-        best=settings.best_of(columns),
+        best=sections.best_of(columns),
         now=time.strftime("%Y-%m-%d %H:%M:%S"),
     )  # fmt: skip
 
