@@ -16,8 +16,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 from support.browser import CHROMIUM, Browser
-from support.runs import step_line, write_metrics, write_run, write_search
+from support.runs import account, step_line, write_metrics, write_run, write_search
 
 from trainer import watch
 from trainer.pages.page import PageRuns, write_page
@@ -26,7 +28,7 @@ from trainer.planning.schedules.costs import StageCosts
 from trainer.planning.schedules.ir import Action
 from trainer.planning.schedules.simulate import ActionSpan, simulate_schedule
 from trainer.planning.schedules.templates import TEMPLATES, build_schedule
-from trainer.planning.schedules.timeline import write_timeline
+from trainer.planning.schedules.timeline import measure_timeline, write_timeline
 
 
 @contextlib.contextmanager
@@ -348,6 +350,13 @@ def test_bars_of_a_timeline_stand_at_their_times_and_apart(browser, tmp_path, na
     }
     drawn = {(bar["rank"], bar["what"]): (bar["start"], bar["end"]) for bar in bars}
     assert drawn.keys() == expected.keys() and len(bars) == len(drawn)
+    labels = "(({{y, right}}) => [y, right].map(({{ticks}}) => ticks.map((one) => one.label)))(" + CHART + ".scales)"
+    ranks, shares = browser.evaluate(labels.format('[data-timeline="0 0"]'))
+    assert ranks == ["rank 0", "rank 1", "rank 2"]
+    bubbles = measure_timeline(timeline, found.makespan)[2]
+    assert [float(share.removesuffix("%")) for share in shares] == pytest.approx(
+        [100 * one for one in bubbles], rel=5e-3
+    )
     for action, times in expected.items():
         assert drawn[action] == pytest.approx(times, abs=found.makespan / 1000), "a pixel"
     for one, other in itertools.combinations(bars, 2):
@@ -400,6 +409,120 @@ def test_the_pointer_and_keys_go_from_point_to_point(browser, pages):
     point_at(foretold, 0, 2)
     assert said(foretold).startswith("dp2_full: measured 900 ms")
     assert not browser.complaints
+
+
+TRIED = """(() => {
+  const click = (one) => one.click(), all = (what) => [...document.querySelectorAll(what)], odd = [];
+  const press = (canvas, key) => canvas.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+  const look = (figure) => {
+    const points = charts.get(figure).chart.data.datasets.flatMap((set) => set.data);
+    const numbers = points.flatMap((point) => Object.values(point)).flat();
+    const wrong = numbers.filter((value) => typeof value === "number" && !Number.isFinite(value));
+    if (wrong.length || /NaN|undefined|Infinity/.test(figure.textContent)) odd.push([figure.textContent, wrong]);
+  };
+  const then = (done) => all("figure").forEach(look);
+  for (const x of ["hours", "tokens", "step"]) then(all(`[data-x=${x}]`).forEach(click));
+  for (const smooth of [9, 1]) then(drawCurves(choice.smooth = smooth));
+  for (const _ of [0, 1]) then(all("figcaption button").filter((one) => !one.hidden).forEach(click));
+  for (const key of ["Home", "PageDown", "End", "ArrowLeft"]) then(all("canvas").forEach((one) => press(one, key)));
+  for (const _ of [0, 1]) then(all("[data-run]").forEach(click));
+  return odd;
+})()"""
+"""Does what a reader can do with charts, and returns texts and points that are no numbers on the way."""
+TOLD = """(() => [...charts].map(([figure, { chart }]) => [
+  "roofline" in figure.dataset ? "roofline" : Object.values(figure.dataset)[0],
+  chart.data.datasets.flatMap((set, place) => (set.silent ? [] : chart.getDatasetMeta(place).data))
+    .filter((one) => !one.skip).length,
+]))()"""
+"""By figure, how many points and bars are drawn that are told to the reader."""
+GENERATED = (Phase.explicit, Phase.reuse, Phase.generate)  # a smaller case would take minutes to find
+VALUE = st.one_of(
+    st.sampled_from([None, 0.0, -1.0, 1.0, 1e-300, -1e300, 1e300, 5e-324]), st.floats(-1e6, 1e6), st.floats(1e-9, 1e18)
+)
+TIME = st.floats(1e-9, 1e9)
+
+
+def is_sound(browser: Browser, page: Path) -> None:
+    """Opens a page and does what a reader can do: the browser has no complaint, and every point a place."""
+    browser.open(page.as_uri(), 1280)
+    told = browser.evaluate(TRIED)
+    seen = browser.evaluate(SEEN)
+    assert not browser.complaints and not told and not seen["broken"], (browser.complaints, told, seen)
+
+
+@given(
+    lines=st.lists(
+        st.tuples(st.integers(0, 3), st.floats(-9, 1e6), st.lists(VALUE, min_size=4, max_size=4)), max_size=30
+    ),
+    runs=st.integers(1, 2),
+)
+@settings(max_examples=10, deadline=None, phases=GENERATED, suppress_health_check=list(HealthCheck))
+def test_any_curve_is_drawn(browser, tmp_path_factory, lines, runs):
+    folder, step, text = tmp_path_factory.mktemp("curves"), 0, ""
+    for more, seconds, values in lines:
+        step += more
+        line = dict(
+            zip(("loss", "eval_loss", "grad_norm", "user/any"), values), step=step, tokens=step * 10, time=seconds
+        )
+        text += json.dumps(line) + "\n"
+    for place in range(runs):
+        (folder / f"run-{place}").mkdir()
+        (folder / f"run-{place}" / "metrics.jsonl").write_text(text)
+        (folder / f"run-{place}" / "status.json").write_text('{"status": "done", "step": 1, "steps": 2}')
+    write_page([folder / f"run-{place}" for place in range(runs)], folder / "page.html")
+    is_sound(browser, folder / "page.html")
+
+
+@given(
+    plans=st.lists(
+        st.tuples(TIME, TIME, TIME, st.sampled_from(["done", "out_of_memory", "failed", "timeout", "other", None])),
+        max_size=6,
+    ),
+    kernels=st.lists(st.tuples(TIME, st.floats(0, 1e18), st.floats(0, 1e18)), min_size=1, max_size=5),
+    costs=st.tuples(st.floats(0, 1), st.floats(0, 1e-9), st.floats(0, 1e6)),
+)
+@settings(max_examples=10, deadline=None, phases=GENERATED, suppress_health_check=list(HealthCheck))
+def test_any_search_roofline_and_timeline_is_drawn(browser, tmp_path_factory, plans, kernels, costs):
+    folder = tmp_path_factory.mktemp("points")
+    foretold = [
+        {
+            "plan": f"plan {place}",
+            "predicted": predicted,
+            "expected": expected,
+            "low": expected / 2,
+            "high": 2 * expected,
+        }
+        | {"memory_gib": memory, "tokens": 64}
+        for place, (predicted, expected, memory, _) in enumerate(plans)
+    ]
+    search = write_search(folder / "tune", foretold=foretold)
+    lines = [
+        {"trial": f"plan {place}", "status": status, "step_seconds_p50": memory, "memory_gib": expected}
+        for place, (_, expected, memory, status) in enumerate(plans)
+        if status
+    ]
+    (search / "trials.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = write_run(folder / "run", 2)
+    one = json.loads(account(0).dumps())
+    one["kernels"] = [
+        one["kernels"][0] | {"name": "k" * 60, "seconds": seconds, "flops": flops, "bytes": size}
+        for seconds, flops, size in kernels
+    ]
+    (run / "accounts.jsonl").write_text(json.dumps(one) + "\n")
+    schedule = build_schedule("zb_h1", 2, 2)
+    found = simulate_schedule(schedule, StageCosts.uniform(schedule.stages, *costs))
+    write_timeline(run / "schedule/measured.json", found.spans, found.makespan)
+    for name in ("tune", "run"):
+        write_page([folder / name], folder / f"{name}.html")
+        is_sound(browser, folder / f"{name}.html")
+        told = dict(browser.evaluate(TOLD))
+        if name == "run":
+            roofline = browser.evaluate("data.runs[0].roofline")
+            assert told.get("roofline") == (roofline and len(roofline["kernels"]))
+            assert told["0 1"] == sum(len(spans) for spans in found.spans)
+        elif plans:
+            assert told["0 foretold"] == sum(status not in (None, "other") for *_, status in plans)
+            assert told["0 front"] == sum(status in (None, "other", "done") for *_, status in plans)
 
 
 def test_an_open_page_shows_new_steps(browser, tmp_path):

@@ -44,8 +44,8 @@ function colourOf(look, opacity = 1) {
   return colours.get(key);
 }
 
-const line = (points, look, more) => ({ type: "line", data: points, borderColor: colourOf(look), borderWidth: 1.5, pointRadius: 0, clip: 4, silent: true, ...more });
-const axis = (text, more, ticks) => ({ type: "linear", title: { display: Boolean(text), text }, ...more, ticks: { callback: tick, maxRotation: 0, includeBounds: false, ...ticks } });
+const line = (points, look, more) => ({ type: "line", data: points, borderColor: colourOf(look), silent: true, ...more });
+const axis = (text, more, ticks) => ({ type: "linear", title: { display: Boolean(text), text }, ...more, ticks });
 
 // A logarithmic axis around some values, with labels at 1, 2 and 5 of each power of ten.
 function logarithmic(text, values, label = tick) {
@@ -73,14 +73,13 @@ Chart.register({
 
 // Draws a chart into a figure, or draws it anew. key: of the charts that are zoomed together, which `redraw` draws.
 // stops: what arrow keys go through; `go` gets each, and null when the chart is left.
-function show(figure, key, summary, datasets, scales, { mode = "xy", legend, redraw, stops, go, ...more }) {
+function show(figure, key, summary, datasets, scales, { mode = "xy", legend = false, redraw, stops, go, ...more }) {
   for (const [name, limits] of Object.entries(choice.zooms.get(key) ?? {})) Object.assign(scales[name], limits);
   const onZoom = ({ chart }) => {
     choice.zooms.set(key, Object.fromEntries([...mode].map((name) => [name, { min: chart.scales[name].min, max: chart.scales[name].max }])));
     redraw(figure);
   };
-  const zoom = { mode, onZoom, drag: { enabled: true, threshold: 8, backgroundColor: colourOf("running", 0.15) } };
-  const options = { ...more, scales, plugins: { legend: { display: false, ...legend }, zoom: { zoom } } };
+  const options = { ...more, scales, plugins: { legend: { display: legend }, zoom: { zoom: { mode, onZoom } } } };
   let chart = charts.get(figure)?.chart;
   if (chart) {
     chart.data.datasets = datasets;
@@ -210,7 +209,7 @@ function drawCurves() {
 function drawTimeline(figure) {
   const key = figure.dataset.timeline, [run, index] = key.split(" ").map(Number), { timelines } = data.runs[run];
   const { name, ranks, makespan, bubble, bubbles } = timelines[index], row = ranks.length > 24 ? 9 : ranks.length > 8 ? 16 : 24;
-  const bars = (look, opacity, thickness) => ({ type: "bar", data: [], backgroundColor: colourOf(look, opacity), barThickness: thickness, inflateAmount: -0.3, grouped: false });
+  const bars = (look, opacity, barThickness) => ({ type: "bar", data: [], backgroundColor: colourOf(look, opacity), barThickness });
   const sets = new Map();
   ranks.forEach((spans, rank) => {
     const last = Math.max(1, ...spans.map((span) => span[1]));
@@ -223,7 +222,8 @@ function drawTimeline(figure) {
     }
   });
   const idle = { ...bars("bubble", 1, row - 3), silent: true, data: ranks.map((_, rank) => ({ x: [0, makespan], y: rank })) };
-  const rows = { reverse: true, offset: false, min: -0.5, max: ranks.length - 0.5, afterBuildTicks: (scale) => { scale.ticks = ranks.map((_, value) => ({ value })); }, grid: { display: false } };
+  const afterBuildTicks = (scale) => { scale.ticks = ranks.map((_, value) => ({ value })); };
+  const rows = { reverse: true, offset: false, min: -0.5, max: ranks.length - 0.5, afterBuildTicks, grid: { display: false } };
   const every = (label) => ({ autoSkip: false, callback: (value) => (row > 12 || value % 4 === 0 ? label(value) : "") });
   const scales = {
     x: axis("", { min: 0, max: Math.max(...timelines.map((one) => one.makespan)) }, { callback: seconds }),
@@ -271,8 +271,9 @@ function describePlan(one) {
 }
 
 function drawSearch(figure) {
-  const key = figure.dataset.search, [place, kind] = key.split(" "), plans = data.searches[place], limits = (values) => ({ min: 0, max: 1.06 * Math.max(...values, 1e-9) });
-  const dots = (label, look, points, more) => ({ type: "scatter", label, data: points, backgroundColor: colourOf(look, 0.55), borderColor: colourOf(look), radius: 5, hoverRadius: 7, ...more });
+  const key = figure.dataset.search, [place, kind] = key.split(" "), plans = data.searches[place];
+  const limits = (values) => ({ min: 0, max: 1.06 * Math.max(...values, 1e-9) });
+  const dots = (label, look, points, more) => ({ type: "scatter", label, data: points, backgroundColor: colourOf(look, 0.55), borderColor: colourOf(look), ...more });
   const tried = plans.filter((one) => one.status in STATUSES), timed = tried.filter((one) => one.measured), sets = [];
   let x, y;
   if (kind === "foretold") {
@@ -283,10 +284,10 @@ function drawSearch(figure) {
       const some = tried.filter((one) => one.status === status), at = (one) => one.measured ?? 0;
       if (!some.length) continue;
       sets.push(dots(label, look, some.map((one) => ({ x: one.expected, y: at(one), text: describePlan(one) }))));
-      sets.push(line(some.flatMap((one) => [{ x: one.low, y: at(one) }, { x: one.high, y: at(one) }, { x: NaN, y: NaN }]), look, { borderWidth: 2, borderColor: colourOf(look, 0.5) }));
+      sets.push(line(some.flatMap((one) => [{ x: one.low, y: at(one) }, { x: one.high, y: at(one) }, { x: null, y: null }]), look, { borderColor: colourOf(look, 0.5) }));
     }
     sets.push(dots("predicted, without correction", "c0", timed.map((one) => ({ x: one.predicted, y: one.measured })), { silent: true, radius: 3.5, backgroundColor: colourOf("paper") }));
-    sets.push(line([{ x: 0, y: 0 }, { x: all.max, y: all.max }], "soft", { borderWidth: 1 }));
+    sets.push(line([{ x: 0, y: 0 }, { x: all.max, y: all.max }], "soft"));
   } else {
     const known = timed.filter((one) => one.memory).map((one) => ({ x: one.memory, y: one.tokens / one.measured, front: one.front, text: describePlan(one) }));
     const others = plans.filter((one) => !tried.includes(one)).map((one) => ({ x: one.memory_gib, y: one.tokens / one.expected, text: describePlan(one) }));
@@ -297,17 +298,25 @@ function drawSearch(figure) {
     const front = known.filter((one) => one.front).sort((a, b) => a.x - b.x).map((one) => ({ x: one.x, y: one.y }));
     sets.push(line(front, "c1", { stepped: true, label: "Pareto front of the measured" }));
   }
-  const labels = { boxHeight: 6, usePointStyle: true, filter: (item) => item.text };
-  showPoints(figure, key, `${y.title.text} over ${x.title.text} of ${plans.length} plans`, sets, { x, y }, { redraw: drawSearch, legend: { display: true, align: "start", labels } });
+  showPoints(figure, key, `${y.title.text} over ${x.title.text} of ${plans.length} plans`, sets, { x, y }, { redraw: drawSearch, legend: true });
 }
 
 const DRAWN = { timeline: drawTimeline, roofline: drawRoofline, search: drawSearch };
 
 function draw() {
   colours.clear(); // the page may have become light or dark
-  Object.assign(Chart.defaults, { animation: false, maintainAspectRatio: false, color: colourOf("soft"), borderColor: colourOf("rule") });
-  Object.assign(Chart.defaults.font, { size: 11, family: getComputedStyle(document.body).fontFamily });
-  Chart.defaults.plugins.tooltip.enabled = false;
+  Chart.defaults.set({
+    animation: false, maintainAspectRatio: false, color: colourOf("soft"), borderColor: colourOf("rule"),
+    font: { size: 11, family: getComputedStyle(document.body).fontFamily },
+    scale: { ticks: { maxRotation: 0, includeBounds: false } },
+    scales: { linear: { ticks: { callback: tick } } },
+    datasets: { line: { borderWidth: 1.5, pointRadius: 0, clip: 4 }, scatter: { radius: 5, hoverRadius: 7 }, bar: { grouped: false, inflateAmount: -0.3 } },
+    plugins: {
+      legend: { align: "start", labels: { boxHeight: 6, usePointStyle: true, filter: ({ text }) => text } },
+      tooltip: { enabled: false },
+      zoom: { zoom: { drag: { enabled: true, threshold: 8, backgroundColor: colourOf("running", 0.15) } } },
+    },
+  });
   drawCurves();
   for (const [kind, make] of Object.entries(DRAWN)) document.querySelectorAll(`figure[data-${kind}]`).forEach(make);
 }
