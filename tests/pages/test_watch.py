@@ -280,6 +280,9 @@ def test_a_reader_chooses(browser, pages):
     for expected in ("logarithmic", "linear"):
         browser.evaluate(f"document.querySelector('figure{loss} button').click()")
         assert browser.evaluate(kind) == expected
+        if expected == "logarithmic":
+            labels = browser.evaluate(f"{CHART.format(loss)}.scales.y.ticks.map((one) => one.label).filter(Boolean)")
+            assert labels and set(labels) <= {"1", "2", "5", "10", "20"}
     before = browser.evaluate(lines)
     browser.evaluate(
         "(smooth => (smooth.value = 9, smooth.dispatchEvent(new Event('input', {bubbles: true}))))"

@@ -251,21 +251,17 @@ def drawn_panels(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
 
 def data_of(shown: PageRuns) -> dict[str, Any]:
     """What the script draws: curves, timelines and rooflines of every run, and the plans of searches."""
-    runs = shown.runs
-    most, found = (
-        max(FEWEST, POINTS // max(1, len(runs))),
-        [sections.kernels_of(run, place) for place, run in enumerate(runs)],
-    )
+    most = max(FEWEST, POINTS // max(1, len(shown.runs)))
     return {
-        "panels": drawn_panels(runs),
+        "panels": drawn_panels(shown.runs),
         "runs": [
             {
                 "label": run.label,
                 **run.curves.drawn(most, NOT_DRAWN),
                 "timelines": run.timelines,
-                "roofline": kernels and kernels["roofline"],
+                "roofline": (sections.kernels_of(run, place) or {}).get("roofline"),
             }
-            for run, kernels in zip(runs, found)
+            for place, run in enumerate(shown.runs)
         ],
         "searches": [sweep.drawn() for sweep in shown.sweeps],
     }

@@ -50,7 +50,7 @@ const axis = (text, more, ticks) => ({ type: "linear", title: { display: Boolean
 // A logarithmic axis around some values, with labels at 1, 2 and 5 of each power of ten.
 function logarithmic(text, values, label = tick) {
   const limits = { min: Math.min(...values) / 1.5, max: Math.max(...values) * 1.5 };
-  return axis(text, { type: "logarithmic", ...limits }, { callback: (value) => ("125".includes(value.toExponential()[0]) ? label(value) : "") });
+  return axis(text, { type: "logarithmic", ...limits }, { callback: (value) => (/^[125]\.0*e/.test(value.toExponential(6)) ? label(value) : "") });
 }
 
 // Writes the `tag` of each point that has one: into its bar, if it has room there, or beside its circle.
