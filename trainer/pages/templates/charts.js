@@ -47,10 +47,18 @@ function colourOf(look, opacity = 1) {
 const line = (points, look, more) => ({ type: "line", data: points, borderColor: colourOf(look), silent: true, ...more });
 const axis = (text, more, ticks) => ({ type: "linear", title: { display: Boolean(text), text }, ...more, ticks });
 
-// A logarithmic axis around some values, with labels at 1, 2 and 5 of each power of ten.
+// A logarithmic axis around some values, with about eight ticks: at 1, 2 and 5 of each power of ten, or at some powers.
 function logarithmic(text, values, label = tick) {
-  const limits = { min: Math.min(...values) / 1.5, max: Math.max(...values) * 1.5 };
-  return axis(text, { type: "logarithmic", ...limits }, { callback: (value) => (/^[125]\.0*e/.test(value.toExponential(6)) ? label(value) : "") });
+  const least = Math.min(...values) / 1.01, most = Math.max(...values) * 1.01, powerOf = (value) => 10 ** Math.floor(Math.log10(value));
+  const min = powerOf(least) * [5, 2, 1].find((digit) => digit * powerOf(least) <= least || digit === 1);
+  const max = powerOf(most) * [1, 2, 5, 10].find((digit) => digit * powerOf(most) >= most || digit === 10), decades = Math.log10(max / min);
+  const digits = decades < 3 ? [1, 2, 5] : [1], every = Math.ceil(decades / 8);
+  const marked = ({ value }) => {
+    const [digit, power] = value.toExponential(6).split("e").map(Number);
+    return digits.includes(digit) && power % every === 0;
+  };
+  const afterBuildTicks = (scale) => { scale.ticks = scale.ticks.filter(marked); };
+  return axis(text, { type: "logarithmic", min, max, afterBuildTicks }, { callback: label });
 }
 
 // Writes the `tag` of each point that has one: into its bar, if it has room there, or beside its circle.
