@@ -295,7 +295,7 @@ def test_a_reader_chooses(browser, pages):
 
 
 @given(low=st.floats(-300, 299), decades=st.floats(0, 300))
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 def test_a_logarithmic_axis_has_a_few_round_ticks(browser, pages, low, decades):
     if browser.evaluate("typeof logarithmic") != "function":
         browser.open(pages["one"].as_uri(), 1280)
@@ -477,7 +477,7 @@ def is_sound(browser: Browser, page: Path) -> None:
     ),
     runs=st.integers(1, 2),
 )
-@settings(max_examples=10, deadline=None, phases=GENERATED, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, deadline=None, phases=GENERATED, suppress_health_check=list(HealthCheck))
 def test_any_curve_is_drawn(browser, tmp_path_factory, lines, runs):
     folder, step, text = tmp_path_factory.mktemp("curves"), 0, ""
     for more, seconds, values in lines:
@@ -502,7 +502,7 @@ def test_any_curve_is_drawn(browser, tmp_path_factory, lines, runs):
     kernels=st.lists(st.tuples(TIME, st.floats(0, 1e18), st.floats(0, 1e18)), min_size=1, max_size=5),
     costs=st.tuples(st.floats(0, 1), st.floats(0, 1e-9), st.floats(0, 1e6)),
 )
-@settings(max_examples=10, deadline=None, phases=GENERATED, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, deadline=None, phases=GENERATED, suppress_health_check=list(HealthCheck))
 def test_any_search_roofline_and_timeline_is_drawn(browser, tmp_path_factory, plans, kernels, costs):
     folder = tmp_path_factory.mktemp("points")
     foretold = [
