@@ -7,7 +7,9 @@ const choice = { x: "step", smooth: 1, log: new Map(), hidden: new Set(), zooms:
 const charts = new Map(); // figure -> its chart, and what keys and pointer do there
 const COLOURS = 7, DASHES = [[], [6, 3], [2, 3], [8, 3, 2, 3]];
 const KINDS = { F: "forward", B: "full backward", I: "input gradient", W: "weight gradient" };
-const STATUSES = { done: ["measured", "c0"], out_of_memory: ["out of memory", "c1"], failed: ["failed", "c3"], timeout: ["hung, or too slow", "c5"] };
+const STATUSES = {
+  done: ["measured", "c0"], out_of_memory: ["out of memory", "c1"], failed: ["failed", "c3"], timeout: ["hung, or too slow", "c5"],
+};
 
 function element(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
@@ -49,10 +51,11 @@ const axis = (text, more, ticks) => ({ type: "linear", title: { display: Boolean
 
 // A logarithmic axis around some values, with about eight ticks: at 1, 2 and 5 of each power of ten, or at some powers.
 function logarithmic(text, values, label = tick) {
-  const least = Math.min(...values) / 1.01, most = Math.max(...values) * 1.01, powerOf = (value) => 10 ** Math.floor(Math.log10(value));
-  const min = powerOf(least) * [5, 2, 1].find((digit) => digit * powerOf(least) <= least || digit === 1);
-  const max = powerOf(most) * [1, 2, 5, 10].find((digit) => digit * powerOf(most) >= most || digit === 10), decades = Math.log10(max / min);
-  const digits = decades < 3 ? [1, 2, 5] : [1], every = Math.ceil(decades / 8);
+  const least = Math.min(...values) / 1.01, most = Math.max(...values) * 1.01;
+  const [low, high] = [least, most].map((value) => 10 ** Math.floor(Math.log10(value)));
+  const min = low * [5, 2, 1].find((digit) => digit * low <= least || digit === 1);
+  const max = high * [1, 2, 5, 10].find((digit) => digit * high >= most || digit === 10);
+  const decades = Math.log10(max / min), digits = decades < 3 ? [1, 2, 5] : [1], every = Math.ceil(decades / 8);
   const marked = ({ value }) => {
     const [digit, power] = value.toExponential(6).split("e").map(Number);
     return digits.includes(digit) && power % every === 0;
@@ -83,8 +86,8 @@ Chart.register({
 // stops: what arrow keys go through; `go` gets each, and null when the chart is left.
 function show(figure, key, summary, datasets, scales, { mode = "xy", legend = false, redraw, stops, go, ...more }) {
   for (const [name, limits] of Object.entries(choice.zooms.get(key) ?? {})) Object.assign(scales[name], limits);
-  const onZoom = ({ chart }) => {
-    choice.zooms.set(key, Object.fromEntries([...mode].map((name) => [name, { min: chart.scales[name].min, max: chart.scales[name].max }])));
+  const onZoom = ({ chart: { scales: now } }) => {
+    choice.zooms.set(key, Object.fromEntries([...mode].map((name) => [name, { min: now[name].min, max: now[name].max }])));
     redraw(figure);
   };
   const options = { ...more, scales, plugins: { legend: { display: legend }, zoom: { zoom: { mode, onZoom } } } };
@@ -127,9 +130,10 @@ function linesOf(panel) {
   return data.runs.flatMap((run, index) => (choice.hidden.has(index) ? [] : panel.names.flatMap((name, place) => {
     const series = run.series.find((one) => one.name === name), look = several ? index : place;
     if (!series) return [];
-    const points = series.i.map((at, index) => ({ x: run.x[choice.x][at], y: series.v[index] })).filter(({ x }) => x !== null);
+    const all = series.i.map((at, index) => ({ x: run.x[choice.x][at], y: series.v[index] }));
+    const points = all.filter(({ x }) => x !== null), held = name.startsWith("eval_loss");
     const dash = DASHES[(several ? place : Math.floor(look / COLOURS)) % DASHES.length];
-    return [{ name, run: run.label, look: `c${look % COLOURS}`, dash, held: name.startsWith("eval_loss"), points, shown: points }];
+    return [{ name, run: run.label, look: `c${look % COLOURS}`, dash, held, points, shown: points }];
   })));
 }
 
@@ -141,7 +145,8 @@ function smoothed(points) {
     counts.push(counts[index] + (y === null ? 0 : 1));
   });
   return points.map(({ x, y }, index) => {
-    const reach = Math.min(index, Math.floor((choice.smooth - 1) / 2)), first = index - reach, last = Math.min(index + reach + 1, points.length);
+    const reach = Math.min(index, Math.floor((choice.smooth - 1) / 2));
+    const first = index - reach, last = Math.min(index + reach + 1, points.length);
     return { x, y: y === null ? null : (sums[last] - sums[first]) / (counts[last] - counts[first]) };
   });
 }
@@ -156,8 +161,10 @@ function datasetsOf(one) {
 
 function drawPanel(figure) {
   const panel = data.panels[figure.dataset.panel], lines = linesOf(panel);
-  const { min = -Infinity, max = Infinity } = choice.zooms.get("curves")?.x ?? {}, inside = (x) => x >= min && x <= max;
-  const all = lines.flatMap((one) => one.points), seen = all.filter(({ x, y }) => y !== null && inside(x)).map(({ y }) => y).sort((a, b) => a - b);
+  const { min = -Infinity, max = Infinity } = choice.zooms.get("curves")?.x ?? {};
+  const inside = (x) => x >= min && x <= max;
+  const all = lines.flatMap((one) => one.points), known = all.filter(({ x, y }) => y !== null && inside(x));
+  const seen = known.map(({ y }) => y).sort((a, b) => a - b);
   const least = seen[0], most = seen.at(-1), usual = seen[Math.floor(0.98 * (seen.length - 1))];
   const log = least > 0 && (choice.log.get(panel.title) ?? (panel.title === "gradient norm" && most > 30 * least));
   // A first step that compiles would press all others onto the axis.
@@ -165,11 +172,11 @@ function drawPanel(figure) {
   const above = cut ? seen.filter((value) => value > cut).length : 0;
   const stops = [...new Set(all.map(({ x }) => x).filter(inside))].sort((a, b) => a - b);
   const scales = {
-    x: axis(choice.x, { min: stops[0], max: stops.at(-1) }, { maxTicksLimit: 7, ...(choice.x === "hours" ? {} : { precision: 0 }) }),
+    x: axis(choice.x, { min: stops[0], max: stops.at(-1) }, { maxTicksLimit: 7, precision: choice.x === "hours" ? undefined : 0 }),
     y: log ? logarithmic("", [least, most]) : axis("", { beginAtZero: panel.zero, max: cut, grace: "5%" }, { maxTicksLimit: 6 }),
   };
-  const told = lines.map((one) => `${one.run} ${one.name}: ${number(one.points[0]?.y)} to ${number(one.points.at(-1)?.y)}`).join("; ");
-  const chart = show(figure, "curves", `${panel.title} over ${choice.x}. ${told}`, lines.flatMap(datasetsOf), scales, {
+  const told = lines.map(({ run, name, points }) => `${run} ${name}: ${number(points[0]?.y)} to ${number(points.at(-1)?.y)}`);
+  const chart = show(figure, "curves", `${panel.title} over ${choice.x}. ${told.join("; ")}`, lines.flatMap(datasetsOf), scales, {
     mode: "x", parsing: false, events: [], redraw: drawCurves, stops, go: moveCursors,
   });
   const button = figure.querySelector("button"), keys = figure.querySelector(".keys"), mark = figure.querySelector(".cursor");
@@ -182,17 +189,21 @@ function drawPanel(figure) {
     mark.style.left = `${x.getPixelForValue(value ?? 0)}px`;
     keys.replaceChildren(...lines.map((one) => keyOf(one, panel, shown ? value : null)));
     const cutOff = above ? `${above} ${above === 1 ? "point is" : "points are"} above the chart` : "";
-    figure.querySelector(".readout").textContent = shown ? `${choice.x} ${number(value, 6)}` : cutOff;
+    const place = choice.x === "hours" ? number(value) : Math.round(value).toLocaleString("en");
+    figure.querySelector(".readout").textContent = shown ? `${choice.x} ${place}` : cutOff;
   });
 }
 
 // A curve's name, where there are several, and its value under the cursor or at its end.
 function keyOf(one, panel, value) {
   const known = one.shown.filter(({ y }) => y !== null), far = ({ x }) => Math.abs(x - value);
-  const point = value === null ? known.at(-1) : known.reduce((best, point) => (far(point) < far(best) ? point : best), known[0]);
-  const run = data.runs.length > 1 && data.runs.length <= 4 ? one.run : "", name = panel.names.length > 1 ? one.name.replace(/^.*?\//, "") : "";
+  const nearest = (best, point) => (far(point) < far(best) ? point : best);
+  const point = value === null ? known.at(-1) : known.reduce(nearest, known[0]);
+  const run = data.runs.length > 1 && data.runs.length <= 4 ? one.run : "";
+  const name = panel.names.length > 1 ? one.name.replace(/^.*?\//, "") : "";
   const mark = element("i", { class: `dash${DASHES.indexOf(one.dash)} ${one.look}` });
-  return element("span", { title: `${one.run} ${one.name}` }, mark, element("em", {}, `${run} ${name}`.trim()), " ", element("b", {}, number(point?.y, 5)));
+  const texts = [element("em", {}, `${run} ${name}`.trim()), " ", element("b", {}, number(point?.y, 5))];
+  return element("span", { title: `${one.run} ${one.name}` }, mark, ...texts);
 }
 
 let waiting = null;
@@ -205,11 +216,15 @@ function drawCurves() {
   cursors.length = 0;
   for (const figure of document.querySelectorAll("figure[data-panel]")) drawPanel(figure);
   for (const move of cursors) move(null);
-  for (const button of document.querySelectorAll("[data-x]")) button.setAttribute("aria-pressed", String(button.dataset.x === choice.x));
-  for (const button of document.querySelectorAll("[data-run]")) button.setAttribute("aria-pressed", String(!choice.hidden.has(Number(button.dataset.run))));
+  for (const button of document.querySelectorAll("[data-x], [data-run]")) {
+    const { x, run } = button.dataset;
+    button.setAttribute("aria-pressed", String(x ? x === choice.x : !choice.hidden.has(Number(run))));
+  }
   const reset = document.getElementById("reset"), smooth = document.getElementById("smooth");
-  if (reset) reset.hidden = !choice.zooms.has("curves");
-  if (smooth) [smooth.value, document.getElementById("smooth-is").textContent] = [choice.smooth, choice.smooth > 1 ? `${choice.smooth} points` : "none"];
+  if (!reset) return;
+  reset.hidden = !choice.zooms.has("curves");
+  smooth.value = choice.smooth;
+  document.getElementById("smooth-is").textContent = choice.smooth > 1 ? `${choice.smooth} points` : "none";
 }
 
 // Timelines of a pipeline: a row a rank, a bar an action; the rest is bubble.
@@ -250,63 +265,79 @@ function drawTimeline(figure) {
 
 function drawRoofline(figure) {
   const key = figure.dataset.roofline, { kernels, peak, bandwidth, products, memory } = data.runs[key].roofline;
-  const area = (one) => 3 + 11 * Math.sqrt(one.seconds / Math.max(...kernels.map((other) => other.seconds)));
-  const largest = new Set([...kernels].sort((a, b) => b.seconds - a.seconds).slice(0, 4));
+  const byTime = [...kernels].sort((a, b) => b.seconds - a.seconds), named = new Set(byTime.slice(0, 4));
   const points = kernels.map((one) => {
-    const share = peak ? `, ${number((100 * one.rate) / Math.min(products, memory * one.intensity), 3)}% of what is reached there` : "";
+    const { name, calls, intensity, rate } = one, reached = number((100 * rate) / Math.min(products, memory * intensity), 3);
+    const share = peak ? `, ${reached}% of what is reached there` : "";
     return {
-      x: one.intensity, y: one.rate, r: area(one), tag: largest.has(one) ? one.name.replace(/^(.{27})..+/, "$1…") : undefined,
-      text: `${one.name}: ${seconds(one.seconds)} in ${one.calls} calls, ${si(one.rate)}FLOP/s at ${number(one.intensity, 3)} FLOP per byte${share}`,
+      x: intensity, y: rate, r: 3 + 11 * Math.sqrt(one.seconds / byTime[0].seconds),
+      tag: named.has(one) ? name.replace(/^(.{27})..+/, "$1…") : undefined,
+      text: `${name}: ${seconds(one.seconds)} in ${calls} calls, ${si(rate)}FLOP/s at ${number(intensity, 3)} FLOP per byte${share}`,
     };
   });
-  const ridges = peak ? [products / memory, peak / bandwidth] : [];
-  const x = logarithmic("FLOP per byte", [...kernels.map((one) => one.intensity), ...ridges]);
-  const y = logarithmic("FLOP/s", [...kernels.map((one) => one.rate), ...(peak ? [peak] : [])], si);
-  const roof = (flat, slope, dash) => line([x.min, flat / slope, x.max].map((at) => ({ x: at, y: Math.min(flat, slope * at) })), "plain", { borderDash: dash });
+  const x = logarithmic("FLOP per byte", [...points.map((one) => one.x), ...(peak ? [products / memory, peak / bandwidth] : [])]);
+  const y = logarithmic("FLOP/s", [...points.map((one) => one.y), ...(peak ? [peak] : [])], si);
+  const roof = (flat, slope, borderDash) => {
+    const corners = [x.min, flat / slope, x.max].map((at) => ({ x: at, y: Math.min(flat, slope * at) }));
+    return line(corners, "plain", { borderDash });
+  };
   const roofs = peak ? [roof(products, memory, []), roof(peak, bandwidth, [4, 4])] : [];
   const looks = (opacity) => kernels.map((one) => colourOf(`t-${one.kind}`, opacity));
-  const kernelSet = { type: "bubble", data: points, backgroundColor: looks(0.55), borderColor: looks(1) };
-  showPoints(figure, `roofline ${key}`, `roofline of ${kernels.length} kernels`, [kernelSet, ...roofs], { x, y }, { redraw: drawRoofline });
+  const sets = [{ type: "bubble", data: points, backgroundColor: looks(0.55), borderColor: looks(1) }, ...roofs];
+  showPoints(figure, `roofline ${key}`, `roofline of ${kernels.length} kernels`, sets, { x, y }, { redraw: drawRoofline });
 }
 
 // The plans of a search: measured times over foretold ones, and speed over memory.
 
 function describePlan(one) {
-  const told = `expected ${seconds(one.expected)} (${seconds(one.low)} to ${seconds(one.high)}), predicted ${seconds(one.predicted)}, ${number(one.memory_gib, 3)} GiB reserved`;
-  const held = one.memory ? `, ${number(one.memory, 3)} GiB allocated` : "";
-  const found = one.measured ? `measured ${seconds(one.measured)}, ${number(one.tokens / one.measured, 3)} tokens/s${held}` : (STATUSES[one.status] ?? ["not tried"])[0];
-  return `${one.plan}: ${found}; ${told}`;
+  const speed = `${number(one.tokens / one.measured, 3)} tokens/s${one.memory ? `, ${number(one.memory, 3)} GiB allocated` : ""}`;
+  const found = one.measured ? `measured ${seconds(one.measured)}, ${speed}` : (STATUSES[one.status] ?? ["not tried"])[0];
+  const expected = `expected ${seconds(one.expected)} (${seconds(one.low)} to ${seconds(one.high)})`;
+  return `${one.plan}: ${found}; ${expected}, predicted ${seconds(one.predicted)}, ${number(one.memory_gib, 3)} GiB reserved`;
+}
+
+function dots(label, look, points, more) {
+  return { type: "scatter", label, data: points, backgroundColor: colourOf(look, 0.55), borderColor: colourOf(look), ...more };
+}
+
+const upTo = (values) => ({ min: 0, max: 1.06 * Math.max(...values, 1e-9) });
+
+function foretoldSets(plans) {
+  const tried = plans.filter((one) => one.status in STATUSES), timed = tried.filter((one) => one.measured);
+  const limits = upTo(tried.flatMap((one) => [one.expected, one.measured ?? 0])), sets = [];
+  for (const [status, [label, look]] of Object.entries(STATUSES)) {
+    const points = tried.filter((one) => one.status === status).map((one) => ({ ...one, y: one.measured ?? 0 }));
+    const ranges = points.flatMap(({ low, high, y }) => [{ x: low, y }, { x: high, y }, { x: null, y: null }]);
+    const places = points.map((one) => ({ x: one.expected, y: one.y, text: describePlan(one) }));
+    if (points.length) sets.push(dots(label, look, places), line(ranges, look, { borderColor: colourOf(look, 0.5) }));
+  }
+  const predicted = timed.map((one) => ({ x: one.predicted, y: one.measured }));
+  const hollow = { silent: true, radius: 3.5, backgroundColor: colourOf("paper") };
+  sets.push(dots("predicted, without correction", "c0", predicted, hollow));
+  sets.push(line([{ x: 0, y: 0 }, { x: limits.max, y: limits.max }], "soft"));
+  return [sets, { x: axis("expected time of a step (s)", limits), y: axis("measured (s)", limits) }];
+}
+
+function frontSets(plans) {
+  const place = (one, memory, time) => ({ x: memory, y: one.tokens / time, front: one.front, text: describePlan(one) });
+  const timed = plans.filter((one) => one.status in STATUSES && one.measured && one.memory);
+  const known = timed.map((one) => place(one, one.memory, one.measured));
+  const others = plans.filter((one) => !(one.status in STATUSES)).map((one) => place(one, one.memory_gib, one.expected));
+  const memory = [...known, ...others].map((one) => one.x), speed = [...known, ...others].map((one) => one.y);
+  const front = known.filter((one) => one.front).sort((a, b) => a.x - b.x).map(({ x, y }) => ({ x, y }));
+  const sets = [
+    dots("measured", "c0", known), dots("not tried: as expected", "c6", others, { radius: 2.5 }),
+    line(front, "c1", { stepped: true, label: "Pareto front of the measured" }),
+  ];
+  const x = axis("GiB of a device (measured: allocated; not tried: reserved)", { ...upTo(memory), min: 0.9 * Math.min(...memory) });
+  return [sets, { x, y: axis("tokens per second", upTo(speed)) }];
 }
 
 function drawSearch(figure) {
   const key = figure.dataset.search, [place, kind] = key.split(" "), plans = data.searches[place];
-  const limits = (values) => ({ min: 0, max: 1.06 * Math.max(...values, 1e-9) });
-  const dots = (label, look, points, more) => ({ type: "scatter", label, data: points, backgroundColor: colourOf(look, 0.55), borderColor: colourOf(look), ...more });
-  const tried = plans.filter((one) => one.status in STATUSES), timed = tried.filter((one) => one.measured), sets = [];
-  let x, y;
-  if (kind === "foretold") {
-    const all = limits(tried.flatMap((one) => [one.expected, one.measured ?? 0]));
-    x = axis("expected time of a step (s)", all);
-    y = axis("measured (s)", all);
-    for (const [status, [label, look]] of Object.entries(STATUSES)) {
-      const some = tried.filter((one) => one.status === status), at = (one) => one.measured ?? 0;
-      if (!some.length) continue;
-      sets.push(dots(label, look, some.map((one) => ({ x: one.expected, y: at(one), text: describePlan(one) }))));
-      sets.push(line(some.flatMap((one) => [{ x: one.low, y: at(one) }, { x: one.high, y: at(one) }, { x: null, y: null }]), look, { borderColor: colourOf(look, 0.5) }));
-    }
-    sets.push(dots("predicted, without correction", "c0", timed.map((one) => ({ x: one.predicted, y: one.measured })), { silent: true, radius: 3.5, backgroundColor: colourOf("paper") }));
-    sets.push(line([{ x: 0, y: 0 }, { x: all.max, y: all.max }], "soft"));
-  } else {
-    const known = timed.filter((one) => one.memory).map((one) => ({ x: one.memory, y: one.tokens / one.measured, front: one.front, text: describePlan(one) }));
-    const others = plans.filter((one) => !tried.includes(one)).map((one) => ({ x: one.memory_gib, y: one.tokens / one.expected, text: describePlan(one) }));
-    const all = [...known, ...others];
-    x = axis("GiB of a device (measured: allocated; not tried: reserved)", { ...limits(all.map((one) => one.x)), min: 0.9 * Math.min(...all.map((one) => one.x)) });
-    y = axis("tokens per second", limits(all.map((one) => one.y)));
-    sets.push(dots("measured", "c0", known), dots("not tried: as expected", "c6", others, { radius: 2.5 }));
-    const front = known.filter((one) => one.front).sort((a, b) => a.x - b.x).map((one) => ({ x: one.x, y: one.y }));
-    sets.push(line(front, "c1", { stepped: true, label: "Pareto front of the measured" }));
-  }
-  showPoints(figure, key, `${y.title.text} over ${x.title.text} of ${plans.length} plans`, sets, { x, y }, { redraw: drawSearch, legend: true });
+  const [sets, scales] = (kind === "foretold" ? foretoldSets : frontSets)(plans);
+  const summary = `${scales.y.title.text} over ${scales.x.title.text} of ${plans.length} plans`;
+  showPoints(figure, key, summary, sets, scales, { redraw: drawSearch, legend: true });
 }
 
 const DRAWN = { timeline: drawTimeline, roofline: drawRoofline, search: drawSearch };
@@ -318,7 +349,10 @@ function draw() {
     font: { size: 11, family: getComputedStyle(document.body).fontFamily },
     scale: { ticks: { maxRotation: 0, includeBounds: false } },
     scales: { linear: { ticks: { callback: tick } } },
-    datasets: { line: { borderWidth: 1.5, pointRadius: 0, clip: 4 }, scatter: { radius: 5, hoverRadius: 7 }, bar: { grouped: false, inflateAmount: -0.3 } },
+    datasets: {
+      line: { borderWidth: 1.5, pointRadius: 0, clip: 4 }, scatter: { radius: 5, hoverRadius: 7 },
+      bar: { grouped: false, inflateAmount: -0.3 },
+    },
     plugins: {
       legend: { align: "start", labels: { boxHeight: 6, usePointStyle: true, filter: ({ text }) => text } },
       tooltip: { enabled: false },
