@@ -8,7 +8,7 @@ setup(
     package_dir={"trainer.configs": "configs", "trainer.launch": "launch"},
     package_data={
         "trainer": ["py.typed"],
-        "trainer.pages": ["templates/*"],
+        "trainer.pages": ["templates/*", "vendor/*"],
         "trainer.configs": ["**/*.yaml"],
         "trainer.launch": ["slurm/train.sbatch"],
     },

@@ -69,8 +69,8 @@ def count_loaded(module: str) -> int:
 
 
 BUDGETS = {
-    "tokens of trainer/": (lambda: sum(map(count_tokens, FILES)), 347_500),
-    "files of trainer/": (lambda: len(FILES), 285),
+    "tokens of trainer/": (lambda: sum(map(count_tokens, FILES)), 344_700),
+    "files of trainer/": (lambda: len(FILES), 282),
     "files loaded with trainer.training.run": (lambda: count_loaded("trainer.training.run"), 182),
     "files loaded with trainer.training.step": (lambda: count_loaded("trainer.training.step"), 99),
     "settings": (count_settings, 199),

@@ -272,8 +272,8 @@ def test_wheel_ships_the_configurations_the_templates_and_the_script_for_slurm(t
     assert (site / "trainer/launch/slurm/train.sbatch").read_text() == SCRIPT.read_text(), "which sweeps submit"
     modules = {path.relative_to(site) for path in (site / "trainer").rglob("*.py")}
     assert modules == {path.relative_to(ROOT) for path in (ROOT / "trainer").rglob("*.py")}
-    templates = "trainer/pages/templates"
-    assert {path.name for path in (site / templates).iterdir()} == {path.name for path in (ROOT / templates).iterdir()}
+    for name in ("trainer/pages/templates", "trainer/pages/vendor"):
+        assert {path.name for path in (site / name).iterdir()} == {path.name for path in (ROOT / name).iterdir()}
     (tmp_path / "elsewhere").mkdir()
     done = python("-m", "trainer", "+config=debug", "--cfg", "job", cwd=tmp_path / "elsewhere", path=site)
     assert done.returncode == 0 and "name: debug" in done.stdout, done.stderr

@@ -12,7 +12,7 @@ import trainer
 from trainer.commands import plot
 from trainer.config import ConfigError
 from trainer.observe import metrics
-from trainer.pages.curves import MetricCurves
+from trainer.pages.folder import MetricCurves
 from trainer.planning.schedules.simulate import simulate_schedule
 from trainer.plots import templates
 from trainer.util import run_folder

@@ -21,8 +21,17 @@ from trainer.commands import report
 from trainer.config import ConfigError
 from trainer.config.fields import CONFIGS
 from trainer.observe import metrics
-from trainer.pages.curves import MetricCurves, MetricPoints, thin_curve
-from trainer.pages.page import NOT_DRAWN, SCRIPTS, arrange_panels, open_folders, own_assets, render_page
+from trainer.pages.folder import MetricCurves, MetricPoints, thin_curve
+from trainer.pages.page import (
+    FILES,
+    LIBRARY,
+    NOT_DRAWN,
+    SCRIPTS,
+    arrange_panels,
+    open_folders,
+    read_assets,
+    render_page,
+)
 from trainer.util import reading
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>'\"{{ 7919 * 7907 }}"
@@ -187,8 +196,9 @@ def test_texts_of_a_run_are_never_code(tmp_path):
     search = write_search(tmp_path / "tune", HOSTILE, best=HOSTILE, command=HOSTILE, ended=HOSTILE, machine=HOSTILE)
     (search / "config/best.yaml").write_text(HOSTILE)
     for page in (page_of(folder), page_of(folder, write_run(tmp_path / "<b>&amp;", 5)), page_of(folder, search)):
-        assert [kind for kind, _ in page.scripts] == ["application/json", None]
-        assert page.scripts[1][1] == own_assets(*SCRIPTS), "the page's own script, and no other"
+        assert [kind for kind, _ in page.scripts] == ["application/json", None, None]
+        scripts = [text for _, text in page.scripts[1:]]
+        assert scripts == [read_assets(*names) for names in SCRIPTS], "the library, our script, and no other"
         assert not [tag for tag, _ in page.tags if tag in ("img", "iframe", "object", "base", "form")]
         assert not [name for _, given in page.tags for name in given if name.startswith("on")]
         assert not [given for _, given in page.tags if "src" in given or "http" in (given.get("href") or "")]
@@ -197,16 +207,27 @@ def test_texts_of_a_run_are_never_code(tmp_path):
         assert page.text.count("{{ 7919 * 7907 }}") >= 10 and "62615533" not in re.findall(r"\d+", page.text)
 
 
-def test_the_policy_lets_the_pages_own_script_run_and_nothing_else(rich):
+def test_the_policy_lets_the_pages_own_scripts_run_and_nothing_else(rich):
     page = page_of(rich)
     (policy,) = (given["content"] for tag, given in page.tags if given.get("http-equiv") == "Content-Security-Policy")
-    digest = base64.b64encode(hashlib.sha256(page.scripts[1][1].encode()).digest()).decode()
-    assert f"script-src 'sha256-{digest}';" in policy and policy.startswith("default-src 'none'")
+    digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for _, text in page.scripts[1:]]
+    scripts = " ".join(f"'sha256-{digest}'" for digest in digests)
+    assert f"script-src {scripts};" in policy and policy.startswith("default-src 'none'")
     assert "connect-src" not in policy and "http:" not in policy and "https:" not in policy
-    written = "".join(path.read_text() for path in (Path(report.__file__).parents[1] / "pages/templates").glob("*"))
-    assert not re.search(
-        r"(?:src|href)=\"?(?:https?:)?//|@import|url\((?!#)", written.replace("http://www.w3.org/2000/svg", "")
-    )
+    written = "".join(path.read_text() for path in FILES.glob("templates/*"))
+    assert not re.search(r"https?://|(?:src|href)=\"?//|@import|url\(", written)
+    library = "".join(text for _, text in page.scripts[1:2])
+    assert not re.search(r"(?:src|href)=|@import|url\(|fetch\(|XMLHttpRequest|sourceMappingURL|</script|<!--", library)
+
+
+def test_the_library_is_the_one_that_is_named():
+    """Its version is in its line of the README, and its licence is beside it."""
+    named = dict(re.findall(r"- `(.+?)`: (.+?) \(", (FILES / "vendor/README.md").read_text()))
+    assert {f"vendor/{name}" for name in named} == set(LIBRARY)
+    for name, version in named.items():
+        assert f"{version.replace(' ', ' v')}\n" in (FILES / "vendor" / name).read_text()[:200]
+        licence = (FILES / "vendor" / f"LICENSE-{version.split()[0].lower()}.txt").read_text()
+        assert "MIT License" in licence and "Permission is hereby granted" in licence
 
 
 def test_settings_that_another_version_does_not_have_are_folded(tmp_path):

@@ -31,8 +31,7 @@ from trainer.observe import metrics, sinks
 from trainer.observe.diagnose_run import diagnose_run
 from trainer.observe.report import StartReport
 from trainer.observe.sinks import Logger
-from trainer.pages.curves import MetricCurves
-from trainer.pages.folder import RunFolder
+from trainer.pages.folder import MetricCurves, RunFolder
 from trainer.sweep.results import clear_trial
 from trainer.training import history
 from trainer.training.session import claim_folder

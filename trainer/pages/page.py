@@ -19,10 +19,9 @@ import jinja2
 
 from trainer.config import ConfigError
 from trainer.observe.metrics import METRICS, stands_for_many
-from trainer.pages import settings, steps
+from trainer.pages import sections
 from trainer.pages.folder import RunFolder
 from trainer.pages.sweeps import SweepFolder
-from trainer.pages.verdict import verdict_context
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.util import tables
 from trainer.util.files import write_atomic
@@ -187,8 +186,10 @@ def open_folders(folders: Sequence[Path], hardware: str = "") -> PageRuns:
     return shown
 
 
-TEMPLATES = Path(__file__).parent / "templates"
-SCRIPTS = ("base.js", "curves.js", "timeline.js", "roofline.js", "search.js", "page.js")
+FILES = Path(__file__).parent
+LIBRARY = ("vendor/chart.umd.min.js", "vendor/chartjs-plugin-zoom.min.js")
+SCRIPTS = (LIBRARY, ("templates/charts.js", "templates/page.js"))
+"""The files of each script element of the page: those of others, and our own."""
 POINTS, FEWEST = 1500, 300
 """The most points of a curve in a page of one run, and in one of many."""
 
@@ -202,7 +203,7 @@ class PageSection(NamedTuple):
 @cache
 def template_environment() -> jinja2.Environment:
     made = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
+        loader=jinja2.FileSystemLoader(FILES / "templates"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -215,16 +216,17 @@ def template_environment() -> jinja2.Environment:
 
 
 @cache
-def own_assets(*names: str) -> str:
-    """Style and script of the page: with the sections made before, the only texts that are not escaped."""
-    return "\n".join((TEMPLATES / name).read_text() for name in names)
+def read_assets(*names: str) -> str:
+    """Style and scripts of the page: with the sections made before, the only texts that are not escaped."""
+    return "\n".join((FILES / name).read_text() for name in names)
 
 
 @cache
 def security_policy(live: bool) -> str:
-    """What the page may do, as a Content-Security-Policy: run its script, use its style."""
-    digest = base64.b64encode(hashlib.sha256(own_assets(*SCRIPTS).encode()).digest()).decode()
-    rules = ("default-src 'none'", f"script-src 'sha256-{digest}'", "style-src 'unsafe-inline'", "img-src data:")
+    """What the page may do, as a Content-Security-Policy: run its scripts, use its style."""
+    digests = [base64.b64encode(hashlib.sha256(read_assets(*names).encode()).digest()).decode() for names in SCRIPTS]
+    scripts = " ".join(f"'sha256-{digest}'" for digest in digests)
+    rules = ("default-src 'none'", f"script-src {scripts}", "style-src 'unsafe-inline'", "img-src data:")
     return "; ".join((*rules, "base-uri 'none'", "form-action 'none'", *["connect-src 'self'"] * live))
 
 
@@ -242,21 +244,17 @@ def drawn_panels(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
 
 def data_of(shown: PageRuns) -> dict[str, Any]:
     """What the script draws: curves, timelines and rooflines of every run, and the plans of searches."""
-    runs = shown.runs
-    most, found = (
-        max(FEWEST, POINTS // max(1, len(runs))),
-        [steps.kernels_of(run, place) for place, run in enumerate(runs)],
-    )
+    most = max(FEWEST, POINTS // max(1, len(shown.runs)))
     return {
-        "panels": drawn_panels(runs),
+        "panels": drawn_panels(shown.runs),
         "runs": [
             {
                 "label": run.label,
                 **run.curves.drawn(most, NOT_DRAWN),
                 "timelines": run.timelines,
-                "roofline": kernels and kernels["roofline"],
+                "roofline": (sections.kernels_of(run, place) or {}).get("roofline"),
             }
-            for run, kernels in zip(runs, found)
+            for place, run in enumerate(shown.runs)
         ],
         "searches": [sweep.drawn() for sweep in shown.sweeps],
     }
@@ -270,16 +268,16 @@ def run_context(run: RunFolder, place: int) -> dict[str, Any]:
         "folder": str(run.folder),
         "status": run.status,
         "steps": run.steps,
-        "about": settings.describe_run(run),
-        "numbers": settings.run_numbers(run),
+        "about": sections.describe_run(run),
+        "numbers": sections.run_numbers(run),
         "tables": {title: rows for title, rows in run.start.get("table", {}).items() if title != "memory"},
         "memory": run.start.get("table", {}).get("memory", []),
-        "settings": settings.all_settings(run),
-        "changed": settings.changed_settings(run),
-        "starts": settings.list_starts(run),
-        "command": settings.format_value(run.start.get("command", "")),
+        "settings": sections.all_settings(run),
+        "changed": sections.changed_settings(run),
+        "starts": sections.list_starts(run),
+        "command": sections.format_value(run.start.get("command", "")),
         "versions": [
-            (name, settings.format_value(one)) for name, one in settings.as_mapping(run.start.get("versions")).items()
+            (name, sections.format_value(one)) for name, one in sections.as_mapping(run.start.get("versions")).items()
         ],
         "replaced": run.replaced,
         "earlier": run.earlier,
@@ -304,19 +302,19 @@ def content_of(shown: PageRuns, data: dict[str, Any]) -> str:
     runs, texts = shown.runs, [run_context(run, place) for place, run in enumerate(shown.runs)]
     sweeps = [sweep.shown() for sweep in shown.sweeps]
     verdicts = [
-        {"label": run.label, "place": place, **verdict_context(run.diagnosis)}
+        {"label": run.label, "place": place, **sections.verdict_context(run.diagnosis)}
         for place, run in enumerate(runs)
         if run.diagnosis
     ]
-    account = steps.account_of(shown.single) if shown.single else None
-    accounts = None if shown.single else steps.accounts_compared(runs)
-    kernels = [found for place, run in enumerate(runs) if (found := steps.kernels_of(run, place))]
-    differing, lacking = ([], []) if shown.single else settings.differing_settings(runs)
+    account = sections.account_of(shown.single) if shown.single else None
+    accounts = None if shown.single else sections.accounts_compared(runs)
+    kernels = [found for place, run in enumerate(runs) if (found := sections.kernels_of(run, place))]
+    differing, lacking = ([], []) if shown.single else sections.differing_settings(runs)
     columns = [run["numbers"] for run in texts]
     groups: dict[str, list[dict[str, Any]]] = {}
     for panel in data["panels"]:
         groups.setdefault(panel["group"], []).append(panel)
-    sections = [
+    present = [
         PageSection("best", "The fastest plan", any(sweep["recipe"] for sweep in sweeps)),
         PageSection("foretold", "Foretold and measured", any(data["searches"])),
         PageSection("trials", "Trials", any(sweep["trials"] for sweep in sweeps)),
@@ -336,18 +334,18 @@ def content_of(shown: PageRuns, data: dict[str, Any]) -> str:
         single=shown.single is not None,
         sweeps=sweeps,
         title=shown.title,
-        sections=[section for section in sections if section.present],
+        sections=[section for section in present if section.present],
         verdicts=verdicts,
         account=account,
         accounts=accounts,
         kernels=kernels,
         differing=differing,
         lacking=lacking,
-        memory=settings.merge_tables([run["memory"] for run in texts]),
-        plans=settings.merge_tables([plan_of(run) for run in texts], alike=False),
+        memory=sections.merge_tables([run["memory"] for run in texts]),
+        plans=sections.merge_tables([plan_of(run) for run in texts], alike=False),
         groups=groups,
         compared=[column[0].name for column in zip(*columns) if any(one.value is not None for one in column)],
-        best=settings.best_of(columns),
+        best=sections.best_of(columns),
         now=time.strftime("%Y-%m-%d %H:%M:%S"),
     )  # fmt: skip
 
@@ -358,8 +356,8 @@ def render_page(shown: PageRuns, version: str | None = None, seconds: float = 0.
     return template_environment().get_template("page.html").render(
         title=shown.title,
         policy=security_policy(version is not None),
-        style=own_assets("style.css"),
-        script=own_assets(*SCRIPTS),
+        style=read_assets("templates/style.css"),
+        scripts=[read_assets(*names) for names in SCRIPTS],
         content=content_of(shown, data),
         data=data,
         version=version,

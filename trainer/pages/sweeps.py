@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.pages.folder import WatchedFiles, json_lines
-from trainer.pages.settings import GIB, NONE, format_exact
-from trainer.pages.verdict import NUMBER
+from trainer.pages.folder import NUMBER, WatchedFiles, json_lines
+from trainer.pages.sections import GIB, NONE, format_exact
 from trainer.util.reading import Shape, make_printable, read_bytes, read_json
 from trainer.util.run_folder import BEST, RESULTS, SEARCH, TRIALS
 from trainer.util.tables import format_bytes, format_count, format_duration, format_number, format_percent

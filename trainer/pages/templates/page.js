@@ -1,31 +1,45 @@
-// Puts the plots into the page, and takes up what is new of runs that go on.
+// What the reader does on the page, and what is new of runs that go on.
 
-function draw() {
-  drawCurves();
-  document.querySelectorAll("figure[data-timeline]").forEach(drawTimeline);
-  document.querySelectorAll("figure[data-roofline]").forEach(drawRoofline);
-  document.querySelectorAll("figure[data-search]").forEach(drawSearch);
-}
+const chartAt = (event) => (event.target.tagName === "CANVAS" ? charts.get(event.target.closest("figure")) : undefined);
 
 document.addEventListener("click", (event) => {
   const button = event.target.closest("button");
   if (!button) return;
-  if (button.dataset.x) [choice.x, choice.zoom] = [button.dataset.x, null];
-  else if (button.dataset.run) {
+  if (button.dataset.x) {
+    choice.x = button.dataset.x;
+    choice.zooms.delete("curves");
+  } else if (button.dataset.run) {
     const run = Number(button.dataset.run);
     if (!choice.hidden.delete(run)) choice.hidden.add(run);
-  } else if (button.id === "reset") choice.zoom = null;
+  } else if (button.id === "reset") choice.zooms.delete("curves");
   else if (button.id === "theme") return theme();
   else if (button.dataset.copy !== undefined) return copy(button);
   else return;
   drawCurves();
 });
 
-document.addEventListener("toggle", (event) => { // what was folded had no width
-  if (!event.target.open) return;
-  event.target.querySelectorAll("figure[data-timeline]").forEach(drawTimeline);
-  event.target.querySelectorAll("figure[data-roofline]").forEach(drawRoofline);
-}, true);
+document.addEventListener("dblclick", (event) => {
+  const one = chartAt(event);
+  if (one && choice.zooms.delete(one.key)) one.redraw(event.target.closest("figure"));
+});
+
+document.addEventListener("pointermove", (event) => {
+  const one = chartAt(event);
+  if (one?.key === "curves") moveCursors(one.chart.scales.x.getValueForPixel(event.offsetX));
+});
+
+for (const kind of ["pointerout", "focusout"]) document.addEventListener(kind, (event) => {
+  const one = chartAt(event);
+  if (one) one.at = one.go(null) ?? null;
+});
+
+document.addEventListener("keydown", (event) => {
+  const one = chartAt(event), far = { ArrowLeft: -1, ArrowRight: 1, PageUp: -10, PageDown: 10, Home: -Infinity, End: Infinity }[event.key];
+  if (far === undefined || !one?.stops.length) return;
+  event.preventDefault();
+  one.at = Math.max(0, Math.min(one.stops.length - 1, (one.at ?? (far > 0 ? -1 : one.stops.length)) + far));
+  one.go(one.stops[one.at]);
+});
 
 document.addEventListener("input", (event) => {
   if (event.target.id === "smooth") {
@@ -42,15 +56,17 @@ function copy(button) {
   navigator.clipboard?.writeText(text).then(() => { button.textContent = "copied"; }, () => {});
 }
 
+const dark = matchMedia("(prefers-color-scheme: dark)");
+
 function theme() {
-  const root = document.documentElement, system = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
-  root.dataset.theme = (root.dataset.theme ?? system) === "dark" ? "light" : "dark";
+  const root = document.documentElement, now = root.dataset.theme ?? (dark.matches ? "dark" : "light");
+  root.dataset.theme = now === "dark" ? "light" : "dark";
   try { localStorage.setItem("theme", root.dataset.theme); } catch { /* a page from a file may have no storage */ }
+  draw();
 }
 try { const kept = localStorage.getItem("theme"); if (kept) document.documentElement.dataset.theme = kept; } catch { /* the same */ }
 
-let width = innerWidth;
-addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; draw(); } });
+dark.addEventListener("change", draw);
 draw();
 
 // The page of trainer watch asks for what is new; what is open stays open, and what is chosen stays chosen.
@@ -63,6 +79,8 @@ async function look() {
       const fresh = await answer.json(), page = document.getElementById("page");
       const open = [...page.querySelectorAll("details[open]")].map((one) => one.id);
       data = fresh.data;
+      for (const { chart } of charts.values()) chart.destroy();
+      charts.clear();
       page.innerHTML = fresh.content; // made by the same template, which escapes all that is a run's
       for (const id of open) document.getElementById(id)?.setAttribute("open", "");
       live.dataset.version = fresh.version;

@@ -75,8 +75,8 @@ def check_pipeline(config: Config, depth: int, plan: Plan, batch: BatchPlan) -> 
         raise ConfigError(problems)
     if plan.pp == 1:  # the order of one rank's micro-batches is not worth a choice
         return (0,), build_schedule("1f1b", 1, batch.accumulation)
-    # Before a schedule of all stages is built, which takes long for many.
-    check_stages(plan.pp * (settings.chunks or 1), plan, depth)
+    if settings.schedule in ("interleaved", "greedy"):  # before all stages are built, which takes long for many
+        check_stages(plan.pp * (settings.chunks or 1), plan, depth)
     if settings.schedule == "greedy":
         schedule, placement = None, place_stages(plan.pp, settings.chunks or 1, "v")
     else:
