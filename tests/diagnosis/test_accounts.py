@@ -21,7 +21,7 @@ from trainer.diagnosis import __main__ as command
 from trainer.diagnosis import time_breakdown as contract
 from trainer.diagnosis import traces
 from trainer.diagnosis.accounts import break_down_step
-from trainer.diagnosis.sample import axis_of, choose_ranks, rank_coordinates, trace_of
+from trainer.diagnosis.ranks import axis_of, choose_ranks, rank_coordinates, trace_of
 from trainer.diagnosis.time_breakdown import TimeBreakdown
 from trainer.planning.schedules import ir
 from trainer.planning.schedules.templates import build_schedule

@@ -16,7 +16,6 @@ from support.accounts import QUIET, Case, accounts, quiet
 from trainer.config import Config
 from trainer.diagnosis.evidence import RunEvidence, RunMachine
 from trainer.diagnosis.report import print_diagnosis
-from trainer.diagnosis.slow_ranks import find_slowest
 from trainer.diagnosis.step_profile import build_profile, busy_seconds, compute_seconds
 from trainer.diagnosis.time_breakdown import LAYERS, breakdown_metrics
 from trainer.diagnosis.verdict import Diagnosis, diagnose_evidence, say_more, to_json
@@ -112,7 +111,9 @@ def test_noise_is_no_straggler(seed):
     assert diagnose_evidence(RunEvidence(Path("runs/x"), profile=noisy)).kind != "straggler"
     slow = build_profile(accounts(Case(QUIET, ranks=2, slow={1: 3.0}), draw, steps=6, noise=0.2))
     assert diagnose_evidence(RunEvidence(Path("runs/x"), profile=slow)).findings[0].cost.detail == "rank 1"
-    assert not find_slowest(build_profile(accounts(Case(QUIET, slow={1: 9.0}), draw, steps=1))).certain
+    alone = build_profile(accounts(Case(QUIET, slow={1: 9.0}), draw, steps=1))
+    costs = diagnose_evidence(RunEvidence(Path("runs/x"), profile=alone)).findings
+    assert not any(one.cost.detail == "rank 1" for one in costs)
 
 
 def test_a_share_is_the_same_in_findings_account_and_metrics(capsys):

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.observe import nvml
-from trainer.observe.hardware import OVER_RANKS, HardwareSampler, clocks_of, over_ranks
+from trainer.observe.hardware import OVER_RANKS, HardwareSampler, over_ranks
 from trainer.observe.metrics import METRICS
 
 VALUES = {2: 91.0, 5: 40.0, 10: 30.0, 20: 1000.0, 21: 500.0, 60: 2000.0, 61: 4000.0}
@@ -177,14 +177,6 @@ def test_of_ranks_whose_clocks_are_held_down_one_with_a_fault_is_named_and_of_th
         over_ranks(some)["hardware/throttle_rank"] for some in ([{}, capped, hot], [hot, capped, braked], [{}, capped])
     ]
     assert ranks == [2, 2, 1] and over_ranks([{"throttle": 0}] * 2)["hardware/throttle_rank"] is None
-    said = clocks_of([capped, hot, {"clock_mhz": 1300, "throttle": 0}], 1)
-    assert said.startswith(
-        "its clock is at 1200 MHz, where the ranks' median is 1200, held down by power cap and hardw"
-    )
-    assert clocks_of([hot, {"clock_mhz": 700, "throttle": 0}], 1).endswith("and nothing holds it down; ")
-    assert clocks_of([{}, {"throttle": 128}], 1) == "its clocks are held down by power brake; " and not clocks_of(
-        [{}], 0
-    )
 
 
 def taken(sampler):

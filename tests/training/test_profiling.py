@@ -12,7 +12,7 @@ from support.launch import launch
 
 import trainer
 from trainer.diagnosis import time_breakdown, traces
-from trainer.diagnosis.sample import trace_of
+from trainer.diagnosis.ranks import trace_of
 from trainer.observe.metrics import read_metrics
 from trainer.util import trace_labels
 

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from trainer.diagnosis.accounts import break_down_step
-from trainer.diagnosis.sample import trace_of
+from trainer.diagnosis.ranks import trace_of
 from trainer.diagnosis.time_breakdown import breakdown_metrics
 from trainer.diagnosis.traces import read_trace
 from trainer.util.lines import LineFile

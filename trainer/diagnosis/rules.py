@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from trainer.config.fields import option
 from trainer.config.hardware import HardwareConfig
 from trainer.diagnosis.evidence import RunEvidence
-from trainer.diagnosis.slow_ranks import find_slowest, peers_median, throttle_reason
+from trainer.diagnosis.ranks import STEADILY, Straggler, find_straggler, logged_ratios, peer_ratios
 from trainer.diagnosis.step_profile import StepProfile, busy_seconds, compute_seconds, transfer_seconds
 from trainer.diagnosis.time_breakdown import AXES, COMPILER, HARDWARE, MODEL, PLAN, RUNTIME, TimeBreakdown
 from trainer.util.tables import format_duration, format_number, format_percent
@@ -25,7 +25,7 @@ class Thresholds:
     data: float = option(0.05, "waiting for the batch, of the step")
     straggler: float = option(0.05, "what the step would win if the slow rank were as fast as its peers")
     slower: float = option(1.10, "a slow rank's own work, as a multiple of the lower median of ranks with equal work")
-    steadily: float = option(0.60, "share of the profiled steps in which that rank is the slowest of its peers")
+    steadily: float = option(STEADILY, "share of the profiled steps in which that rank is the slowest of its peers")
     turns: float = option(0.20, "waiting that even the rank has which waits least: ranks are late in turns")
     host: float = option(0.10, "a device without work because of its host, of the step")
     host_on_cpus: float = option(0.25, "the same of CPUs, which have no queue: all between two operators is the host's")
@@ -96,28 +96,73 @@ def data_costs(profile: StepProfile, evidence: RunEvidence) -> RunCost | None:
 
 def straggler_costs(profile: StepProfile, evidence: RunEvidence) -> RunCost | None:
     """A rank whose own work takes longer than that of its peers, in most steps; or ranks that are late in turns."""
-    slow = find_slowest(profile)
-    if slow is not None and slow.certain and slow.ratio >= THRESHOLDS.slower and slow.steadily >= THRESHOLDS.steadily:
-        without = profile.without(lambda account: max(0.0, compute_seconds(account) - peers_median(profile, account)))
+
+    def lost(account: TimeBreakdown) -> float:
+        return max(0.0, compute_seconds(account) - statistics.median_low(map(compute_seconds, profile.peers(account))))
+
+    slow = find_straggler(
+        [
+            peer_ratios(
+                {one.rank: compute_seconds(one) for one in accounts},
+                {one.rank: one.place.get("pp") for one in accounts},
+            )
+            for accounts in profile.single.values()
+        ]
+    )
+    if slow is not None and slow.is_slow(THRESHOLDS.slower):
         said = [
-            f"rank {slow.account.rank} computes {slow.ratio:.2f} times as long as its peers' median, and is the "
+            f"rank {slow.rank} computes {slow.ratio:.2f} times as long as its peers' median, and is the "
             f"slowest in {slow.steadily:.0%} of the profiled steps"
         ]
+        joined = next(account.last for account in profile.ranks if account.rank == slow.rank)
         said += [
             f"it is the last to join {last} of {compared} collectives ({axis})"
-            for axis, (last, compared) in slow.account.last.items()
+            for axis, (last, compared) in joined.items()
             if compared and last / compared >= THRESHOLDS.steadily
         ]
-        clocks = throttle_reason(evidence, slow.account.rank)
-        said, layer = said + clocks, HARDWARE if clocks else RUNTIME
-        title = f"{evidence.machine.named(slow.account.rank)} is slow, and the others wait for it"
-        return _cost(
-            "straggler", f"rank {slow.account.rank}", layer, title, profile, without, THRESHOLDS.straggler, said
-        )
+        return slow_rank_cost(evidence, slow, profile.seconds, profile.without(lost), said)
     least = min(account.waiting for account in profile.ranks)
     said = [f"every rank waits at least {format_duration(least)} for others in a step, and none is always the last"]
     title = "ranks are late in turns"
     return _cost("straggler", "in turns", RUNTIME, title, profile, profile.seconds - least, THRESHOLDS.turns, said)
+
+
+def slow_rank_cost(
+    evidence: RunEvidence, slow: Straggler, seconds: float, without: float, said: Sequence[str]
+) -> RunCost:
+    """What the others' waiting for a slow rank costs. seconds, without: of the step as it is, and if the rank were as
+    fast as its peers."""
+    clocks, share = throttle_reason(evidence, slow.rank), 1 - without / seconds
+    title = f"{evidence.machine.named(slow.rank)} is slow, and the others wait for it"
+    layer, bounds = HARDWARE if clocks else RUNTIME, share >= THRESHOLDS.straggler
+    return RunCost("straggler", f"rank {slow.rank}", layer, title, share, without, share, bounds, (*said, *clocks))
+
+
+CLOCK, CLOCK_RANK = "hardware/clock_mhz", "hardware/clock_rank"
+"""Metrics: the least clock of all ranks, and whose it is."""
+
+
+def throttle_reason(evidence: RunEvidence, rank: int) -> list[str]:
+    """What the run's hardware metrics say of a rank's clock, where it is the lowest of all, or is held down."""
+    held = evidence.held
+    why = f"held down by {held.why}" if held and held.rank == rank else ""
+    named = Counter(int(value) for value in evidence.values(CLOCK_RANK)[-20:])
+    clocks = evidence.values(CLOCK)[-20:]
+    if not clocks or not named or named.most_common(1)[0][0] != rank:
+        return [f"its clocks are {why}"] if why else []
+    if not held and evidence.throttle:  # of metrics that do not say whose
+        why = f"held down, of this or another rank: {evidence.throttle}"
+    because = f"; clocks are {why}" if why else ""
+    return [f"its clock is the lowest of all ranks, {statistics.median(clocks):.0f} MHz{because}"]
+
+
+def throttle_costs(evidence: RunEvidence, told: str) -> list[str]:
+    """That a rank's clocks are held down, where no cost has said so of it. told: what the costs say."""
+    held = evidence.held
+    if held is None or f"held down by {held.why}" in told:
+        return []
+    more = f", and those of {format_number(held.ranks - 1, 'other rank')} too" if held.ranks > 1 else ""
+    return [f"clocks of {evidence.machine.named(held.rank)} are held down by {held.why}{more}"]
 
 
 def host_costs(profile: StepProfile, evidence: RunEvidence) -> RunCost | None:
@@ -139,12 +184,17 @@ def host_costs(profile: StepProfile, evidence: RunEvidence) -> RunCost | None:
         said.append(f"{format_number(first.launches, 'kernel')}{shortest} a step")
     if first.synchronisations:
         said.append(f"{format_number(first.synchronisations, 'synchronisation')} of host and device a step")
+    if (busy := evidence.values("hardware/host_cpu")) and (most := statistics.median(busy[-20:])) >= BUSY:
+        said.append(f"{most:.0%} of a machine's processors are busy: look for other programs there")
     layer = COMPILER if part == "launch" else RUNTIME
     limit = THRESHOLDS.host_on_cpus if evidence.machine.device == "CPU" else THRESHOLDS.host
     title = {"launch": "the host is too slow for the device", "synchronisation": "the host waits for the device"}
     text = title.get(part, "Python's garbage collector")
     return _cost("host", part, layer, text, profile, profile.without(common), limit, said, profile.share(common))
 
+
+BUSY = 0.9
+"""Share of a machine's processors in use from which on the host's slowness may be due to other programs."""
 
 WORDS = {
     "launch": "before a launch",
@@ -409,25 +459,15 @@ def _data(evidence: RunEvidence, seconds: float) -> RunCost | None:
 
 
 def _straggler(evidence: RunEvidence, seconds: float) -> RunCost | None:
-    """A rank that is named in most lines."""
-    lines = [record for record in evidence.records if record.get("straggler") is not None][-RECENT:]
-    if len(lines) < 2:
+    lines = logged_ratios(evidence.records[-RECENT:])
+    slow = find_straggler(lines)
+    if slow is None or not slow.is_slow(THRESHOLDS.slower):
         return None
-    rank, count = Counter(int(record["straggler_rank"] or 0) for record in lines).most_common(1)[0]
-    ratio = statistics.median(float(record["straggler"]) for record in lines if record["straggler_rank"] == rank)
-    steadily = count / len(lines)
-    without = seconds / max(1.0, ratio)
-    bounds = (
-        ratio >= THRESHOLDS.slower and steadily >= THRESHOLDS.steadily and 1 - without / seconds >= THRESHOLDS.straggler
-    )
     said = [
-        f"rank {rank} is the slowest in {steadily:.0%} of {len(lines)} logged steps; its forward passes take "
-        f"{ratio:.2f} times its peers' median (straggler), which the rest of its step is taken to do as well"
-    ] + throttle_reason(evidence, rank)
-    layer = HARDWARE if len(said) > 1 else RUNTIME
-    title = f"{evidence.machine.named(rank)} is slow, and the others wait for it"
-    share = 1 - without / seconds if bounds else 0.0
-    return RunCost("straggler", f"rank {rank}", layer, title, share, without, share, bounds, tuple(said))
+        f"rank {slow.rank} is the slowest in {slow.steadily:.0%} of {len(lines)} logged steps; its forward passes take "
+        f"{slow.ratio:.2f} times its peers' median (straggler), which the rest of its step is taken to do as well"
+    ]
+    return slow_rank_cost(evidence, slow, seconds, seconds / slow.ratio, said)
 
 
 def _bubble(evidence: RunEvidence, seconds: float) -> RunCost | None:

@@ -12,8 +12,7 @@ from trainer.diagnosis.advice import ShapeAdvice, advise_shapes
 from trainer.diagnosis.evidence import RunEvidence
 from trainer.diagnosis.oom_report import NOTHING, MemoryOverride
 from trainer.diagnosis.roofline import RooflineCeilings, RooflinePoint, build_roofline, find_ceilings
-from trainer.diagnosis.rules import MemoryUse, summarise_memory
-from trainer.diagnosis.slow_ranks import throttle_costs
+from trainer.diagnosis.rules import MemoryUse, summarise_memory, throttle_costs
 from trainer.diagnosis.suggestions import FREED, Suggestions
 from trainer.planning.estimate.step import GIB
 from trainer.util.tables import format_duration, format_percent

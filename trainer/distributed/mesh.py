@@ -150,7 +150,7 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 def own_group(groups: list[list[int]], timeout: datetime.timedelta, name: str) -> dist.ProcessGroup:
     """This rank's of several process groups, which are made by all ranks together; described as those of a dimension of
-    the mesh are, which profiles tell apart (`diagnosis/sample.py`)."""
+    the mesh are, which profiles tell apart (`diagnosis/ranks.py`)."""
     return dist.new_subgroups_by_enumeration(groups, timeout=timeout, group_desc=f"mesh_{name}")[0]
 
 

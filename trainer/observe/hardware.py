@@ -10,11 +10,11 @@ import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 
 import torch
 
-from trainer.observe.nvml import FAULTS, NVMLDevice, throttle_reasons
+from trainer.observe.nvml import FAULTS, NVMLDevice
 from trainer.util import machine
 
 Reading = Mapping[str, float | None]
@@ -123,13 +123,3 @@ def over_ranks(readings: Sequence[Reading]) -> dict[str, float | None]:
         "hardware/throttle_of_rank": None if worst is None else held[worst],
         "hardware/throttle_ranks": len(held) if known else None,
     }
-
-
-def clocks_of(readings: Sequence[Reading], rank: int) -> str:
-    """What the readings of all ranks say of the clocks of one, up to the next thing to be said; empty where nothing."""
-    clocks = [clock for one in readings if (clock := one.get("clock_mhz")) is not None]
-    mine, reasons = readings[rank].get("clock_mhz"), throttle_reasons(int(readings[rank].get("throttle") or 0))
-    if mine is None:
-        return f"its clocks are held down by {reasons}; " if reasons else ""
-    why = f", held down by {reasons}" if reasons else ", and nothing holds it down"
-    return f"its clock is at {mine:.0f} MHz, where the ranks' median is {median(clocks):.0f}{why}; "

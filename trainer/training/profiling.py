@@ -1,6 +1,6 @@
 """Profiles steps while a run goes on; a process beside the run makes their accounts.
 
-The profiler records one step on a few ranks (`diagnosis/sample.py`), and each leaves its trace in a file, with what the
+The profiler records one step on a few ranks (`diagnosis/ranks.py`), and each leaves its trace in a file, with what the
 profiler does not know: which process group serves what, when the schedule's actions ran. Rank 0 then starts a process
 that reads the traces, at the lowest priority (`diagnosis/__main__.py`). On a device the step before is recorded too,
 since a host runs ahead: where the device was when the host began the step is seen in the work that it had left."""
@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from trainer.config import Config
-from trainer.diagnosis.sample import TRACES, axis_of, choose_ranks, trace_of
+from trainer.diagnosis.ranks import TRACES, axis_of, choose_ranks, trace_of
 from trainer.distributed.c10d_internals import list_groups
 from trainer.distributed.mesh import World
-from trainer.observe.pauses import PauseTimes
 from trainer.observe.report import device_name
+from trainer.observe.slowdown import PauseTimes
 from trainer.parallel.pipeline.runtime import PipelineRuntime
 from trainer.planning.schedules import ir
 from trainer.util.files import replace_file
