@@ -13,9 +13,8 @@ from rich.console import Console
 
 from trainer.config import ConfigError
 from trainer.config.options import escape_unprintable
-from trainer.diagnosis import report
 from trainer.diagnosis.time_breakdown import ACCOUNTS
-from trainer.diagnosis.verdict import Diagnosis, to_json
+from trainer.diagnosis.verdict import Diagnosis, print_diagnosis, to_json
 from trainer.observe.diagnose_run import diagnose_run
 from trainer.util.exit_codes import DONE, FAILED, refuse_config
 from trainer.util.files import write_atomic
@@ -65,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             write_diagnosis(given.json or given.run / DIAGNOSIS, diagnosis)
             if given.live:
                 console.clear()
-            report.print_diagnosis(diagnosis, console)
+            print_diagnosis(diagnosis, console)
             if not given.live or diagnosis.evidence.status.get("status") != "running":
                 return DONE
             if (silent := diagnosis.evidence.silent or 0.0) >= given.patience:

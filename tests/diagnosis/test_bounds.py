@@ -18,7 +18,7 @@ from trainer import diagnose
 from trainer.config.compose import CONFIGS
 from trainer.diagnose import diagnose_run
 from trainer.diagnosis.evidence import RunEvidence, RunMachine
-from trainer.diagnosis.step_profile import build_profile
+from trainer.diagnosis.time_breakdown import build_profile
 from trainer.diagnosis.verdict import Diagnosis
 from trainer.diagnosis.verdict import diagnose_evidence as verdict
 from trainer.planning.resolve import compose

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.observe import nvml
+from trainer.observe import hardware
 from trainer.observe.hardware import OVER_RANKS, HardwareSampler, over_ranks
 from trainer.observe.metrics import METRICS
 
@@ -101,7 +101,7 @@ def gpu(monkeypatch):
 
     def find(**faults):
         monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(**faults))
-        return nvml.NVMLDevice.find("1-2")
+        return hardware.NVMLDevice.find("1-2")
 
     return find
 
@@ -109,10 +109,10 @@ def gpu(monkeypatch):
 def test_known_values_become_known_numbers(gpu):
     found = gpu()
     assert found.read() == pytest.approx(READ) and found.read() == pytest.approx(READ)
-    assert nvml.throttle_reasons(READ["throttle"]) == "power cap and hardware thermal slowdown"
+    assert hardware.throttle_reasons(READ["throttle"]) == "power cap and hardware thermal slowdown"
 
 
-COUNTERS = set(nvml.GPM)
+COUNTERS = set(hardware.GPM)
 LOST = {
     "nvmlGpmQueryDeviceSupport": COUNTERS,
     "nvmlGpmSampleAlloc": COUNTERS,
@@ -140,7 +140,7 @@ def test_devices_without_counters_reasons_or_anything(gpu, monkeypatch):
     assert gpu(failing=both).read()["throttle"] is None
     assert gpu(failing=("nvmlInit",)) is None and gpu(failing=("nvmlDeviceGetHandleByUUID",)) is None
     monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
-    assert nvml.NVMLDevice.find("1-2") is None
+    assert hardware.NVMLDevice.find("1-2") is None
 
 
 READINGS = st.fixed_dictionaries({name: st.none() | st.integers(0, 255) for name in OVER_RANKS})
@@ -225,14 +225,14 @@ def test_a_reading_costs_less_than_a_hundredth_of_its_period(tmp_path):
 def test_a_real_gpu_tells_what_it_does():
     pytest.importorskip("pynvml")
     properties = torch.cuda.get_device_properties(0)
-    found = nvml.NVMLDevice.find(str(properties.uuid))
+    found = hardware.NVMLDevice.find(str(properties.uuid))
     square = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     for _ in range(300):
         square @ square
     torch.cuda.synchronize()
     read = found.read()
     assert read["power_watts"] > 20 and read["clock_mhz"] > 100 and read["temperature"] > 10, read
-    assert read["throttle"] is not None and not int(read["throttle"]) & ~sum(nvml.REASONS)
+    assert read["throttle"] is not None and not int(read["throttle"]) & ~sum(hardware.REASONS)
     if properties.major >= 9:
         assert 0 < read["tensor"] <= 1 and 0 < read["sm"] <= 1 and 0 <= read["dram"] <= 1, read
         assert read["pcie_gb_s"] >= 0

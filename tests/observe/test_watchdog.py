@@ -23,7 +23,6 @@ from support.launch import WORKERS, warm_python
 from trainer.cluster.ports import free_ports
 from trainer.config import GuardConfig
 from trainer.observe import flight
-from trainer.observe.neighbours import NeighbourWatch
 from trainer.observe.watchdog import (
     DATA,
     EVALUATING,
@@ -32,6 +31,7 @@ from trainer.observe.watchdog import (
     STARTING,
     STEP,
     Heartbeat,
+    NeighbourWatch,
     RankReport,
     Watchdog,
     describe_ranks,

@@ -12,7 +12,7 @@ from typing import Any
 
 from trainer.cluster.options import NODE, PreflightOptions
 from trainer.config import ConfigError
-from trainer.observe.nvml import SLOWED
+from trainer.observe.hardware import SLOWED
 from trainer.util.run_folder import refuse_links
 
 # Names of `nvidia-smi --query-gpu`; drivers before 535 know the last as clocks_throttle_reasons.active.

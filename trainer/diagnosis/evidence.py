@@ -14,8 +14,7 @@ from trainer.config.model import DEEPEST
 from trainer.config.synonyms import REMOVED, rename_old_settings
 from trainer.diagnosis.accounts import PipelineIdle, idle_of
 from trainer.diagnosis.oom_report import OOMReport
-from trainer.diagnosis.step_profile import StepProfile, build_profile, ordinary_seconds, scale_profile
-from trainer.diagnosis.time_breakdown import TimeBreakdown
+from trainer.diagnosis.time_breakdown import StepProfile, TimeBreakdown, build_profile, ordinary_seconds, scale_profile
 from trainer.planning.estimate.hardware import hardware_names, load_hardware
 from trainer.planning.plan import MOST_PROCESSES
 from trainer.planning.resolve import Layout, check_config, resolve_layout

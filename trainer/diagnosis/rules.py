@@ -11,8 +11,19 @@ from trainer.config.fields import option
 from trainer.config.hardware import HardwareConfig
 from trainer.diagnosis.evidence import RunEvidence
 from trainer.diagnosis.ranks import STEADILY, Straggler, find_straggler, logged_ratios, peer_ratios
-from trainer.diagnosis.step_profile import StepProfile, busy_seconds, compute_seconds, transfer_seconds
-from trainer.diagnosis.time_breakdown import AXES, COMPILER, HARDWARE, MODEL, PLAN, RUNTIME, TimeBreakdown
+from trainer.diagnosis.time_breakdown import (
+    AXES,
+    COMPILER,
+    HARDWARE,
+    MODEL,
+    PLAN,
+    RUNTIME,
+    StepProfile,
+    TimeBreakdown,
+    busy_seconds,
+    compute_seconds,
+    transfer_seconds,
+)
 from trainer.util.tables import format_duration, format_number, format_percent
 
 # The numbers of the rules by which a diagnosis is made, in one place.

@@ -17,7 +17,7 @@ from trainer.diagnosis import oom_report, time_breakdown
 from trainer.diagnosis.evidence import ThrottledRank, collect_evidence, machine_of
 from trainer.diagnosis.verdict import Diagnosis, diagnose_evidence
 from trainer.observe import metrics
-from trainer.observe.nvml import REASONS, throttle_reasons
+from trainer.observe.hardware import REASONS, throttle_reasons
 from trainer.util.reading import Malformed, make_printable, read_json
 from trainer.util.run_folder import LOG, METRICS_FILE, STARTS, STATUS
 
