@@ -12,6 +12,7 @@ from trainer.config import Config, ConfigError
 from trainer.config.fields import option
 from trainer.config.hardware import HardwareConfig
 from trainer.config.options import escape_unprintable, format_usage, parse_options
+from trainer.config.typed import changed_settings
 from trainer.data.lengths import with_lengths
 from trainer.diagnosis.advice import ShapeAdvice, advise_shapes
 from trainer.planning.estimate import report
@@ -101,7 +102,7 @@ def print_estimates(found: list[StepEstimate], title: str, options: EstimateOpti
             plan["shapes"] = [asdict(advice) for advice in shapes_of(one)]
         write_atomic(Path(options.json), json.dumps(plans, indent=1))
     if options.out:
-        settings = report.changed_settings(chosen.config, base)
+        settings = changed_settings(chosen.config, base)
         write_atomic(Path(options.out), report.format_recipe(settings, report.format_prediction(chosen)))
     if options.plot:
         from trainer.plots.estimate import draw_estimate

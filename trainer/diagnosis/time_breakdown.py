@@ -222,12 +222,6 @@ def read_breakdowns(run: str | Path) -> list[TimeBreakdown]:
     return accounts
 
 
-def newest_breakdowns(accounts: Sequence[TimeBreakdown]) -> list[TimeBreakdown]:
-    """Those of the step that was profiled last, in order of rank."""
-    last = {account.rank: account for account in accounts if account.step == accounts[-1].step}
-    return [last[rank] for rank in sorted(last)]
-
-
 def cost_share(accounts: Sequence[TimeBreakdown], cost: Callable[[TimeBreakdown], float]) -> float:
     """What a cost is of the step, 0 to 1: its seconds on all ranks over those that the step took on all of them. The
     one definition for findings, tables and metrics."""

@@ -10,16 +10,12 @@ from typing import Any
 
 from trainer.config import Config, ConfigError
 from trainer.config.hardware import HardwareConfig
-from trainer.config.typed import flatten_values
+from trainer.config.typed import changed_settings, flatten_values
 from trainer.planning.decide import describe_measures
 from trainer.planning.estimate.plans import DEGREES, PIPELINE, rank_plans
-from trainer.planning.estimate.report import changed_settings
 from trainer.planning.estimate.step import GIB, StepEstimate
-from trainer.planning.plan_overrides import FREE, global_size
+from trainer.planning.plan_overrides import FREE, NUMBERS, global_size
 from trainer.tuning.engines import PlanOption
-
-NUMBERS = ("precision.", "parallel.grad_comm.")
-"""Settings of `FREE` that change the numbers of training beyond rounding."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +31,11 @@ class SearchPlan:
 
 def frozen_differences(base: Config, tried: Sequence[Config], allowed: Collection[str]) -> list[str]:
     """Settings that combinations of values differ in, that change the numbers of training, and are not allowed to."""
-    before = flatten_values(asdict(base))
     names = {
         name
         for config in tried
-        for name, value in flatten_values(asdict(config)).items()
-        if value != before.get(name) and (not name.startswith(FREE) or name.startswith(NUMBERS))
+        for name in changed_settings(config, base)
+        if not name.startswith(FREE) or name.startswith(NUMBERS)
     }
     return sorted(name for name in names if not any(f"{name}.".startswith(f"{one}.") for one in allowed))
 
