@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.checkpoint import checkpoint
 
 from trainer.config import ConfigError
-from trainer.diagnosis import __main__ as command
+from trainer.diagnosis import accounts as command
 from trainer.diagnosis import time_breakdown as contract
 from trainer.diagnosis import traces
 from trainer.diagnosis.accounts import break_down_step

@@ -1,14 +1,25 @@
-"""From the traces of a step to its accounts."""
+"""Writes the accounts of a step, from the traces that its ranks leave: `python -m trainer.diagnosis.accounts RUN STEP
+RANK...`.
+
+A run starts it when it has profiled a step, and goes on: reading traces takes seconds of a processor, which training
+should not feel. It waits for the traces of all the ranks; of a rank that leaves none within `PATIENCE`, there is no
+account."""
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from trainer.diagnosis.time_breakdown import AXES, TimeBreakdown
+from trainer.diagnosis.ranks import trace_of
+from trainer.diagnosis.time_breakdown import AXES, TimeBreakdown, breakdown_metrics
 from trainer.diagnosis.traces import (
     COMPUTE,
     HOST_KINDS,
@@ -26,12 +37,15 @@ from trainer.diagnosis.traces import (
     forward_products,
     kind_of,
     nest_events,
+    read_trace,
     term_of,
     uncovered_gaps,
 )
 from trainer.planning.schedules import ir
 from trainer.planning.schedules.costs import StageCosts
 from trainer.planning.schedules.simulate import simulate_schedule
+from trainer.util.lines import LineFile
+from trainer.util.run_folder import ACCOUNTS
 from trainer.util.trace_labels import AWAITS, COLLECTOR, DATA, GROUP, SENDS, STEP, WAIT
 
 # A trace of a CUDA device: kernels compute and communicate, and while none runs, the host tells why.
@@ -459,3 +473,23 @@ def split_bubble(terms: dict[str, int], idle: PipelineIdle | None) -> None:
     imbalance = min(max(round(idle.measured * 1e9) - own, 0), waited - own)
     terms["bubble/schedule"], terms["bubble/imbalance"] = own, imbalance
     terms["communication/pipeline/transfer"] += waited - own - imbalance
+
+
+PATIENCE = 120.0
+"""Seconds that traces are waited for."""
+
+
+def main(run: Path, step: int, ranks: list[int]) -> None:
+    """Adds the accounts of a step to those of a run, and prints their metrics."""
+    paths, end = [trace_of(run, step, rank) for rank in ranks], time.monotonic() + PATIENCE
+    while not all(path.exists() for path in paths) and time.monotonic() < end:
+        time.sleep(0.05)
+    found = break_down_step([read_trace(path) for path in paths if path.exists()])
+    with LineFile(run / ACCOUNTS) as file:
+        file.append("".join(f"{account.dumps()}\n" for account in found))
+    print(json.dumps(breakdown_metrics(found)))
+
+
+if __name__ == "__main__":
+    os.nice(19)
+    main(Path(sys.argv[1]), int(sys.argv[2]), [int(rank) for rank in sys.argv[3:]])
