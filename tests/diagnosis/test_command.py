@@ -217,7 +217,7 @@ def test_without_a_profile_a_bubble_is_told_by_the_last_step_s_actions(tmp_path,
     write_timeline(run / "schedule" / "measured.json", step.spans, step.makespan)
     (run / "schedule" / "schedule.csv").write_text(ir.format_schedule(schedule))
     first = diagnose.diagnose_run(run).findings[0]
-    assert first.cost.detail == part and "its own" in first.cost.evidence[1]
+    assert first.cost.detail == part and "schedule's own" in first.cost.evidence[1]
     texts = [one.text for one in first.overrides]
     assert ("parallel.pipeline.split=balanced" in texts) == (part == "imbalance") and texts
     if part == "imbalance":

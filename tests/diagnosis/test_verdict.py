@@ -170,14 +170,39 @@ def test_metrics_alone_say_what_they_can():
     assert silent.kind == "unknown" and silent.text.endswith("go on with logging.profile=50")
     data = kind(data_seconds=0.3)
     assert data.kind == "data" and data.findings[0].seconds == pytest.approx(0.7)
-    assert data.findings[0].cost.evidence == ("of 1.00 s a step waits 300 ms for its batch on the slowest rank",)
+    assert data.findings[0].cost.evidence == ("a step waits 300 ms for its batch on the slowest rank",)
     slow = kind(straggler=1.5, straggler_rank=3)
     assert slow.kind == "straggler" and slow.findings[0].cost.detail == "rank 3"
     assert kind(straggler=1.02, straggler_rank=3).kind == "unknown"
     assert kind(bubble=0.4).kind == "bubble"
     saves = kind(checkpoint_seconds=0.25, evaluation_seconds=0.02)
-    assert saves.kind == "checkpoint" and saves.findings[0].cost.share == pytest.approx(0.2)
+    assert saves.kind == "checkpoint" and saves.findings[0].cost.share == pytest.approx(0.25 / 1.27)
     assert kind(evaluation_seconds=0.25).kind == "evaluation" and kind(evaluation_seconds=0.05).kind == "unknown"
+
+
+def test_a_pause_counts_for_the_steps_of_its_line():
+    """Of 11 steps, ten have a quarter of a second each."""
+    records = [{"step": 1, "step_seconds": 1.0}, {"step": 11, "step_seconds": 1.0, "checkpoint_seconds": 0.25}]
+    found = diagnose_evidence(RunEvidence(Path("runs/x"), [*records, {"step": 12, "step_seconds": 1.0}]))
+    pause = 2.5 / 11
+    assert found.findings[0].cost.share == pytest.approx(pause / (1 + pause))
+
+
+NUMBER = st.floats(allow_nan=False, allow_infinity=False, min_value=-1e299, max_value=1e299)
+LINE = st.fixed_dictionaries(
+    {"step_seconds": NUMBER},
+    optional=dict.fromkeys(
+        ["data_seconds", "bubble", "straggler", "checkpoint_seconds", "evaluation_seconds", "memory_gib"], NUMBER
+    )
+    | {"straggler_rank": st.integers(0, 9)},
+)
+
+
+@given(st.lists(LINE, min_size=1, max_size=12))
+def test_whatever_the_metrics_the_shares_are_shares(lines):
+    records = [{"step": step} | line for step, line in enumerate(lines, 1)]
+    for one in diagnose_evidence(RunEvidence(Path("runs/x"), records)).findings:
+        assert 0 <= one.cost.share <= 1 and one.seconds >= 0, one.cost
 
 
 @pytest.mark.parametrize("seconds", [1e-6, 0.002, 0.22, 0.61, 1.0, 7.0, 400.0])
