@@ -18,7 +18,7 @@ from trainer import diagnose
 from trainer.config import typed
 from trainer.config.compose import CONFIGS
 from trainer.config.synonyms import REMOVED
-from trainer.diagnosis.evidence import collect_evidence
+from trainer.diagnosis.evidence import RunEvidence, collect_evidence
 from trainer.diagnosis.time_breakdown import ACCOUNTS
 from trainer.observe.hardware import over_ranks
 from trainer.observe.watchdog import Heartbeat, RankReport
@@ -184,7 +184,7 @@ def test_the_plan_of_a_run_of_an_earlier_version_is_known_or_said_why_not(tmp_pa
         section = section[one]
     section[name] = value or 4
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
-    found = collect_evidence(tmp_path, [], [], {})
+    found = collect_evidence(RunEvidence(tmp_path), [])
     assert (found.layout is None) == bool(value)
     said = [note for note in found.notes if "the plan is not known" in note]
     assert len(said) == bool(value) and all(f"{removed} was removed; set" in note for note in said)
@@ -199,7 +199,7 @@ def test_the_plan_of_a_run_with_old_names_is_known(tmp_path):
     parallel["zero"]["transport"] = {"nccl": "collectives"}[parallel["zero"].pop("collectives")]
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
     (tmp_path / "starts.jsonl").write_text('{"processes": 4, "hosts": {"a": 4}, "devices": {"NVIDIA H200": 4}}\n')
-    found = collect_evidence(tmp_path, [], [], {})
+    found = collect_evidence(RunEvidence(tmp_path), [])
     assert found.config is not None and found.config.parallel == config.parallel and found.layout is not None
 
 

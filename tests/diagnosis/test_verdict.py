@@ -141,6 +141,14 @@ def test_the_axis_and_the_part_are_named():
     assert told(Case(QUIET, stages=(1.0, 1.0), micro=2)).findings[0].cost.detail == "schedule"
 
 
+@pytest.mark.parametrize("busy, named", [(0.97, True), (0.5, False)])
+def test_other_programs_are_suspected_where_a_slow_host_is_busy(busy, named):
+    case = Case({**QUIET, "host/launch": 0.6})
+    records = [{"step": step, "step_seconds": 1.0, "hardware/host_cpu": busy} for step in range(1, 30)]
+    first = told(case, records=records).findings[0].cost
+    assert first.kind == "host" and any(f"{busy:.0%} of a machine's proc" in text for text in first.evidence) == named
+
+
 def test_memory_that_is_full_bounds_where_nothing_else_does():
     hardware = load_hardware("h200")
     full = [{"step": step, "step_seconds": 1.0, "memory_gib": 0.97 * hardware.memory} for step in (1, 2, 3)]

@@ -25,6 +25,7 @@ from trainer.diagnosis.time_breakdown import (
     compute_seconds,
     transfer_seconds,
 )
+from trainer.planning.decide import SHARE
 from trainer.util.tables import format_duration, format_number, format_percent
 
 # The numbers of the rules by which a diagnosis is made, in one place.
@@ -45,7 +46,7 @@ class Thresholds:
     bubble: float = option(0.10, "waiting of pipeline ranks for each other, of the step")
     checkpoint: float = option(0.05, "saving, of the step on average")
     evaluation: float = option(0.10, "evaluating, of the step on average")
-    full: float = option(0.92, "memory at the peak, of a device's or of a machine's")
+    full: float = option(SHARE, "memory at the peak, of a device's or of a machine's")
     recompute: float = option(0.15, "recompute and copies to host memory, of the computation")
     memory_bound: float = option(0.35, "kernels that the memory's bandwidth bounds, of the computation")
     compute: float = option(0.60, "matrix products and attention, of the step")

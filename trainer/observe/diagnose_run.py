@@ -14,7 +14,7 @@ from statistics import median_low, mode
 from typing import Any
 
 from trainer.diagnosis import oom_report, time_breakdown
-from trainer.diagnosis.evidence import ThrottledRank, collect_evidence, machine_of
+from trainer.diagnosis.evidence import RunEvidence, ThrottledRank, collect_evidence, machine_of
 from trainer.diagnosis.verdict import Diagnosis, diagnose_evidence
 from trainer.observe import metrics
 from trainer.observe.hardware import REASONS, throttle_reasons
@@ -43,13 +43,17 @@ def diagnose_run(folder: Path, hardware: str = "", config_dir: str | None = None
     started = accounts or stalled or status
     records = [] if started and not _logged(folder) else [*deque(metrics.iterate_metrics(folder), LATEST)]
     newest = [record for record in records if record.get("step_seconds") is not None][-NOW:]
-    throttle, lacked, silent = (
-        throttle_reasons(throttle_reasons_in(newest)),
-        oom_report.read_oom_report(folder),
-        seconds_since_write(folder, status),
+    known = RunEvidence(
+        folder,
+        records,
+        status=status,
+        stalled=stalled,
+        throttle=throttle_reasons(throttle_reasons_in(newest)),
+        held=throttled_rank(newest),
+        shortage=oom_report.read_oom_report(folder),
+        silent=seconds_since_write(folder, status),
     )
-    known = folder, records, accounts, status, stalled, throttle
-    return diagnose_evidence(collect_evidence(*known, hardware, config_dir, lacked, silent, throttled_rank(newest)))
+    return diagnose_evidence(collect_evidence(known, accounts, hardware, config_dir))
 
 
 def throttle_reasons_in(lines: Sequence[Mapping[str, Any]], key: str = "hardware/throttle") -> int:
