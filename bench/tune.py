@@ -44,7 +44,7 @@ from trainer.planning.estimate.hardware import load_hardware
 from trainer.training.state import TrainState
 from trainer.training.step import train_step
 from trainer.tuning.engines import PlanOption, TrialOutcome, choose_next, fastest_outcome, untried_plans
-from trainer.tuning.space import SearchPlan, list_plans
+from trainer.tuning.study import SearchPlan, list_plans
 
 GRID = {
     "schedule": ("", "1f1b", "interleaved", "zb_v"),

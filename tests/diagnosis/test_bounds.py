@@ -17,7 +17,7 @@ from support.launch import launch
 from trainer.commands import diagnose
 from trainer.config.fields import CONFIGS
 from trainer.diagnosis.evidence import RunEvidence, RunMachine
-from trainer.diagnosis.step_profile import build_profile
+from trainer.diagnosis.time_breakdown import build_profile
 from trainer.diagnosis.verdict import Diagnosis
 from trainer.diagnosis.verdict import diagnose_evidence as verdict
 from trainer.observe.diagnose_run import diagnose_run

@@ -18,7 +18,7 @@ from trainer.commands import diagnose
 from trainer.config import typed
 from trainer.config.fields import CONFIGS
 from trainer.config.synonyms import REMOVED
-from trainer.diagnosis.evidence import collect_evidence
+from trainer.diagnosis.evidence import RunEvidence, collect_evidence
 from trainer.diagnosis.time_breakdown import ACCOUNTS
 from trainer.observe.diagnose_run import diagnose_run
 from trainer.observe.hardware import over_ranks
@@ -185,7 +185,7 @@ def test_the_plan_of_a_run_of_an_earlier_version_is_known_or_said_why_not(tmp_pa
         section = section[one]
     section[name] = value or 4
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
-    found = collect_evidence(tmp_path, [], [], {})
+    found = collect_evidence(RunEvidence(tmp_path), [])
     assert (found.layout is None) == bool(value)
     said = [note for note in found.notes if "the plan is not known" in note]
     assert len(said) == bool(value) and all(f"{removed} was removed; set" in note for note in said)
@@ -200,7 +200,7 @@ def test_the_plan_of_a_run_with_old_names_is_known(tmp_path):
     parallel["zero"]["transport"] = {"nccl": "collectives"}[parallel["zero"].pop("collectives")]
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
     (tmp_path / "starts.jsonl").write_text('{"processes": 4, "hosts": {"a": 4}, "devices": {"NVIDIA H200": 4}}\n')
-    found = collect_evidence(tmp_path, [], [], {})
+    found = collect_evidence(RunEvidence(tmp_path), [])
     assert found.config is not None and found.config.parallel == config.parallel and found.layout is not None
 
 
@@ -218,7 +218,7 @@ def test_without_a_profile_a_bubble_is_told_by_the_last_step_s_actions(tmp_path,
     write_timeline(run / "schedule" / "measured.json", step.spans, step.makespan)
     (run / "schedule" / "schedule.csv").write_text(ir.format_schedule(schedule))
     first = diagnose_run(run).findings[0]
-    assert first.cost.detail == part and "its own" in first.cost.evidence[1]
+    assert first.cost.detail == part and "schedule's own" in first.cost.evidence[1]
     texts = [one.text for one in first.overrides]
     assert ("parallel.pipeline.split=balanced" in texts) == (part == "imbalance") and texts
     if part == "imbalance":

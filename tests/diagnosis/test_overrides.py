@@ -11,19 +11,13 @@ from support.estimates import every_way, lacking
 
 from trainer.config import Config, typed
 from trainer.diagnosis.evidence import RunEvidence, RunMachine
-from trainer.diagnosis.suggestions import ALTERNATIVES, FREED, MAX_SUGGESTIONS, Suggestions
+from trainer.diagnosis.suggestions import FREED, MAX_SUGGESTIONS, MOVES, Suggestions
 from trainer.planning.cost.devices import peak_flops
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.step import estimate_step
 from trainer.planning.resolve import compose, resolve_layout
 
 H200 = load_hardware("h200")
-DETAILS = {
-    "communication": ("tensor", "data", "pipeline"),
-    "bubble": ("schedule", "imbalance"),
-    "memory capacity": ("full", "recompute"),
-    "memory bandwidth": ("kernels", "optimizer"),
-}
 RUNS = {
     "zero3": (8, ["+config=llama3_8b", "parallel=zero3", "batch.accumulation=8", "compile=false"]),
     "tp4_pp2": (
@@ -58,10 +52,9 @@ def test_overrides_can_be_pasted(name):
     known, overrides = evidence(name)
     workshop, offered, world = Suggestions(known, 1.0), {}, known.machine.processes
     before = estimate_step(known.config, known.layout, H200)
-    for kind in ALTERNATIVES:
-        for detail in DETAILS.get(kind, ("",)):
-            for one in workshop.against(kind, detail):
-                offered.setdefault(one.text, ((kind, detail), one))
+    for bound in MOVES:
+        for one in workshop.against(*bound):
+            offered.setdefault(one.text, (bound, one))
     for text, (bound, one) in list(offered.items())[:6]:
         pasted = compose([*overrides, *shlex.split(text)], world_size=world)
         layout = resolve_layout(pasted, world, pasted.model, 8)

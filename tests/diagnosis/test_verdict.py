@@ -15,11 +15,8 @@ from support.accounts import QUIET, Case, accounts, quiet
 
 from trainer.config import Config
 from trainer.diagnosis.evidence import RunEvidence, RunMachine
-from trainer.diagnosis.report import print_diagnosis
-from trainer.diagnosis.slow_ranks import find_slowest
-from trainer.diagnosis.step_profile import build_profile, busy_seconds, compute_seconds
-from trainer.diagnosis.time_breakdown import LAYERS, breakdown_metrics
-from trainer.diagnosis.verdict import Diagnosis, diagnose_evidence, say_more, to_json
+from trainer.diagnosis.time_breakdown import LAYERS, breakdown_metrics, build_profile, busy_seconds, compute_seconds
+from trainer.diagnosis.verdict import Diagnosis, diagnose_evidence, print_diagnosis, say_more, to_json
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.resolve import compose
 from trainer.util.tables import format_percent
@@ -112,7 +109,9 @@ def test_noise_is_no_straggler(seed):
     assert diagnose_evidence(RunEvidence(Path("runs/x"), profile=noisy)).kind != "straggler"
     slow = build_profile(accounts(Case(QUIET, ranks=2, slow={1: 3.0}), draw, steps=6, noise=0.2))
     assert diagnose_evidence(RunEvidence(Path("runs/x"), profile=slow)).findings[0].cost.detail == "rank 1"
-    assert not find_slowest(build_profile(accounts(Case(QUIET, slow={1: 9.0}), draw, steps=1))).certain
+    alone = build_profile(accounts(Case(QUIET, slow={1: 9.0}), draw, steps=1))
+    costs = diagnose_evidence(RunEvidence(Path("runs/x"), profile=alone)).findings
+    assert not any(one.cost.detail == "rank 1" for one in costs)
 
 
 def test_a_share_is_the_same_in_findings_account_and_metrics(capsys):
@@ -140,6 +139,14 @@ def test_the_axis_and_the_part_are_named():
     host = told(Case({**QUIET, "host/synchronisation": 0.4})).findings[0].cost
     assert host.detail == "synchronisation" and host.layer == "runtime orchestration"
     assert told(Case(QUIET, stages=(1.0, 1.0), micro=2)).findings[0].cost.detail == "schedule"
+
+
+@pytest.mark.parametrize("busy, named", [(0.97, True), (0.5, False)])
+def test_other_programs_are_suspected_where_a_slow_host_is_busy(busy, named):
+    case = Case({**QUIET, "host/launch": 0.6})
+    records = [{"step": step, "step_seconds": 1.0, "hardware/host_cpu": busy} for step in range(1, 30)]
+    first = told(case, records=records).findings[0].cost
+    assert first.kind == "host" and any(f"{busy:.0%} of a machine's proc" in text for text in first.evidence) == named
 
 
 def test_memory_that_is_full_bounds_where_nothing_else_does():
@@ -171,14 +178,39 @@ def test_metrics_alone_say_what_they_can():
     assert silent.kind == "unknown" and silent.text.endswith("go on with logging.profile=50")
     data = kind(data_seconds=0.3)
     assert data.kind == "data" and data.findings[0].seconds == pytest.approx(0.7)
-    assert data.findings[0].cost.evidence == ("of 1.00 s a step waits 300 ms for its batch on the slowest rank",)
+    assert data.findings[0].cost.evidence == ("a step waits 300 ms for its batch on the slowest rank",)
     slow = kind(straggler=1.5, straggler_rank=3)
     assert slow.kind == "straggler" and slow.findings[0].cost.detail == "rank 3"
     assert kind(straggler=1.02, straggler_rank=3).kind == "unknown"
     assert kind(bubble=0.4).kind == "bubble"
     saves = kind(checkpoint_seconds=0.25, evaluation_seconds=0.02)
-    assert saves.kind == "checkpoint" and saves.findings[0].cost.share == pytest.approx(0.2)
+    assert saves.kind == "checkpoint" and saves.findings[0].cost.share == pytest.approx(0.25 / 1.27)
     assert kind(evaluation_seconds=0.25).kind == "evaluation" and kind(evaluation_seconds=0.05).kind == "unknown"
+
+
+def test_a_pause_counts_for_the_steps_of_its_line():
+    """Of 11 steps, ten have a quarter of a second each."""
+    records = [{"step": 1, "step_seconds": 1.0}, {"step": 11, "step_seconds": 1.0, "checkpoint_seconds": 0.25}]
+    found = diagnose_evidence(RunEvidence(Path("runs/x"), [*records, {"step": 12, "step_seconds": 1.0}]))
+    pause = 2.5 / 11
+    assert found.findings[0].cost.share == pytest.approx(pause / (1 + pause))
+
+
+NUMBER = st.floats(allow_nan=False, allow_infinity=False, min_value=-1e299, max_value=1e299)
+LINE = st.fixed_dictionaries(
+    {"step_seconds": NUMBER},
+    optional=dict.fromkeys(
+        ["data_seconds", "bubble", "straggler", "checkpoint_seconds", "evaluation_seconds", "memory_gib"], NUMBER
+    )
+    | {"straggler_rank": st.integers(0, 9)},
+)
+
+
+@given(st.lists(LINE, min_size=1, max_size=12))
+def test_whatever_the_metrics_the_shares_are_shares(lines):
+    records = [{"step": step} | line for step, line in enumerate(lines, 1)]
+    for one in diagnose_evidence(RunEvidence(Path("runs/x"), records)).findings:
+        assert 0 <= one.cost.share <= 1 and one.seconds >= 0, one.cost
 
 
 @pytest.mark.parametrize("seconds", [1e-6, 0.002, 0.22, 0.61, 1.0, 7.0, 400.0])

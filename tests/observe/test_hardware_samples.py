@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.observe import nvml
-from trainer.observe.hardware import OVER_RANKS, HardwareSampler, clocks_of, over_ranks
+from trainer.observe import hardware
+from trainer.observe.hardware import OVER_RANKS, HardwareSampler, over_ranks
 from trainer.observe.metrics import METRICS
 
 VALUES = {2: 91.0, 5: 40.0, 10: 30.0, 20: 1000.0, 21: 500.0, 60: 2000.0, 61: 4000.0}
@@ -101,7 +101,7 @@ def gpu(monkeypatch):
 
     def find(**faults):
         monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(**faults))
-        return nvml.NVMLDevice.find("1-2")
+        return hardware.NVMLDevice.find("1-2")
 
     return find
 
@@ -109,10 +109,10 @@ def gpu(monkeypatch):
 def test_known_values_become_known_numbers(gpu):
     found = gpu()
     assert found.read() == pytest.approx(READ) and found.read() == pytest.approx(READ)
-    assert nvml.throttle_reasons(READ["throttle"]) == "power cap and hardware thermal slowdown"
+    assert hardware.throttle_reasons(READ["throttle"]) == "power cap and hardware thermal slowdown"
 
 
-COUNTERS = set(nvml.GPM)
+COUNTERS = set(hardware.GPM)
 LOST = {
     "nvmlGpmQueryDeviceSupport": COUNTERS,
     "nvmlGpmSampleAlloc": COUNTERS,
@@ -140,7 +140,7 @@ def test_devices_without_counters_reasons_or_anything(gpu, monkeypatch):
     assert gpu(failing=both).read()["throttle"] is None
     assert gpu(failing=("nvmlInit",)) is None and gpu(failing=("nvmlDeviceGetHandleByUUID",)) is None
     monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
-    assert nvml.NVMLDevice.find("1-2") is None
+    assert hardware.NVMLDevice.find("1-2") is None
 
 
 READINGS = st.fixed_dictionaries({name: st.none() | st.integers(0, 255) for name in OVER_RANKS})
@@ -177,14 +177,6 @@ def test_of_ranks_whose_clocks_are_held_down_one_with_a_fault_is_named_and_of_th
         over_ranks(some)["hardware/throttle_rank"] for some in ([{}, capped, hot], [hot, capped, braked], [{}, capped])
     ]
     assert ranks == [2, 2, 1] and over_ranks([{"throttle": 0}] * 2)["hardware/throttle_rank"] is None
-    said = clocks_of([capped, hot, {"clock_mhz": 1300, "throttle": 0}], 1)
-    assert said.startswith(
-        "its clock is at 1200 MHz, where the ranks' median is 1200, held down by power cap and hardw"
-    )
-    assert clocks_of([hot, {"clock_mhz": 700, "throttle": 0}], 1).endswith("and nothing holds it down; ")
-    assert clocks_of([{}, {"throttle": 128}], 1) == "its clocks are held down by power brake; " and not clocks_of(
-        [{}], 0
-    )
 
 
 def taken(sampler):
@@ -233,14 +225,14 @@ def test_a_reading_costs_less_than_a_hundredth_of_its_period(tmp_path):
 def test_a_real_gpu_tells_what_it_does():
     pytest.importorskip("pynvml")
     properties = torch.cuda.get_device_properties(0)
-    found = nvml.NVMLDevice.find(str(properties.uuid))
+    found = hardware.NVMLDevice.find(str(properties.uuid))
     square = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     for _ in range(300):
         square @ square
     torch.cuda.synchronize()
     read = found.read()
     assert read["power_watts"] > 20 and read["clock_mhz"] > 100 and read["temperature"] > 10, read
-    assert read["throttle"] is not None and not int(read["throttle"]) & ~sum(nvml.REASONS)
+    assert read["throttle"] is not None and not int(read["throttle"]) & ~sum(hardware.REASONS)
     if properties.major >= 9:
         assert 0 < read["tensor"] <= 1 and 0 < read["sm"] <= 1 and 0 <= read["dram"] <= 1, read
         assert read["pcie_gb_s"] >= 0

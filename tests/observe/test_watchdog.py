@@ -23,8 +23,6 @@ from support.launch import WORKERS, warm_python
 from trainer.cluster.ports import free_ports
 from trainer.config import GuardConfig
 from trainer.observe import flight
-from trainer.observe.neighbours import NeighbourWatch
-from trainer.observe.stragglers import StragglerAlert, find_straggler
 from trainer.observe.watchdog import (
     DATA,
     EVALUATING,
@@ -33,6 +31,7 @@ from trainer.observe.watchdog import (
     STARTING,
     STEP,
     Heartbeat,
+    NeighbourWatch,
     RankReport,
     Watchdog,
     describe_ranks,
@@ -249,21 +248,3 @@ def test_a_stall_ends_every_rank_and_names_those_that_hold_up_the_others(tmp_pat
     assert "in hang" in outputs[3][1]  # what C prints of the rank that ran no Python
     status = json.loads((tmp_path / "status.json").read_text())
     assert status["status"] == "failed" and "rank 3 does not answer" in status["reason"]
-
-
-def test_the_slowest_rank_is_compared_with_its_peers():
-    assert find_straggler([1.0, 1.0, 3.0, 2.0], [0, 0, 1, 1]) == (
-        1.5,
-        2,
-    )  # stages differ, and that is no fault of theirs
-    assert find_straggler([1.0, 1.0, 1.1, 2.0], [0] * 4) == (pytest.approx(2.0), 3)
-    assert find_straggler([5.0, 1.0], [0, 1]) == (None, None) and find_straggler([0.0, 0.0], [0, 0]) == (None, None)
-
-
-def test_a_slow_rank_is_told_of_once_and_only_when_it_stays_slow():
-    stragglers = StragglerAlert(GuardConfig(slow_factor=1.5, slow_lines=3))
-    seen = [
-        stragglers.add(*one)
-        for one in [(2.0, 1), (2.0, 1), (1.2, 1), (2.0, 1), (2.0, 0), (2.0, 0), (2.0, 0), (2.0, 0), (None, None)]
-    ]
-    assert seen == [False] * 6 + [True, False, False]

@@ -18,7 +18,7 @@ from trainer.config.fields import CONFIGS
 from trainer.config.hardware import HardwareConfig
 from trainer.config.model import AttentionSpec, FeedForwardSpec, ModelSpec, NormSpec, assign_fields
 from trainer.diagnosis.evidence import RunEvidence, RunMachine
-from trainer.diagnosis.suggestions import ALTERNATIVES, FREED, Suggestions
+from trainer.diagnosis.suggestions import FREED, Suggestions
 from trainer.parallel.pipeline.plan import resolve_pipeline
 from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.seconds import step_seconds
@@ -143,5 +143,4 @@ def lacking(config: Config, world: int = 1, **more: Any) -> Suggestions:
 def every_way(config: Config, world: int = 1) -> list[str]:
     """Texts of all that is offered where nothing is predicted."""
     workshop = lacking(config, world)
-    ways = ALTERNATIVES[FREED[0]](workshop.config, workshop.layout, FREED[1])
-    return [one.text for way in ways if (one := workshop.offer(way, *FREED))]
+    return [one.text for way in workshop.alternatives(*FREED) if (one := workshop.offer(way, *FREED))]

@@ -12,7 +12,7 @@ from support.launch import launch
 
 import trainer
 from trainer.diagnosis import time_breakdown, traces
-from trainer.diagnosis.sample import trace_of
+from trainer.diagnosis.ranks import trace_of
 from trainer.observe.metrics import read_metrics
 from trainer.util import trace_labels
 
@@ -46,7 +46,9 @@ def test_accounts_are_all_of_the_step_on_both_ranks(root):
 
 
 def test_the_profile_saw_the_step_that_was_measured(root):
-    for one in time_breakdown.newest_breakdowns(time_breakdown.read_breakdowns(root / "sharded")):
+    newest = [one for one in time_breakdown.read_breakdowns(root / "sharded") if one.step == 4]
+    assert {one.rank for one in newest} == {0, 1}
+    for one in newest:
         step = traces.read_trace(trace_of(root / "sharded", 4, one.rank)).labelled(trace_labels.STEP)[-1]
         rest = one.seconds - one.terms["checkpoint"] - one.terms["evaluation"]
         assert rest == pytest.approx((step.end - step.start) / 1e9, rel=1e-9)

@@ -11,7 +11,7 @@ from test_average import overrides
 
 import trainer
 from trainer.config import ConfigError
-from trainer.observe.samples import SAMPLES
+from trainer.observe.sinks import SAMPLES
 
 NUMBERS = ("loss", "grad_norm", "eval_loss")
 SINK = """

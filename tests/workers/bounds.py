@@ -14,7 +14,7 @@ from support.launch import fork, leave
 
 import trainer
 from trainer.data.batches import BatchLoader
-from trainer.diagnosis.__main__ import main as write_accounts
+from trainer.diagnosis.accounts import main as write_accounts
 from trainer.distributed.mesh import join_world
 from trainer.planning.features import resolve_plan
 from trainer.training.profiling import StepProfiler

@@ -29,7 +29,7 @@ from trainer.config import Config
 from trainer.distributed.mesh import join_world
 from trainer.distributed.p2p import FailureStore
 from trainer.model.transformer import Transformer
-from trainer.observe.samples import SAMPLES
+from trainer.observe.sinks import SAMPLES
 from trainer.planning.features import resolve_plan
 from trainer.planning.schedules.search import ScheduleChoice
 from trainer.planning.schedules.templates import build_schedule

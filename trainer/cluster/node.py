@@ -14,7 +14,7 @@ from typing import Any
 
 from trainer.config import ConfigError
 from trainer.config.fields import option
-from trainer.observe.nvml import SLOWED
+from trainer.observe.hardware import SLOWED
 from trainer.util.run_folder import refuse_links
 
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

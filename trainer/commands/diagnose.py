@@ -37,7 +37,7 @@ def run(options: DiagnoseOptions) -> int:
     """The exit code: 1 where `--live` took the run for dead."""
     from rich.console import Console
 
-    from trainer.diagnosis import report
+    from trainer.diagnosis.verdict import print_diagnosis
     from trainer.observe.diagnose_run import diagnose_run
     from trainer.util.tables import format_duration
 
@@ -49,7 +49,7 @@ def run(options: DiagnoseOptions) -> int:
             write_diagnosis(Path(options.json or folder / DIAGNOSIS), diagnosis)
             if options.live:
                 console.clear()
-            report.print_diagnosis(diagnosis, console)
+            print_diagnosis(diagnosis, console)
             if not options.live or diagnosis.evidence.status.get("status") != "running":
                 return DONE
             if (silent := diagnosis.evidence.silent or 0.0) >= options.patience:

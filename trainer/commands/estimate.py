@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from trainer.commands.grammar import Command, RecipeOptions, missing_folder
 from trainer.config import Config, ConfigError
 from trainer.config.fields import option
+from trainer.config.typed import changed_settings
 from trainer.util.files import write_atomic
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def print_estimates(found: list[StepEstimate], title: str, options: EstimateOpti
             plan["shapes"] = [asdict(advice) for advice in shapes_of(one)]
         write_atomic(Path(options.json), json.dumps(plans, indent=1))
     if options.out:
-        settings = report.changed_settings(chosen.config, base)
+        settings = changed_settings(chosen.config, base)
         write_atomic(Path(options.out), report.format_recipe(settings, report.format_prediction(chosen)))
     if options.plot:
         from trainer.plots.estimate import draw_estimate

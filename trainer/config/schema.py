@@ -588,7 +588,7 @@ class GuardConfig:
     )
     slow_lines: int = option(
         20,
-        "so many logged steps are compared with as many before them, and a slow rank is slow in so many in a row",
+        "so many logged steps are compared with as many before them, and a slow rank is the slowest in most of them",
         unit="logged steps",
         range="[3, inf)",
     )

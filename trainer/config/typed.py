@@ -174,6 +174,12 @@ def flatten_values(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     }
 
 
+def changed_settings(config: Any, base: Any) -> dict[str, Any]:
+    """What a configuration sets otherwise than `base`, by the setting's name."""
+    before, after = (flatten_values(dataclasses.asdict(one)) for one in (base, config))
+    return {name: value for name, value in after.items() if value != before.get(name)}
+
+
 def complete_values(section: Any, given: dict) -> dict:
     """`given` over the defaults of a dataclass instance, in the schema's order.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,8 +14,7 @@ from trainer.config.model import DEEPEST
 from trainer.config.synonyms import REMOVED, rename_old_settings
 from trainer.diagnosis.accounts import PipelineIdle, idle_of
 from trainer.diagnosis.oom_report import OOMReport
-from trainer.diagnosis.step_profile import StepProfile, build_profile, ordinary_seconds, scale_profile
-from trainer.diagnosis.time_breakdown import TimeBreakdown
+from trainer.diagnosis.time_breakdown import StepProfile, TimeBreakdown, build_profile, ordinary_seconds, scale_profile
 from trainer.planning.estimate.hardware import hardware_names, load_hardware
 from trainer.planning.plan import MOST_PROCESSES
 from trainer.planning.resolve import Layout, check_config, resolve_layout
@@ -110,22 +109,13 @@ class RunEvidence:
 
 
 def collect_evidence(
-    folder: Path,
-    records: Sequence[Mapping[str, Any]],
-    accounts: Sequence[TimeBreakdown],
-    status: Mapping[str, Any],
-    stalled: Sequence[str] = (),
-    throttle: str = "",
-    hardware: str = "",
-    config_dir: str | None = None,
-    shortage: OOMReport | None = None,
-    silent: float | None = None,
-    held: ThrottledRank | None = None,
+    known: RunEvidence, accounts: Sequence[TimeBreakdown], hardware: str = "", config_dir: str | None = None
 ) -> RunEvidence:
-    """What the folder of a run tells beside what is given.
+    """Adds what the folder of a run and the accounts of its steps tell to what is known already.
 
     hardware: a file of `configs/hardware` or of the same folder in `config_dir`, or its path; '' looks for the one of
     the run's device. Raises `ConfigError` for one that cannot be read."""
+    folder = known.folder
     notes: list[str] = []
     machine = machine_of(folder, accounts)
     config = _settings(folder, notes)
@@ -136,7 +126,7 @@ def collect_evidence(
             f"no file of configs/hardware is for {on_one_line(machine.device)}, so nothing is compared with its peaks; "
             "name one with --hardware (hardware=NAME of report and watch)"
         )
-    steps = [record for record in records if record.get("step_seconds") is not None]
+    steps = [record for record in known.records if record.get("step_seconds") is not None]
     profile = build_profile(accounts)
     if profile and profile.unusual:
         left = ", ".join(map(str, profile.unusual))
@@ -149,22 +139,16 @@ def collect_evidence(
             "the host is left out of its time"
         )
         profile = as_trained
-    return RunEvidence(
-        folder,
-        steps,
-        profile,
-        config,
-        layout,
-        machine,
-        kind,
-        status,
-        tuple(stalled),
-        throttle,
-        held,
-        shortage,
-        _idle(folder),
-        silent,
-        tuple(notes),
+    return replace(
+        known,
+        records=steps,
+        profile=profile,
+        config=config,
+        layout=layout,
+        machine=machine,
+        hardware=kind,
+        idle=_idle(folder),
+        notes=tuple(notes),
     )
 
 

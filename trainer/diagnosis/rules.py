@@ -10,9 +10,22 @@ from dataclasses import dataclass
 from trainer.config.fields import option
 from trainer.config.hardware import HardwareConfig
 from trainer.diagnosis.evidence import RunEvidence
-from trainer.diagnosis.slow_ranks import find_slowest, peers_median, throttle_reason
-from trainer.diagnosis.step_profile import StepProfile, busy_seconds, compute_seconds, transfer_seconds
-from trainer.diagnosis.time_breakdown import AXES, COMPILER, HARDWARE, MODEL, PLAN, RUNTIME, TimeBreakdown
+from trainer.diagnosis.ranks import STEADILY, find_straggler, logged_ratios, peer_ratios
+from trainer.diagnosis.time_breakdown import (
+    AXES,
+    COMPILER,
+    HARDWARE,
+    LONGEST_STEP,
+    MODEL,
+    PLAN,
+    RUNTIME,
+    StepProfile,
+    TimeBreakdown,
+    busy_seconds,
+    compute_seconds,
+    transfer_seconds,
+)
+from trainer.planning.decide import SHARE
 from trainer.util.tables import format_duration, format_number, format_percent
 
 # The numbers of the rules by which a diagnosis is made, in one place.
@@ -25,7 +38,7 @@ class Thresholds:
     data: float = option(0.05, "waiting for the batch, of the step")
     straggler: float = option(0.05, "what the step would win if the slow rank were as fast as its peers")
     slower: float = option(1.10, "a slow rank's own work, as a multiple of the lower median of ranks with equal work")
-    steadily: float = option(0.60, "share of the profiled steps in which that rank is the slowest of its peers")
+    steadily: float = option(STEADILY, "share of the profiled steps in which that rank is the slowest of its peers")
     turns: float = option(0.20, "waiting that even the rank has which waits least: ranks are late in turns")
     host: float = option(0.10, "a device without work because of its host, of the step")
     host_on_cpus: float = option(0.25, "the same of CPUs, which have no queue: all between two operators is the host's")
@@ -33,7 +46,7 @@ class Thresholds:
     bubble: float = option(0.10, "waiting of pipeline ranks for each other, of the step")
     checkpoint: float = option(0.05, "saving, of the step on average")
     evaluation: float = option(0.10, "evaluating, of the step on average")
-    full: float = option(0.92, "memory at the peak, of a device's or of a machine's")
+    full: float = option(SHARE, "memory at the peak, of a device's or of a machine's")
     recompute: float = option(0.15, "recompute and copies to host memory, of the computation")
     memory_bound: float = option(0.35, "kernels that the memory's bandwidth bounds, of the computation")
     compute: float = option(0.60, "matrix products and attention, of the step")
@@ -87,7 +100,8 @@ Rule = Callable[[StepProfile, RunEvidence], RunCost | None]
 
 def data_costs(profile: StepProfile, evidence: RunEvidence) -> RunCost | None:
     share, most = profile.share("data"), max(profile.ranks, key=lambda account: account.spent("data"))
-    said = [f"a step waits {format_duration(most.spent('data'))} for its batch on rank {most.rank}"]
+    where = f"rank {most.rank}" if profile.single else "the slowest rank"
+    said = [f"a step waits {format_duration(most.spent('data'))} for its batch on {where}"]
     if share and most.spent("data") > 2 * statistics.median(account.spent("data") for account in profile.ranks):
         said.append(f"mostly rank {most.rank}: look at its machine's file system")
     without = profile.without(lambda account: account.spent("data"))
@@ -96,28 +110,72 @@ def data_costs(profile: StepProfile, evidence: RunEvidence) -> RunCost | None:
 
 def straggler_costs(profile: StepProfile, evidence: RunEvidence) -> RunCost | None:
     """A rank whose own work takes longer than that of its peers, in most steps; or ranks that are late in turns."""
-    slow = find_slowest(profile)
-    if slow is not None and slow.certain and slow.ratio >= THRESHOLDS.slower and slow.steadily >= THRESHOLDS.steadily:
-        without = profile.without(lambda account: max(0.0, compute_seconds(account) - peers_median(profile, account)))
-        said = [
-            f"rank {slow.account.rank} computes {slow.ratio:.2f} times as long as its peers' median, and is the "
-            f"slowest in {slow.steadily:.0%} of the profiled steps"
-        ]
-        said += [
-            f"it is the last to join {last} of {compared} collectives ({axis})"
-            for axis, (last, compared) in slow.account.last.items()
-            if compared and last / compared >= THRESHOLDS.steadily
-        ]
-        clocks = throttle_reason(evidence, slow.account.rank)
-        said, layer = said + clocks, HARDWARE if clocks else RUNTIME
-        title = f"{evidence.machine.named(slow.account.rank)} is slow, and the others wait for it"
-        return _cost(
-            "straggler", f"rank {slow.account.rank}", layer, title, profile, without, THRESHOLDS.straggler, said
+
+    def lost(account: TimeBreakdown) -> float:
+        return max(0.0, compute_seconds(account) - statistics.median_low(map(compute_seconds, profile.peers(account))))
+
+    steps = [
+        peer_ratios(
+            {one.rank: compute_seconds(one) for one in accounts}, {one.rank: one.place.get("pp") for one in accounts}
         )
+        for accounts in profile.single.values()
+    ] or logged_ratios(evidence.records[-RECENT:])
+    slow = find_straggler(steps)
+    if slow is not None and slow.is_slow(THRESHOLDS.slower):
+        often = f"the slowest in {slow.steadily:.0%} of {len(steps)}"
+        if profile.single:
+            without, joined = profile.without(lost), next(one.last for one in profile.ranks if one.rank == slow.rank)
+            said = [
+                f"rank {slow.rank} computes {slow.ratio:.2f} times as long as its peers' median, and is {often} "
+                "profiled steps"
+            ]
+            said += [
+                f"it is the last to join {last} of {compared} collectives ({axis})"
+                for axis, (last, compared) in joined.items()
+                if compared and last / compared >= THRESHOLDS.steadily
+            ]
+        else:
+            without = profile.seconds / slow.ratio
+            said = [
+                f"rank {slow.rank} is {often} logged steps; its forward passes take {slow.ratio:.2f} times its peers' "
+                "median (straggler), which the rest of its step is taken to do as well"
+            ]
+        clocks, share = throttle_reason(evidence, slow.rank), 1 - without / profile.seconds
+        title = f"{evidence.machine.named(slow.rank)} is slow, and the others wait for it"
+        layer, bounds = HARDWARE if clocks else RUNTIME, share >= THRESHOLDS.straggler
+        detail = f"rank {slow.rank}"
+        return RunCost("straggler", detail, layer, title, share, without, share, bounds, (*said, *clocks))
     least = min(account.waiting for account in profile.ranks)
     said = [f"every rank waits at least {format_duration(least)} for others in a step, and none is always the last"]
     title = "ranks are late in turns"
     return _cost("straggler", "in turns", RUNTIME, title, profile, profile.seconds - least, THRESHOLDS.turns, said)
+
+
+CLOCK, CLOCK_RANK = "hardware/clock_mhz", "hardware/clock_rank"
+"""Metrics: the least clock of all ranks, and whose it is."""
+
+
+def throttle_reason(evidence: RunEvidence, rank: int) -> list[str]:
+    """What the run's hardware metrics say of a rank's clock, where it is the lowest of all, or is held down."""
+    held = evidence.held
+    why = f"held down by {held.why}" if held and held.rank == rank else ""
+    named = Counter(int(value) for value in evidence.values(CLOCK_RANK)[-20:])
+    clocks = evidence.values(CLOCK)[-20:]
+    if not clocks or not named or named.most_common(1)[0][0] != rank:
+        return [f"its clocks are {why}"] if why else []
+    if not held and evidence.throttle:  # of metrics that do not say whose
+        why = f"held down, of this or another rank: {evidence.throttle}"
+    because = f"; clocks are {why}" if why else ""
+    return [f"its clock is the lowest of all ranks, {statistics.median(clocks):.0f} MHz{because}"]
+
+
+def throttle_costs(evidence: RunEvidence, told: str) -> list[str]:
+    """That a rank's clocks are held down, where no cost has said so of it. told: what the costs say."""
+    held = evidence.held
+    if held is None or f"held down by {held.why}" in told:
+        return []
+    more = f", and those of {format_number(held.ranks - 1, 'other rank')} too" if held.ranks > 1 else ""
+    return [f"clocks of {evidence.machine.named(held.rank)} are held down by {held.why}{more}"]
 
 
 def host_costs(profile: StepProfile, evidence: RunEvidence) -> RunCost | None:
@@ -139,12 +197,17 @@ def host_costs(profile: StepProfile, evidence: RunEvidence) -> RunCost | None:
         said.append(f"{format_number(first.launches, 'kernel')}{shortest} a step")
     if first.synchronisations:
         said.append(f"{format_number(first.synchronisations, 'synchronisation')} of host and device a step")
+    if (busy := evidence.values("hardware/host_cpu")) and (most := statistics.median(busy[-20:])) >= BUSY:
+        said.append(f"{most:.0%} of a machine's processors are busy: look for other programs there")
     layer = COMPILER if part == "launch" else RUNTIME
     limit = THRESHOLDS.host_on_cpus if evidence.machine.device == "CPU" else THRESHOLDS.host
     title = {"launch": "the host is too slow for the device", "synchronisation": "the host waits for the device"}
     text = title.get(part, "Python's garbage collector")
     return _cost("host", part, layer, text, profile, profile.without(common), limit, said, profile.share(common))
 
+
+BUSY = 0.9
+"""Share of a machine's processors in use from which on the host's slowness may be due to other programs."""
 
 WORDS = {
     "launch": "before a launch",
@@ -178,7 +241,12 @@ def bubble_costs(profile: StepProfile, evidence: RunEvidence) -> RunCost | None:
         f"{format_percent(schedule)} is the schedule's own, {format_percent(imbalance)} follows from stages of "
         "unequal cost"
     ]
-    if part == "imbalance":
+    if not profile.single:
+        told = "by a replay of the schedule (schedule/measured.json), " + said[0]
+        said, part = [f"pipeline ranks wait {format_percent(share)} of the step for each other (bubble)"], ""
+        if evidence.idle:
+            said, part = [*said, told], "imbalance" if imbalance > schedule else "schedule"
+    elif part == "imbalance":
         by_stage: dict[int, list[float]] = {}
         for account in profile.ranks:
             by_stage.setdefault(account.place.get("pp", 0), []).append(busy_seconds(account))
@@ -197,7 +265,11 @@ def bubble_costs(profile: StepProfile, evidence: RunEvidence) -> RunCost | None:
     return RunCost("bubble", part, PLAN, BUBBLES[part], share, without, share, share >= THRESHOLDS.bubble, tuple(said))
 
 
-BUBBLES = {"imbalance": "the pipeline's stages are unequal", "schedule": "the pipeline's schedule leaves a bubble"}
+BUBBLES = {
+    "": "the pipeline's bubble",
+    "imbalance": "the pipeline's stages are unequal",
+    "schedule": "the pipeline's schedule leaves a bubble",
+}
 """Titles, by part."""
 
 
@@ -371,106 +443,45 @@ def summarise_memory(evidence: RunEvidence, planned: float | None) -> MemoryUse 
     return MemoryUse(tuple(points[::stride]), peak, grown, capacity, planned)
 
 
-# What metrics alone say of a run whose steps were not profiled: its waiting for data, its stragglers, its bubble, its
-# memory.
+# A run whose steps were not profiled: its metrics tell of data, stragglers, the bubble, pauses and memory.
 
 
 RECENT = 200
 """Lines of metrics that are looked at, the newest."""
 
+METRIC_RULES = data_costs, straggler_costs, bubble_costs, checkpoint_costs, evaluation_costs, memory_capacity
+"""Those that metrics are enough for."""
+
 
 def costs_of_metrics(evidence: RunEvidence, seconds: float) -> list[RunCost]:
     """The costs that metrics show, first what bounds the run. seconds: of an ordinary step."""
-    found = [
-        _data(evidence, seconds),
-        _straggler(evidence, seconds),
-        _bubble(evidence, seconds),
-        _pause(evidence, "checkpoint", "saving checkpoints", THRESHOLDS.checkpoint),
-        _pause(evidence, "evaluation", "evaluating", THRESHOLDS.evaluation),
-        _memory(evidence, seconds),
-    ]
-    return order_costs([cost for cost in found if cost is not None])
+    if seconds <= 0:
+        return []
+    profile = profile_from_metrics(evidence, min(seconds, LONGEST_STEP / 4))
+    return order_costs([cost for rule in METRIC_RULES if (cost := rule(profile, evidence)) is not None])
 
 
-def _recent(evidence: RunEvidence, key: str) -> list[float]:
-    return evidence.values(key)[1:][-RECENT:]  # the first step of a start waits for more
+def profile_from_metrics(evidence: RunEvidence, seconds: float) -> StepProfile:
+    """The step of one rank that stands for all, as far as metrics tell its terms."""
+
+    def typical(name: str) -> float:
+        values = evidence.values(name)[1:][-RECENT:]  # the first step of a start waits for more
+        return statistics.median(values) if values else 0.0
+
+    bubble = seconds * min(1.0, max(0.0, typical("bubble")))
+    measured = sum(one.measured for one in evidence.idle)
+    unequal = sum(max(0.0, one.measured - one.own) for one in evidence.idle) / measured if measured else 0.0
+    data = min(seconds - bubble, max(0.0, typical("data_seconds")))
+    terms = {"data": data, "bubble/schedule": (1 - unequal) * bubble, "bubble/imbalance": unequal * bubble}
+    terms |= {name: min(seconds, _mean_pause(evidence, f"{name}_seconds")) for name in ("checkpoint", "evaluation")}
+    terms["other"] = seconds - bubble - data
+    account = TimeBreakdown(0, 0, {}, evidence.machine.device, sum(terms.values()), terms)
+    return StepProfile((account,), (), (), {}, frozenset())
 
 
-def _data(evidence: RunEvidence, seconds: float) -> RunCost | None:
-    waits = _recent(evidence, "data_seconds")
-    if not waits:
-        return None
-    wait = min(seconds, statistics.median(waits))
-    share = wait / seconds if seconds > 0 else 0.0
-    said = (f"of {format_duration(seconds)} a step waits {format_duration(wait)} for its batch on the slowest rank",)
-    return RunCost(
-        "data", "", RUNTIME, "waiting for data", share, seconds - wait, share, share >= THRESHOLDS.data, said
-    )
-
-
-def _straggler(evidence: RunEvidence, seconds: float) -> RunCost | None:
-    """A rank that is named in most lines."""
-    lines = [record for record in evidence.records if record.get("straggler") is not None][-RECENT:]
-    if len(lines) < 2:
-        return None
-    rank, count = Counter(int(record["straggler_rank"] or 0) for record in lines).most_common(1)[0]
-    ratio = statistics.median(float(record["straggler"]) for record in lines if record["straggler_rank"] == rank)
-    steadily = count / len(lines)
-    without = seconds / max(1.0, ratio)
-    bounds = (
-        ratio >= THRESHOLDS.slower and steadily >= THRESHOLDS.steadily and 1 - without / seconds >= THRESHOLDS.straggler
-    )
-    said = [
-        f"rank {rank} is the slowest in {steadily:.0%} of {len(lines)} logged steps; its forward passes take "
-        f"{ratio:.2f} times its peers' median (straggler), which the rest of its step is taken to do as well"
-    ] + throttle_reason(evidence, rank)
-    layer = HARDWARE if len(said) > 1 else RUNTIME
-    title = f"{evidence.machine.named(rank)} is slow, and the others wait for it"
-    share = 1 - without / seconds if bounds else 0.0
-    return RunCost("straggler", f"rank {rank}", layer, title, share, without, share, bounds, tuple(said))
-
-
-def _bubble(evidence: RunEvidence, seconds: float) -> RunCost | None:
-    """What ranks wait for each other, by the replay of the step whose actions were timed."""
-    shares = _recent(evidence, "bubble")
-    if not shares:
-        return None
-    share, part = statistics.median(shares), ""
-    said = [f"pipeline ranks wait {format_percent(share)} of the step for each other (bubble)"]
-    title, lost = "the pipeline's bubble", share
-    if idle := evidence.idle:
-        total = sum(one.measured for one in idle)
-        imbalance = share * sum(max(0.0, one.measured - one.own) for one in idle) / total if total else 0.0
-        part = "imbalance" if imbalance > share - imbalance else "schedule"
-        title, lost = BUBBLES[part], imbalance if part == "imbalance" else share - imbalance
-        said.append(
-            f"by a replay of the schedule (schedule/measured.json), {format_percent(share - imbalance)} is its own, "
-            f"{format_percent(imbalance)} follows from stages of unequal cost"
-        )
-    return RunCost(
-        "bubble", part, PLAN, title, share, seconds * (1 - lost), share, share >= THRESHOLDS.bubble, tuple(said)
-    )
-
-
-def _pause(evidence: RunEvidence, kind: str, title: str, limit: float) -> RunCost | None:
-    """What training stands still for between steps, of all time since the first logged one."""
+def _mean_pause(evidence: RunEvidence, name: str) -> float:
+    """Seconds a step for which training stands still between steps."""
     lines = evidence.records[-RECENT:]
-    weighed = [(line["step"] - last["step"], line) for last, line in zip(lines, lines[1:])]
-    spent = sum(steps * (line.get(f"{kind}_seconds") or 0.0) for steps, line in weighed if steps > 0)
-    if not spent:
-        return None
-    count = sum(steps for steps, _ in weighed if steps > 0)
-    seconds = sum(steps * line["step_seconds"] for steps, line in weighed if steps > 0) / count
-    spent /= count
-    share = spent / (seconds + spent)
-    said = (
-        f"training stands still for {format_duration(spent)} a step on average, where a step takes "
-        f"{format_duration(seconds)}",
-    )
-    return RunCost(kind, "", RUNTIME, title, share, seconds, share, share >= limit, said)
-
-
-def _memory(evidence: RunEvidence, seconds: float) -> RunCost | None:
-    said, full = memory_remark(evidence)
-    title = "the device's memory is full"
-    return RunCost("memory capacity", "full", HARDWARE, title, 0.0, seconds, 0.0, full, tuple(said)) if said else None
+    weighed = [(line["step"] - last["step"], line.get(name) or 0.0) for last, line in zip(lines, lines[1:])]
+    steps = sum(count for count, _ in weighed if count > 0)
+    return max(0.0, sum(count * pause for count, pause in weighed if count > 0) / steps) if steps else 0.0

@@ -4,19 +4,115 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import methodcaller
 from typing import Any
 
+from rich.console import Console
+
+from trainer.config import ConfigError
 from trainer.diagnosis import rules
 from trainer.diagnosis.advice import ShapeAdvice, advise_shapes
 from trainer.diagnosis.evidence import RunEvidence
 from trainer.diagnosis.oom_report import NOTHING, MemoryOverride
-from trainer.diagnosis.roofline import RooflineCeilings, RooflinePoint, build_roofline, find_ceilings
-from trainer.diagnosis.rules import MemoryUse, summarise_memory
-from trainer.diagnosis.slow_ranks import throttle_costs
+from trainer.diagnosis.rules import MemoryUse, summarise_memory, throttle_costs
 from trainer.diagnosis.suggestions import FREED, Suggestions
+from trainer.diagnosis.time_breakdown import KernelTotal, TimeBreakdown, cost_share
 from trainer.planning.estimate.step import GIB
+from trainer.planning.estimate.throughput import DeviceRates
+from trainer.util import tables
+from trainer.util.reading import make_printable
 from trainer.util.tables import format_duration, format_percent
+
+# The roofline of a run's own kernels: what they reach of the arithmetic and of the memory's bandwidth that there is.
+# S. Williams, A. Waterman, D. Patterson: Roofline, Communications of the ACM 52(4), 2009.
+
+
+COMPUTES = ("products", "attention", "memory_bound", "optimizer")
+"""Kinds of kernels that have a place under the roof."""
+
+MAX_POINTS = 8
+"""Kernels that are shown by name."""
+
+
+@dataclass(frozen=True)
+class RooflineCeilings:
+    """Of a device. peak: FLOP/s of the data sheet; products: what large products reach; bandwidth: bytes/s of the
+    memory; memory: what kernels reach of them; ridge: FLOPs for each byte at which both bound as much."""
+
+    peak: float
+    products: float
+    bandwidth: float
+    memory: float
+
+    @property
+    def ridge(self) -> float:
+        return self.products / self.memory
+
+
+@dataclass(frozen=True)
+class RooflinePoint:
+    """Kernels under the roof: one, or all of a kind. flops, bytes: per second, of those calls whose shapes are known;
+    intensity: FLOPs for each byte; ceiling: FLOP/s, or bytes/s where bound is `memory`, that the hardware's file says
+    are reached at this intensity; reached: share of it. None where it is not known."""
+
+    name: str
+    kind: str
+    calls: int
+    seconds: float
+    flops: float | None
+    bytes: float | None
+    intensity: float | None
+    bound: str | None
+    ceiling: float | None
+    reached: float | None
+
+
+def find_ceilings(evidence: RunEvidence) -> RooflineCeilings | None:
+    """Of the run's machine in the type of its products; None where they are not known."""
+    if evidence.hardware is None or evidence.config is None:
+        return None
+    try:
+        pace = DeviceRates.of(evidence.hardware, evidence.config.precision)
+    except ConfigError:
+        return None
+    return RooflineCeilings(pace.peak, pace.products, evidence.hardware.bandwidth * 1e9, pace.memory)
+
+
+def build_roofline(accounts: Sequence[TimeBreakdown], roof: RooflineCeilings | None) -> list[RooflinePoint]:
+    """First each kind of kernels, then those that took most, over the sampled ranks."""
+    kernels = [kernel for account in accounts for kernel in account.kernels if kernel.kind in COMPUTES]
+    kinds = [kind for kind in COMPUTES if any(kernel.kind == kind for kernel in kernels)]
+    points = [kernel_point(kind, [kernel for kernel in kernels if kernel.kind == kind], roof) for kind in kinds]
+    names = dict.fromkeys((kernel.name, kernel.kind) for kernel in kernels)
+    single = [
+        kernel_point(name, [kernel for kernel in kernels if (kernel.name, kernel.kind) == (name, kind)], roof)
+        for name, kind in names
+    ]
+    return points + sorted(single, key=lambda one: -one.seconds)[:MAX_POINTS]
+
+
+def kernel_point(name: str, kernels: Sequence[KernelTotal], roof: RooflineCeilings | None) -> RooflinePoint:
+    """The place of kernels of one kind."""
+    counted = [kernel for kernel in kernels if kernel.flops is not None and kernel.seconds > 0]
+    moved = [kernel for kernel in kernels if kernel.bytes is not None and kernel.seconds > 0]
+    flops, moving = _rate(counted, "flops"), _rate(moved, "bytes")
+    intensity = flops / moving if flops and moving else None
+    bound = ceiling = reached = None
+    if roof is not None:
+        by_memory = kernels[0].kind in ("memory_bound", "optimizer")
+        by_memory |= intensity is not None and intensity < roof.ridge
+        bound, ceiling, rate = ("memory", roof.memory, moving) if by_memory else ("arithmetic", roof.products, flops)
+        reached = None if rate is None else rate / ceiling
+    calls, seconds = sum(kernel.calls for kernel in kernels), sum(kernel.seconds for kernel in kernels)
+    return RooflinePoint(name, kernels[0].kind, calls, seconds, flops, moving, intensity, bound, ceiling, reached)
+
+
+def _rate(kernels: Sequence[KernelTotal], what: str) -> float | None:
+    """FLOPs or bytes per second of kernels that are known to have some."""
+    return sum(getattr(kernel, what) for kernel in kernels) / sum(k.seconds for k in kernels) if kernels else None
+
 
 FORMAT = 1
 """Of diagnosis.json."""
@@ -214,3 +310,92 @@ def as_json(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [as_json(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# A diagnosis for people: tables on the terminal.
+
+
+RANKS = 8
+"""Ranks whose accounts are shown beside the mean."""
+
+LEAST = 0.0005
+"""Share of the step of a term that is shown."""
+
+SHAPES = 4
+"""Shapes that are spoken of."""
+
+
+def print_diagnosis(diagnosis: Diagnosis, console: Console | None = None) -> None:
+    """Prints a diagnosis: the verdict, the account of the step, the costs, the roofline."""
+    tables.print_sections(_sections(diagnosis), console)
+    if profile := diagnosis.evidence.profile:
+        steps = f"{tables.format_number(len(profile.steps), 'profiled step')}, the last {profile.steps[-1]}"
+        tables.print_rows(f"account of the step ({steps})", _account(profile.ranks), console)
+    if diagnosis.points:
+        tables.print_rows("roofline of the run's kernels", [_point(point) for point in diagnosis.points], console)
+
+
+def _sections(diagnosis: Diagnosis) -> dict[str, tables.Rows]:
+    evidence, memory = diagnosis.evidence, diagnosis.memory
+    status = " ".join(str(evidence.status.get(name, "-")) for name in ("status", "step"))
+    run = [("folder", evidence.folder), ("status", f"{make_printable(status)} of {evidence.status.get('steps', '-')}")]
+    if evidence.layout:
+        run.append(("plan", evidence.layout.plan.describe()))
+    run.append(("machine", f"{evidence.machine.processes} x {make_printable(evidence.machine.device)}"))
+    if diagnosis.seconds is not None:
+        expected = f", {tables.format_duration(diagnosis.predicted)} predicted" if diagnosis.predicted else ""
+        run.append(("step", tables.format_duration(diagnosis.seconds) + expected))
+    if memory:
+        used = f" of {memory.capacity:.3g}" if memory.capacity else ""
+        grows = f", {memory.grown:.0%} of it in the second half" if memory.grown >= 0.02 else ""
+        run.append(("memory", f"{memory.peak:.3g}{used} GiB at the peak{grows}"))
+    found: dict[str, tables.Rows] = {"run": run, "verdict": [("", make_printable(diagnosis.text))]}
+    found["verdict"] = [*found["verdict"], *(("", text) for text in evidence.stalled[1:])]
+    for number, finding in enumerate(diagnosis.findings, start=1):
+        found[f"{number}. {finding.cost.kind}"] = _print_finding(finding)
+    if diagnosis.shapes:
+        found["shapes"] = [(f"{one.waste:.1%}", one.text) for one in diagnosis.shapes[:SHAPES]]
+    if diagnosis.notes:
+        found["notes"] = [("", make_printable(text)) for text in diagnosis.notes]
+    return found
+
+
+def _print_finding(finding: Finding) -> list[tuple[str, Any]]:
+    cost = finding.cost
+    share = f": {tables.format_percent(cost.share)}" if finding.seconds is not None else ""
+    rows: list[tuple[str, Any]] = [("layer", cost.layer), ("what", f"{cost.title}{share}")]
+    rows += [("", make_printable(text)) for text in cost.evidence]
+    if finding.seconds is not None:
+        rows.append(("without it", f"a step of {tables.format_duration(finding.seconds)}"))
+    for override in finding.overrides:
+        told = f"{tables.format_duration(override.seconds)} predicted" if override.seconds is not None else ""
+        extra = override.told if finding.seconds is None else ", ".join(filter(None, (told, override.note)))
+        rows.append(("try", override.text + f"  ({extra})" * bool(extra)))
+    return rows + [("do", finding.advice)] * bool(finding.advice)
+
+
+def _account(ranks: tuple[TimeBreakdown, ...]) -> list[dict[str, Any]]:
+    """A row for each term: its share of the step as the mean over ranks, and the seconds of the first of them."""
+    names = {name for account in ranks for name in account.terms}
+    shares = {name: cost_share(ranks, methodcaller("term", name)) for name in names}
+    terms = sorted((name for name in names if shares[name] >= LEAST), key=lambda name: -shares[name])
+    rows = []
+    for name in [*terms, "step"]:
+        seconds = [account.seconds if name == "step" else account.term(name) for account in ranks]
+        row: dict[str, Any] = {"term": name, "share": tables.format_percent(shares.get(name, 1.0))}
+        row |= {f"rank {one.rank}": tables.format_duration(spent) for one, spent in zip(ranks[:RANKS], seconds)}
+        rows.append(row)
+    return rows
+
+
+def _point(point: RooflinePoint) -> dict[str, Any]:
+    return {
+        "kernels": make_printable(point.name)[:60],
+        "time": tables.format_duration(point.seconds),
+        "calls": point.calls,
+        "FLOP/s": tables.format_count(point.flops),
+        "bytes/s": tables.format_bytes(point.bytes),
+        "FLOP a byte": "-" if point.intensity is None else f"{point.intensity:.3g}",
+        "bound by": point.bound or "-",
+        "of what is reached": tables.format_percent(point.reached),
+    }

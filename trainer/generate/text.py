@@ -163,7 +163,7 @@ def print_continuations(
 ) -> None:
     """Prints each prompt and what follows it, as it comes; of several prompts, which are computed together, one behind
     the other. numbered: with a line before each."""
-    from trainer.observe.samples import escape_controls
+    from trainer.observe.sinks import escape_controls
 
     def say(text: str) -> None:
         if process_rank() == 0:

@@ -28,14 +28,49 @@ from rich.text import Text
 from trainer.config import ConfigError, LoggingConfig, RunConfig, WandbConfig
 from trainer.config.registry import SINKS
 from trainer.observe import metrics
-from trainer.observe.samples import Sample, SamplesFile, format_sample
 from trainer.util.exit_codes import DONE, STOPPED
 from trainer.util.extras import requires_extra
 from trainer.util.files import explain_errors, write_atomic
 from trainer.util.lines import LineFile, read_lines
 from trainer.util.reading import Malformed, read_bytes, read_json
-from trainer.util.run_folder import LOG, METRICS_FILE, REPLACED, STATUS
+from trainer.util.run_folder import LOG, METRICS_FILE, REPLACED, SAMPLES, STATUS
 from trainer.util.tables import format_bytes, format_count, format_duration, format_percent
+
+# samples.jsonl: what the model wrote while it was trained.
+
+
+Sample = tuple[str, str]
+"""A prompt and its continuation."""
+
+
+class SamplesFile:
+    """One JSON object a continuation. Every start appends: a step that is trained again has its lines twice."""
+
+    def __init__(self, folder: Path):
+        self.path = folder / SAMPLES
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Metrics are in a file of their own."""
+
+    def samples(self, step: int, samples: Sequence[Sample]) -> None:
+        now = time.time()
+        lines = [{"step": step, "time": now, "prompt": prompt, "text": text} for prompt, text in samples]
+        with LineFile(self.path) as file:
+            file.append("".join(json.dumps(line) + "\n" for line in lines))
+
+    def close(self, status: str) -> None:
+        pass
+
+
+def format_sample(number: int, sample: Sample) -> str:
+    """A continuation for people, with its prompt, indented."""
+    return f"sample {number}:\n    " + escape_controls("".join(sample)).replace("\n", "\n    ")
+
+
+def escape_controls(text: str) -> str:
+    """A text without what a terminal would obey: a model writes anything."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)
+
 
 # Metrics as text: the lines of a run on the terminal, in a pipe and in console.log.
 

@@ -1,179 +1,147 @@
-"""A run that becomes slower than it was: noticed by its own past, and told with what grew at the same time."""
+"""Notices while a run trains that it has become slower than it was, and which rank is slow. `trainer diagnose` says
+why."""
 
 from __future__ import annotations
 
-import functools
-import operator
+import contextlib
+import shlex
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import median, mode
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 from trainer.config import GuardConfig
-from trainer.diagnosis.time_breakdown import AXES, COMPILER, HARDWARE, PLAN, RUNTIME
-from trainer.observe.nvml import throttle_reasons
+from trainer.diagnosis.ranks import Straggler, find_straggler, logged_ratios
 
 MAX_WINDOWS = 50
-"""Windows of logged steps that a new one is compared with."""
+"""Earlier windows that a new one is compared with."""
 
-NAMES = (
-    *("step_seconds", "data_seconds", "straggler", "bubble"),
-    *("hardware/clock_mhz", "hardware/alloc_retries", "hardware/host_cpu"),
-)
-"""What is compared besides reasons for lower clocks, and what profiles tell."""
+PAUSES = {"evaluation": "evaluations", "checkpoint": "saves"}
+"""What training stands still for between steps, as in the metrics NAME_seconds, and what a message calls it."""
 
-PROFILED = ("host", *(f"exposed/{axis}" for axis in AXES))
-"""What a line repeats of the newest profiled step. Of a slow window it counts where that step is one of its own."""
+STEP = "step_seconds"
+"""Metric: seconds of a step, without pauses."""
 
-BUSY, RISE = 0.9, 0.2
-"""Share of a machine's processors that is busy, and by how much more than before, for the host to be spoken of."""
+COMPARED = 3
+"""Pauses in a window: the median leaves out a single long one, such as the first, which compiles."""
+
+
+class PauseTimes:
+    """Seconds that training has stood still, by name, for any number of readers that each count by themselves."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PAUSES, 0.0)
+        self.seen: dict[str, dict[str, float]] = {}
+
+    @contextlib.contextmanager
+    def spent(self, name: str) -> Iterator[None]:
+        """Counts the time inside the context."""
+        before = time.perf_counter()
+        yield
+        self.seconds[name] += time.perf_counter() - before
+
+    def since(self, reader: str) -> dict[str, float]:
+        """Seconds by name since the reader asked last."""
+        before = self.seen.get(reader, dict.fromkeys(PAUSES, 0.0))
+        self.seen[reader] = dict(self.seconds)
+        return {name: seconds - before[name] for name, seconds in self.seconds.items()}
+
+
+class Rise(NamedTuple):
+    """since: the first slow step; now, before: seconds a step."""
+
+    since: int
+    now: float
+    before: float
+
+
+class LevelAlert:
+    """Compares windows of `size` values by their medians, so that a few long steps (compilation, a save in the
+    background) do not count, with the lowest earlier window.
+
+    A window that is reported becomes the past that is compared with: a slowdown is reported once, and again if it gets
+    worse by the same factor, or has been over meanwhile."""
+
+    def __init__(self, size: int, factor: float):
+        self.size, self.factor = size, factor
+        self.windows: deque[tuple[float, float]] = deque(maxlen=MAX_WINDOWS)
+        self.values: list[tuple[int, float, float]] = []
+
+    def add(self, step: int, seconds: float, rest: float = 0.0) -> Rise | None:
+        """Returns a rise of `seconds` that makes a whole step, `seconds` and `rest`, `factor` times as long."""
+        self.values.append((step, seconds, rest))
+        if len(self.values) < self.size:
+            return None
+        steps, *parts = zip(*self.values)
+        now, others = map(median, parts)
+        before, self.values = min(self.windows, default=None), []
+        if before is None or now - before[0] < (self.factor - 1) * sum(before):
+            self.windows.append((now, others))
+            return None
+        self.windows.clear()  # and the next window is the first: this one may have fast steps too
+        return Rise(steps[0], now + others, sum(before))
 
 
 class SlowdownAlert:
-    """Compares windows of guard.slow_lines logged steps by their medians, so that a few long steps (compilation, an
-    evaluation's first, a save in the background) do not count.
+    """Reads the metrics of logged steps, and reports steps, evaluations and saves that have become slower by
+    guard.slow_factor, and a rank that is slower than its peers by as much.
 
-    What has been told becomes the past that is compared with: a slow-down is told once, and again if it gets worse by
-    as much, or has been over meanwhile."""
+    folder: of the run; hosts: by rank, which are named where there are several."""
 
-    def __init__(self, guard: GuardConfig, hosts: Sequence[str] = ()):
-        """hosts: by rank; of a run on one machine they are not named."""
+    def __init__(self, guard: GuardConfig, folder: str, hosts: Sequence[str] = ()):
         self.guard, self.hosts = guard, hosts
+        self.way_on = f"trainer diagnose {shlex.quote(folder)}"
         self.restart()
 
     def restart(self) -> None:
-        """Steps are to take another time from now on, as under a new schedule."""
-        self.windows: deque[dict[str, Any]] = deque(maxlen=MAX_WINDOWS)
+        """Forgets the past: steps are to take another time from now on, as under a new schedule."""
+        self.steps = LevelAlert(self.guard.slow_lines, self.guard.slow_factor)
+        self.pauses = {name: LevelAlert(COMPARED, self.guard.slow_factor) for name in PAUSES}
         self.lines: list[Mapping[str, Any]] = []
+        self.sums = {name: [0, 0.0, 0.0] for name in PAUSES}  # steps since the last pause, seconds in it and in steps
+        self.last: int | None = None
+        self.straggler: int | None = None
 
-    def add(self, line: Mapping[str, Any]) -> str | None:
-        """Takes a step's line of metrics. Returns what is to be told where the run has become slow."""
+    def add(self, line: Mapping[str, Any]) -> list[str]:
+        """Takes the metrics of a logged step. Returns messages, one for each thing that has become slow."""
         self.lines.append(line)
+        steps, self.last = 0 if self.last is None else line["step"] - self.last, line["step"]
+        found = self.steps.add(line["step"], line[STEP])
+        rises = {what: self._add_pause(name, line, steps) for name, what in PAUSES.items()}
+        said = [self._describe(rise, what) for what, rise in rises.items() if rise]
         if len(self.lines) < self.guard.slow_lines:
+            return said
+        slow, self.lines = find_straggler(logged_ratios(self.lines)), []
+        slow = slow if slow and slow.is_slow(self.guard.slow_factor) else None
+        if found:
+            said.append(self._describe(found, straggler=slow))
+        elif slow and slow.rank != self.straggler:
+            said.append(f"slow: {self._name(slow)}: {self.way_on}")
+        self.straggler = slow.rank if slow else None
+        return said
+
+    def _add_pause(self, name: str, line: Mapping[str, Any], steps: int) -> Rise | None:
+        """Spreads a pause over the steps since the last one, however many they are."""
+        pause = line.get(f"{name}_seconds") or 0.0
+        sums = self.sums[name] = [
+            sum(pair) for pair in zip(self.sums[name], (steps, steps * pause, steps * line[STEP]))
+        ]
+        if not pause or not sums[0]:
             return None
-        recent, past = (
-            median_window(self.lines),
-            min(self.windows, key=operator.itemgetter("step_seconds"), default=None),
+        self.sums[name] = [0, 0.0, 0.0]
+        return self.pauses[name].add(line["step"] - int(sums[0]) + 1, sums[1] / sums[0], sums[2] / sums[0])
+
+    def _describe(self, rise: Rise, pauses: str = "", straggler: Straggler | None = None) -> str:
+        what = f" with {pauses}" if pauses else ""
+        who = f"; {self._name(straggler)}" if straggler else ""
+        more = rise.now / rise.before - 1
+        return (
+            f"slow: a step{what} takes {rise.now:.4g} s since step {rise.since}, {more:.0%} above the "
+            f"{rise.before:.4g} s before{who}: {self.way_on}"
         )
-        self.lines = []
-        if past is None or recent["step_seconds"] < self.guard.slow_factor * past["step_seconds"]:
-            self.windows.append(recent)
-            return None
-        self.windows.clear()  # and the next window is the first: this one may have fast steps too
-        return describe_slowdown(recent, past, self.hosts)
 
-
-def median_window(lines: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """The medians of a window, its steps and most frequent straggler, and the reasons for lower clocks that half of its
-    lines have."""
-    found: dict[str, Any] = {}
-    fresh = [line for line in lines if (line.get("profiled_step") or 0) >= lines[0]["step"]]
-    for name, some in (*((name, lines) for name in NAMES), *((name, fresh or lines) for name in PROFILED)):
-        values = [value for line in some if (value := line.get(name)) is not None]
-        found[name] = median(values) if values else None
-    ranks = [line["straggler_rank"] for line in lines if line.get("straggler_rank") is not None]
-    rank, reasons = throttled_rank_in(lines)
-    return found | {
-        "fresh": bool(fresh),
-        "throttle": throttle_reasons_in(lines),
-        "throttle_rank": rank,
-        "throttle_of_rank": reasons,
-        "straggler_rank": mode(ranks) if ranks else None,
-        "steps": f"{lines[0]['step']} to {lines[-1]['step']}",
-    }
-
-
-def throttle_reasons_in(lines: Sequence[Mapping[str, Any]], key: str = "hardware/throttle") -> int:
-    """The reasons for lower clocks that half of the lines have; on any rank, unless `key` says otherwise."""
-    bits = [int(line.get(key) or 0) for line in lines]
-    often = [bit for bit in (4, 8, 32, 64, 128) if bits and 2 * sum(bool(some & bit) for some in bits) >= len(bits)]
-    return functools.reduce(operator.or_, often, 0)
-
-
-def throttled_rank_in(lines: Sequence[Mapping[str, Any]]) -> tuple[int | None, int]:
-    """The rank whose clocks are held down in half of the lines or more, and its reasons; None where no rank is."""
-    ranks = [int(rank) for line in lines if (rank := line.get("hardware/throttle_rank")) is not None]
-    if 2 * len(ranks) < len(lines) or 2 * ranks.count(rank := mode(ranks or [-1])) < len(lines):
-        return None, 0
-    own = [line for line in lines if line.get("hardware/throttle_rank") == rank]
-    reasons = throttle_reasons_in(own, "hardware/throttle_of_rank")
-    return (rank, reasons) if reasons else (None, 0)
-
-
-def describe_slowdown(recent: Mapping[str, Any], past: Mapping[str, Any], hosts: Sequence[str] = ()) -> str:
-    """The slow-down in words, with the causes and the layers that the numbers point to."""
-    now, before = recent["step_seconds"], past["step_seconds"]
-    changed = [*slowdown_causes(recent, past, hosts), *of_the_hardware(recent, past, hosts)]
-    from trainer.diagnosis.verdict import say_more  # not before a run is slow
-
-    blind = "" if recent["fresh"] else f"; {say_more(before)} would tell more"
-    why = "; ".join(changed) or f"unknown: nothing that is logged has changed with it{blind}"
-    return (
-        f"slow: a step takes {now:.4g} s in steps {recent['steps']}, {now / before:.2f} times the {before:.4g} s of "
-        f"steps {past['steps']}; {why}"
-    )
-
-
-def both_values(recent: Mapping[str, Any], past: Mapping[str, Any], name: str) -> tuple[float, float] | None:
-    """A value now and before, where both are known."""
-    pair = recent[name], past[name]
-    return None if None in pair else pair
-
-
-def slowdown_causes(recent: Mapping[str, Any], past: Mapping[str, Any], hosts: Sequence[str]) -> Iterator[str]:
-    """What takes so much more of a step that it explains half of the time that steps take longer."""
-    now, before = recent["step_seconds"], past["step_seconds"]
-    half = (now - before) / 2
-    if (waits := both_values(recent, past, "data_seconds")) and waits[0] - waits[1] >= half:
-        yield f"data ({RUNTIME}): a step waits {waits[0]:.3g} s for its batch, and waited {waits[1]:.3g} s"
-    if (shares := both_values(recent, past, "straggler")) and (shares[0] - shares[1]) * before >= half:
-        yield (
-            f"one rank ({RUNTIME}): {name_rank(recent['straggler_rank'], hosts)} takes {shares[0]:.2f} times "
-            "its peers' "
-            f"time in forward passes, where the slowest took {shares[1]:.2f} times"
-        )
-    for name, cause, text in SHARES:
-        if name in PROFILED and not recent["fresh"]:
-            continue
-        if (shares := both_values(recent, past, name)) and shares[0] * now - shares[1] * before >= half:
-            yield f"{cause}: {text} {shares[0] * now:.3g} s of a step, and was {shares[1] * before:.3g} s"
-
-
-SHARES = (
-    *(
-        (f"exposed/{axis}", f"communication ({PLAN})", f"that of the {axis} axis, which nothing hides, is")
-        for axis in AXES
-    ),
-    ("bubble", f"bubble ({PLAN})", "waiting of pipeline ranks for each other is"),
-    ("host", f"host ({COMPILER} or {RUNTIME})", "time in which a device has nothing to do because of its host is"),
-)
-"""Metrics that are shares of a step, and what is said where one has grown."""
-
-
-def name_rank(rank: int, hosts: Sequence[str]) -> str:
-    """A rank, with its machine where there are several."""
-    return f"rank {rank} on {hosts[rank]}" if len(set(hosts)) > 1 and rank < len(hosts) else f"rank {rank}"
-
-
-def of_the_hardware(recent: Mapping[str, Any], past: Mapping[str, Any], hosts: Sequence[str]) -> Iterator[str]:
-    """What has changed of devices and machines."""
-    half = (recent["step_seconds"] / past["step_seconds"] - 1) / 2
-    added = recent["throttle"] & ~past["throttle"]
-    whose = f" on {name_rank(recent['throttle_rank'], hosts)}" if added & recent["throttle_of_rank"] else ""
-    reasons = throttle_reasons(added) + whose * bool(added)
-    if (clocks := both_values(recent, past, "hardware/clock_mhz")) and clocks[0] and clocks[1] / clocks[0] - 1 >= half:
-        because = f" ({reasons})" if reasons else ""
-        yield f"{HARDWARE}: clocks fell from {clocks[1]:.0f} to {clocks[0]:.0f} MHz{because}"
-    elif reasons:
-        yield f"{HARDWARE}: clocks are held down by {reasons}"
-    if (busy := both_values(recent, past, "hardware/host_cpu")) and busy[0] >= max(BUSY, busy[1] + RISE):
-        yield (
-            f"host processors ({HARDWARE}): {busy[0]:.0%} of a machine's are busy, and {busy[1]:.0%} were: look for "
-            "other programs there"
-        )
-    if (retries := both_values(recent, past, "hardware/alloc_retries")) and retries[0] > retries[1]:
-        yield (
-            f"memory ({HARDWARE}): a GPU's allocator runs out of memory and gives its cache back; set activation=auto "
-            "(with a smaller activation.memory where it is set), another batch.micro_size, or "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-        )
+    def _name(self, slow: Straggler) -> str:
+        several = len(set(self.hosts)) > 1 and slow.rank < len(self.hosts)
+        where = f" on {self.hosts[slow.rank]}" if several else ""
+        return f"rank {slow.rank}{where} takes {slow.ratio:.2f} times its peers' time in forward passes"

@@ -16,7 +16,7 @@ import numpy
 
 from trainer.config import ConfigError, typed
 from trainer.diagnosis import time_breakdown
-from trainer.diagnosis.step_profile import StepProfile, build_profile, ordinary_seconds, scale_profile
+from trainer.diagnosis.time_breakdown import StepProfile, build_profile, ordinary_seconds, scale_profile
 from trainer.diagnosis.verdict import to_json
 from trainer.observe.diagnose_run import diagnose_run
 from trainer.observe.metrics import parse_line

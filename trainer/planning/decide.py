@@ -21,13 +21,11 @@ from trainer.parallel.pipeline.plan import resolve_pipeline
 from trainer.planning.estimate.memory import MemoryPeak, can_replay, find_peaks
 from trainer.planning.estimate.recompute import RecomputeChoice, decide_recompute, with_section
 from trainer.planning.fit import MachineMemory
+from trainer.planning.neighbours import TILE
 from trainer.planning.resolve import Layout
 from trainer.util.tables import format_bytes, format_duration
 
 GIB = 2**30
-
-TILE = 8192
-"""Tokens: enough for GEMMs at full speed, and for adding up a gradient in fp32 to be some percent of them."""
 
 SHARE = 0.92
 """Of a device's memory that a predicted peak may take."""

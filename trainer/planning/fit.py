@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from trainer.config import Config, ConfigError
-from trainer.config.model import ModelSpec
 from trainer.parallel.compress.plan import reduces_at_step_end
 from trainer.planning.cost.feedback import feedback_bytes
 from trainer.planning.cost.memory import StateBytes, fullest_rank
+from trainer.planning.neighbours import Changes, change_settings, generate_neighbours
 from trainer.planning.resolve import Layout, resolve_layout
 from trainer.util.tables import format_bytes, format_number, format_sizes
 
@@ -58,40 +55,28 @@ def check_fit(config: Config, layout: Layout, world: int, node: int, memory: Mac
     parts = ", ".join(f"{name} {value}" for name, value in zip(names, format_sizes(values)))
     raise ConfigError(
         f"{TOO_BIG}: {lack}, and activations come on top (a rank keeps {parts}); "
-        f"{_way_out(config, layout.spec, world, node, memory)}, or go on all the same with run.force=true"
+        f"{_way_out(config, layout, world, node, memory)}, or go on all the same with run.force=true"
     )
 
 
-def _way_out(config: Config, spec: ModelSpec, world: int, node: int, memory: MachineMemory) -> str:
-    def fits(changes: dict[str, Any], processes: int) -> bool:
-        changed = copy.deepcopy(config)
-        for name, value in changes.items():
-            section, _, leaf = name.rpartition(".")
-            setattr(changed.parallel.zero if section else changed.parallel, leaf, value)
+def _way_out(config: Config, layout: Layout, world: int, node: int, memory: MachineMemory) -> str:
+    """The smallest override that fits: of one setting, then of two; of each, the least costly first."""
+
+    def fits(changes: Changes, processes: int) -> bool:
+        changed = change_settings(config, changes)
         try:
-            return (
-                find_missing_memory(
-                    persistent_bytes(changed, resolve_layout(changed, processes, spec, node), node), node, memory
-                )
-                is None
-            )
+            states = persistent_bytes(changed, resolve_layout(changed, processes, layout.spec, node), node)
         except ConfigError:
             return False
+        return find_missing_memory(states, node, memory) is None
 
-    for changes in _candidates(config, world):
+    stages, others = (
+        [*generate_neighbours(config, layout, moves, world)]
+        for moves in (("more sharding",), ("more ranks a model", "states in host memory"))
+    )
+    for changes in (*stages, *others, *(one | other for one, other in itertools.product(stages, others))):
         if fits(changes, world):
-            return "set " + " ".join(f"parallel.{name}={str(value).lower()}" for name, value in changes.items())
-    shared = {"zero.stage": 3}
+            return "set " + " ".join(f"{name}={str(value).lower()}" for name, value in changes.items())
+    shared = {"parallel.zero.stage": 3}
     more = next((count for power in range(1, 13) if fits(shared, count := world * 2**power)), None)
     return f"set parallel.zero.stage=3 and start {more} processes" if more else "take a smaller model"
-
-
-def _candidates(config: Config, world: int) -> Iterator[dict[str, Any]]:
-    """Changes of the plan that need less memory: one setting, then two; of each, the least costly first."""
-    parallel = config.parallel
-    stages = [{"zero.stage": stage} for stage in range(parallel.zero.stage + 1, 4)]
-    doubled = [2**power for power in range(1, world.bit_length())]
-    cuts = [{"tp": n} for n in doubled if n > parallel.tp] + [{"pp": n} for n in doubled if n > parallel.pp]
-    offload = [] if parallel.zero.offload else [{"zero.offload": True}]
-    yield from (*stages, *cuts, *offload)
-    yield from (one | other for one, other in itertools.product(stages, [*cuts, *offload]))

@@ -12,7 +12,7 @@ import yaml
 from trainer.config import BatchConfig, Config, ConfigError
 from trainer.config.compose import gather_values, to_config
 from trainer.config.fields import list_divisors
-from trainer.config.typed import flatten_values
+from trainer.config.typed import changed_settings
 from trainer.planning.plan import Plan, resolve_batch
 
 FREE = (
@@ -32,6 +32,9 @@ FREE = (
     "compile",
 )
 """Settings that do not change the mathematics of training, which plans may therefore choose."""
+
+NUMBERS = ("precision.", "parallel.grad_comm.")
+"""Settings of `FREE` that change the numbers of training beyond rounding."""
 
 
 def plan_list(text: str) -> list[str]:
@@ -87,12 +90,7 @@ def build_variant(
     config = compose_variant(
         [*(word for word in overrides if override_key(word) not in named), *chosen], config_dir, processes, corpus
     )
-    common = flatten_values(dataclasses.asdict(base))
-    fixed = [
-        name
-        for name, value in flatten_values(dataclasses.asdict(config)).items()
-        if value != common.get(name) and not name.startswith(FREE)
-    ]
+    fixed = [name for name in changed_settings(config, base) if not name.startswith(FREE)]
     if fixed:
         raise ConfigError(
             f"a plan cannot set {', '.join(fixed)}: the reference has it too; set it outside of plans=[...]"

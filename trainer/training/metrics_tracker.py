@@ -18,13 +18,12 @@ from torch import Tensor
 
 from trainer.data.batches import BatchLoader, MicroBatch, source_of
 from trainer.data.corpus import Corpus
+from trainer.diagnosis.ranks import peer_ratios
 from trainer.observe.deferred import DeferredScalars
-from trainer.observe.hardware import HardwareSampler, Reading, clocks_of, over_ranks
-from trainer.observe.pauses import PAUSES, PauseGrowth, PauseTimes
+from trainer.observe.hardware import HardwareSampler, Reading, over_ranks
 from trainer.observe.report import peak_memory_gib, step_meter
 from trainer.observe.sinks import Logger
-from trainer.observe.slowdown import SlowdownAlert
-from trainer.observe.stragglers import StragglerAlert, find_straggler
+from trainer.observe.slowdown import PauseTimes, SlowdownAlert
 from trainer.parallel.pipeline.timing import StepTimes
 from trainer.planning.plan import BatchPlan
 from trainer.planning.schedules.simulate import Simulation
@@ -67,10 +66,8 @@ class MetricsTracker:
         self.scaled, self.pipelined = state.scaler.enabled, state.plan.pp > 1
         self.deferred = DeferredScalars(world.device)
         self.meter = step_meter(config, state.spec, world, batch.sequence_length)
-        self.hosts, self.readings = world.gather(socket.gethostname()), list[Reading]()
-        self.stragglers, self.slowdown = StragglerAlert(config.guard), SlowdownAlert(config.guard, self.hosts)
+        self.slowdown = SlowdownAlert(config.guard, config.run.dir, world.gather(socket.gethostname()))
         self.pauses, self.logged = pauses, state.step
-        self.growth = [PauseGrowth(name, config.guard) for name in PAUSES]
         self.losses: list[float] = []
         self.skipped, self.skipped_in_row, self.stop, self.finished = skipped, 0, False, False
         self.first_skipped: int | None = None  # of the streak of skipped steps that the last step belongs to
@@ -173,11 +170,8 @@ class MetricsTracker:
                 f"pipeline: predicted {predicted.makespan:.4g} s a step with a bubble of {predicted.bubble:.1%}, "
                 f"measured {makespan:.4g} s and {measured['bubble']:.1%} in step {step}"
             )
-        if self.stragglers.add(measured["straggler"], measured["straggler_rank"]):
-            self.name_straggler(measured["straggler"], measured["straggler_rank"])
-        for told in (self.slowdown.add(record), *(growth.add(record) for growth in self.growth)):
-            if told:
-                self.log.event(told)
+        for told in self.slowdown.add(record):
+            self.log.event(told)
 
     def terms(self, numbers: dict[str, Any]) -> dict[str, float]:
         """The mean over valid tokens of each registered term of the loss."""
@@ -229,24 +223,19 @@ class MetricsTracker:
         dist.all_gather(everyone, mine)  # on gloo: these are the host's numbers
         times_of, read_of, sums_of = torch.stack(everyone).split([len(own), len(read), sums.size], 1)
         busy, finish, forward, stage, waits = times_of.unbind(1)
-        measured["straggler"], measured["straggler_rank"] = find_straggler(forward.tolist(), stage.tolist())
+        ratios = peer_ratios(dict(enumerate(forward.tolist())), dict(enumerate(stage.tolist())))
+        measured["straggler_rank"] = max(ratios, key=ratios.__getitem__, default=None)
+        measured["straggler"] = ratios.get(measured["straggler_rank"])
         measured["data_seconds"] = waits.max().item()
         if self.pipelined:
             measured["bubble"] = 1 - (busy.sum() / (self.world.size * finish.max())).item()
-        self.readings = [
-            {name: None if math.isnan(value) else value for name, value in zip(readings, row)}
-            for row in read_of.tolist()
-        ]
-        measured |= over_ranks(self.readings)
-        return measured, finish.max().item(), sums_of.sum(0).numpy().reshape(sums.shape)
-
-    def name_straggler(self, share: float, rank: int) -> None:
-        """Tells of a rank that stays slow, with its node and what its clocks say."""
-        self.log.event(
-            f"rank {rank} on {self.hosts[rank]} has been slow for {self.config.guard.slow_lines} logged steps, in "
-            f"this one {share:.2f} times its peers' median; {clocks_of(self.readings, rank)}look at its clocks and "
-            "temperature (nvidia-smi -q -d CLOCK,PERFORMANCE,TEMPERATURE), and at what else runs there"
+        measured |= over_ranks(
+            [
+                {name: None if math.isnan(value) else value for name, value in zip(readings, row)}
+                for row in read_of.tolist()
+            ]
         )
+        return measured, finish.max().item(), sums_of.sum(0).numpy().reshape(sums.shape)
 
     def describe_non_finite(self, numbers: dict[str, Any]) -> str:
         """What was not finite in a step: the loss, or the gradients of which parameters."""

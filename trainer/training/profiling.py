@@ -1,8 +1,8 @@
 """Profiles steps while a run goes on; a process beside the run makes their accounts.
 
-The profiler records one step on a few ranks (`diagnosis/sample.py`), and each leaves its trace in a file, with what the
+The profiler records one step on a few ranks (`diagnosis/ranks.py`), and each leaves its trace in a file, with what the
 profiler does not know: which process group serves what, when the schedule's actions ran. Rank 0 then starts a process
-that reads the traces, at the lowest priority (`diagnosis/__main__.py`). On a device the step before is recorded too,
+that reads the traces, at the lowest priority (`diagnosis/accounts.py`). On a device the step before is recorded too,
 since a host runs ahead: where the device was when the host began the step is seen in the work that it had left."""
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from trainer.config import Config
-from trainer.diagnosis.sample import TRACES, axis_of, choose_ranks, trace_of
+from trainer.diagnosis.ranks import TRACES, axis_of, choose_ranks, trace_of
 from trainer.distributed.c10d_internals import list_groups
 from trainer.distributed.mesh import World
-from trainer.observe.pauses import PauseTimes
 from trainer.observe.report import device_name
+from trainer.observe.slowdown import PauseTimes
 from trainer.parallel.pipeline.runtime import PipelineRuntime
 from trainer.planning.schedules import ir
 from trainer.util.files import replace_file
@@ -153,7 +153,7 @@ class StepProfiler:
         for path in (self.folder / TRACES).glob("step-*-rank-*.json"):
             if int(path.name.split("-")[1]) not in self.kept | {number}:
                 path.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "trainer.diagnosis", str(self.folder), str(number), *map(str, ranks)]
+        command = [sys.executable, "-m", "trainer.diagnosis.accounts", str(self.folder), str(number), *map(str, ranks)]
         path = os.pathsep.join([str(PACKAGE.parent), *sys.path])
         self.reader = subprocess.Popen(
             command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": path}

@@ -23,9 +23,9 @@ from trainer.distributed.mesh import World
 from trainer.distributed.tensors import Fragment
 from trainer.model.initial import Weights, name_seed
 from trainer.observe.deferred import Ready
-from trainer.observe.pauses import PauseTimes
 from trainer.observe.report import start_report
 from trainer.observe.sinks import reason_of
+from trainer.observe.slowdown import PauseTimes
 from trainer.observe.watchdog import DATA, ENDING, EVALUATING, SAVING, SCHEDULE, STEP, Watchdog
 from trainer.planning.fit import persistent_bytes
 from trainer.planning.plan import node_size

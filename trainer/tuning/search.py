@@ -20,8 +20,15 @@ from trainer.sweep import print_line
 from trainer.sweep.local import stop_signals, visible_gpus
 from trainer.sweep.plan import SweepConfig, expand_sweep
 from trainer.tuning.engines import choose_next, expected_seconds
-from trainer.tuning.space import SearchPlan, frozen_differences, list_plans
-from trainer.tuning.study import TuningStudy, plan_overrides, print_study, write_page
+from trainer.tuning.study import (
+    SearchPlan,
+    TuningStudy,
+    frozen_differences,
+    list_plans,
+    plan_overrides,
+    print_study,
+    write_page,
+)
 from trainer.util.exit_codes import DONE, FAILED, STOPPED
 from trainer.util.files import lock_folder
 from trainer.util.run_folder import BEST

@@ -23,7 +23,7 @@ from trainer.parallel.pipeline.plan import PipelinePlan, check_pipeline, estimat
 from trainer.parallel.zero.plan import check_settings
 from trainer.planning.cost.memory import ELEMENT_BYTES, state_bytes
 from trainer.planning.cost.updates import UpdateSettings
-from trainer.planning.decide import TILE, MemoryLimit, decide, memory_choices
+from trainer.planning.decide import MemoryLimit, decide, memory_choices
 from trainer.planning.estimate.recompute import with_uniform_save
 from trainer.planning.estimate.seconds import update_bytes
 from trainer.planning.estimate.step import GIB, StepEstimate, estimate_within
@@ -33,27 +33,13 @@ from trainer.planning.features import check_plan
 from trainer.planning.float8 import check_float8
 from trainer.planning.float8_settings import float8_settings
 from trainer.planning.layer import parameter_counts
+from trainer.planning.neighbours import RECOMPUTE, SCHEDULES, TILE
 from trainer.planning.plan import BatchPlan, Plan, build_plan
 from trainer.planning.resolve import Layout
 from trainer.planning.schedules.ir import Schedule
 
-SCHEDULES = (
-    ("1f1b", 1),
-    ("interleaved", 2),
-    ("interleaved", 4),
-    ("zb_h1", 1),
-    ("zb_h2", 1),
-    ("zb_v", 2),
-    ("v_half", 2),
-    ("v_min", 2),
-    ("dualpipe_v", 2),
-)
-"""Schedules that are tried under a pipeline, with stages a rank. GPipe is 1F1B with more memory."""
-
 IN_FLIGHT = {"v_half": 1 / 2, "v_min": 1 / 3}
 """Activations that a rank holds, over those of one micro-batch in the whole model, where they are fewer."""
-
-RECOMPUTE = ("none", "selective", "full")
 
 DEGREES = (
     "parallel.tp",

@@ -8,8 +8,6 @@ from typing import Any
 
 import yaml
 
-from trainer.config import Config
-from trainer.config.typed import flatten_values
 from trainer.planning.decide import describe_measures, describe_recompute
 from trainer.planning.estimate.plans import PlanRanking
 from trainer.planning.estimate.step import GIB, ErrorBand, StepEstimate
@@ -246,13 +244,6 @@ def to_json(found: StepEstimate, tokens: float = 0.0) -> dict[str, Any]:
 
 def _range(values: Mapping[str, float], band: ErrorBand) -> dict[str, list[float]]:
     return {name: list(band.of(value)) for name, value in values.items()}
-
-
-def changed_settings(config: Config, base: Config) -> dict[str, Any]:
-    """What a configuration sets otherwise than `base`, by the setting's name."""
-    before = flatten_values(dataclasses.asdict(base))
-    after = flatten_values(dataclasses.asdict(config))
-    return {name: value for name, value in after.items() if value != before.get(name)}
 
 
 def format_recipe(settings: Mapping[str, Any], head: str) -> str:

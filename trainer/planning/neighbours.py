@@ -1,0 +1,143 @@
+"""What can be changed about a plan: the values that are tried of each setting, and the settings next to a run's own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from trainer.config import ActivationConfig, Config
+from trainer.config.fields import list_divisors
+from trainer.planning.resolve import Layout
+
+Changes = dict[str, Any]
+"""Values by setting."""
+
+TILE = 8192
+"""Tokens: enough for GEMMs at full speed, and for adding up a gradient in fp32 to be some percent of them."""
+
+LONG = 16384
+"""Tokens of a sequence that is worth sharing."""
+
+RECOMPUTE = ("none", "selective", "full")
+"""Modes of activation checkpointing that are tried, from the fastest to the one that needs least memory."""
+
+SCHEDULES = (
+    ("1f1b", 1),
+    ("interleaved", 2),
+    ("interleaved", 4),
+    ("zb_h1", 1),
+    ("zb_h2", 1),
+    ("zb_v", 2),
+    ("v_half", 2),
+    ("v_min", 2),
+    ("dualpipe_v", 2),
+)
+"""Schedules that are tried under a pipeline, with stages a rank. GPipe is 1F1B with more memory."""
+
+
+def generate_neighbours(config: Config, layout: Layout, moves: Iterable[str], factor: int = 2) -> Iterator[Changes]:
+    """Changes of one decision: of one setting and of those that follow from it. They may be illegal or change nothing.
+
+    moves: kinds of decisions, in the order in which their changes are wanted. factor: how many times as many ranks may
+    share a model."""
+    plan, batch, activation, precision = layout.plan, layout.batch, config.activation, config.precision
+    zero, pipeline, hops = config.parallel.zero, config.parallel.pipeline, config.parallel.grad_comm
+    level = RECOMPUTE.index(activation.mode) if activation.mode in RECOMPUTE else None
+    tokens = config.batch.sequence_length * batch.micro_size / plan.token_ranks
+    hop = "outer" if plan.replicate > 1 and hops.outer.codec == "none" else "inner"
+
+    def values(name: str, *tried: Any, where: object = True) -> list[Changes]:
+        return [{name: value} for value in tried if where]
+
+    larger = [
+        {"batch.micro_size": times * batch.micro_size}
+        for times in (2, 4)
+        if batch.accumulation % times == 0 and batch.accumulation // times >= plan.pp
+    ]
+    axes = ("pp", "tp", "cp") if config.batch.sequence_length >= LONG else ("pp", "tp")
+    known: dict[str, list[Changes]] = {
+        "prefetch": values("data.prefetch", max(4, 2 * config.data.prefetch), where=config.data.prefetch < 8),
+        "fewer saves": [{"checkpoint.asynchronous": True}, {"checkpoint.every": 4 * config.checkpoint.every}],
+        "fewer evaluations": values("eval.every", 4 * config.eval.every),
+        "compile": values("compile", True),
+        "cuda graphs": [{"run.cuda_graphs": True, "logging.profile": 0, "logging.trace": []}],
+        "16 bits": values("precision.compute", "bf16", where=precision.compute == "fp32"),
+        "tf32": values("precision.matmul", "high", where=(precision.compute, precision.matmul) == ("fp32", "highest")),
+        "larger micro-batches": larger,
+        "smaller micro-batches": values("batch.micro_size", *divisors_below(batch.micro_size)),
+        "automatic recompute": [
+            {"activation.mode": "auto"} | {f"activation.{name}": getattr(ActivationConfig(), name) for name in UNSET}
+        ],
+        "less recompute": values("activation.mode", *RECOMPUTE[:level], where=level is not None),
+        "more recompute": values("activation.mode", *RECOMPUTE[(level or 0) + 1 :], where=level is not None),
+        "tiles": [
+            *values("loss.tile", TILE, where=tokens > TILE and not config.loss.tile),
+            *values("activation.tile", TILE, where=tokens > TILE and not activation.tile),
+        ],
+        "overlap by copies": values("parallel.tp_overlap", "copy_engine"),
+        "shards by copies": values("parallel.zero.collectives", "copy_engine", where=plan.shard > 1),
+        "fewer reductions": larger if zero.stage >= 2 else [],  # one for each micro-batch, and in stage 3 gathers
+        "reductions in 16 bits": values("precision.reduce", "bf16", where=precision.compute != "fp32"),
+        "quantised gradients": values(
+            f"parallel.grad_comm.{hop}.codec", "int8", where=hop == "outer" or plan.shard > 1
+        ),
+        "sharded optimizer": values("parallel.zero.stage", 1, where=plan.stage == 0),
+        "more sharding": values("parallel.zero.stage", *range(zero.stage + 1, 4), where=plan.dp > 1),
+        "less sharding": values("parallel.zero.stage", *range(zero.stage - 1, 0, -1)),
+        "smaller shards": values(
+            "parallel.shard", *divisors_below(plan.shard)[:-1], where=plan.stage and plan.replicate == 1
+        ),
+        "less tp": [
+            {"parallel.tp": tp} | ({"parallel.tp_overlap": "off"} if tp == 1 else {}) for tp in divisors_below(plan.tp)
+        ],
+        "less cp": values("parallel.cp", *divisors_below(plan.cp)),
+        "less pp": values("parallel.pp", *divisors_below(plan.pp)),
+        "more ranks a model": [
+            {f"parallel.{axis}": getattr(plan, axis) * 2**power}
+            for axis in axes
+            for power in range(1, factor.bit_length())
+        ],
+        "plain schedule": [{"parallel.pipeline.schedule": "1f1b", "parallel.pipeline.chunks": None}]
+        * (pipeline.schedule not in ("1f1b", "gpipe")),
+        "other schedules": [
+            {
+                "parallel.pipeline.schedule": name,
+                "parallel.pipeline.chunks": chunks if name == "interleaved" else None,
+                **({"parallel.pipeline.split": "balanced"} if chunks > 1 else {}),
+            }
+            for name, chunks in SCHEDULES
+        ],
+        "measured schedule": [{"parallel.pipeline.schedule": "auto", "parallel.pipeline.split": "balanced"}]
+        * (pipeline.schedule != "auto"),
+        "balanced split": values("parallel.pipeline.split", "balanced"),
+        "inputs in host memory": values("activation.offload", True),
+        "states in host memory": [({} if zero.stage else {"parallel.zero.stage": 1}) | {"parallel.zero.offload": True}]
+        * (zero.nvme is None),
+        "sums in host memory": values("parallel.zero.sum_on_host", True, where=zero.offload),
+        "states on a disk": values(
+            "parallel.zero.nvme", "FOLDER", where=zero.nvme is None and zero.engine == "deepspeed"
+        ),
+    }
+    return (changes for move in moves for changes in known[move])
+
+
+UNSET = ("save", "modules")
+"""Settings of `activation` that `activation.mode=auto` chooses itself."""
+
+
+def divisors_below(degree: int) -> list[int]:
+    """Degrees that divide one, from the next smaller."""
+    return sorted(list_divisors(degree), reverse=True)[1:]
+
+
+def change_settings(config: Config, changes: Mapping[str, Any]) -> Config:
+    """The configuration with other values of settings, by their paths."""
+    changed = copy.deepcopy(config)
+    for name, value in changes.items():
+        target: Any = changed
+        *sections, leaf = name.split(".")
+        for section in sections:
+            target = getattr(target, section)
+        setattr(target, leaf, value)
+    return changed
