@@ -39,7 +39,7 @@ from trainer.planning import plan_overrides
 from trainer.sweep import plan as sweep
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("[be]*/README.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("[be]*/README.md")])
 MODULES = {path.read_text() for path in (ROOT / "examples").glob("*.py")}
 """What pages show whole, and tests/training/test_hooks.py runs."""
 pytestmark = pytest.mark.filterwarnings("ignore:Unable to enable fault handler")  # captured streams have no descriptor
@@ -147,14 +147,14 @@ def table_commands(text: str) -> Iterator[str]:
     base, head = "", []
     for line in re.sub(r"`[^`]+`", lambda match: match[0].replace("\n", " "), text).splitlines():
         if not line.startswith("|"):
-            base, head = ([*re.findall(r"`((?:torchrun|python) [^`]+)`", line), base][0]), []
+            base, head = ([*re.findall(r"`((?:torchrun|python|trainer train) [^`]+)`", line), base][0]), []
             continue
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
         if not head:
             head = cells
         elif "overrides" in head and not set(cells[0]) <= set("-: "):
             start = (
-                base.replace("-per-node N", f"-per-node {cells[head.index('processes')]}")
+                re.sub(r"(-per-node|--processes) N", rf"\1 {cells[head.index('processes')]}", base)
                 if "processes" in head
                 else base
             )
@@ -396,10 +396,9 @@ def test_first_run(place: Path, monkeypatch: pytest.MonkeyPatch):
 def test_sweep(place: Path, monkeypatch: pytest.MonkeyPatch):
     """The sweep that is shown has these trials, and refuses these."""
     monkeypatch.chdir(place)
-    page = read(ROOT / "docs/sweeps.md")
-    body = next(body for _, body in page.blocks if body.startswith("$ "))
-    words = shlex.split(next(commands(page)).text)
-    given = load_command("train").parse(words[3:]) if words[0] == "python" else load_command("sweep").parse(words[2:])
+    page = read(ROOT / "docs/recipes.md")
+    body = next(body for _, body in page.blocks if body.startswith("$ trainer sweep"))
+    given = load_command("sweep").parse(shlex.split(body.partition("\n")[0])[3:])
     trials = sweep.make_trials(*sweep.expand_sweep(given.overrides), None, gpus=0)
     assert f"{len(trials)} trials, {sum(bool(trial.refusal) for trial in trials)} refused" in body
     for trial in trials:
