@@ -29,7 +29,7 @@ from trainer.tuning.engines import (
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
 try:
-    ENGINES = runpy.run_path(str(BENCH / "tune.py"))["ENGINES"]  # what trainer.tune does, and its baselines
+    ENGINES = runpy.run_path(str(BENCH / "tune.py"))["ENGINES"]  # what trainer tune does, and its baselines
 finally:
     sys.path.remove(str(BENCH))
 
