@@ -15,7 +15,8 @@ version = release = trainer.__version__
 extensions = ["myst_nb", "sphinx.ext.autodoc"]
 
 root_doc = "docs/index"
-include_patterns = ["*.md", "docs/*.md", "bench/README.md", "bench/results/*.md", "examples/*.ipynb"]
+pages = ["*.md", "docs/*.md", "docs/decisions/*.md", "bench/README.md", "bench/results/*.md"]
+include_patterns = [*pages, "examples/*.ipynb"]
 exclude_patterns = [".*", "build", "runs", "tests", "trainer", "configs", "launch"]
 default_role = "code"
 

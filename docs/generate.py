@@ -166,7 +166,9 @@ MEASURED = {
         "10,615 a GPU, [one micro-batch a step](../bench/results/2026-11-h200-h100.md#copy-engines-and-fp8); 13,844 "
         "with `precision=fp8`"
     ),
-    ("llama3_8b_tp2_h200x2", "h200", 2): "8,704 a GPU, [one micro-batch a step](kernels.md#measured)",
+    ("llama3_8b_tp2_h200x2", "h200", 2): (
+        "8,704 a GPU, [one micro-batch a step](../bench/results/2026-11-tensor-parallel-h200-h100.md#measured)"
+    ),
 }
 """What a page has of the same plan."""
 

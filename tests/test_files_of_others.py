@@ -1,5 +1,5 @@
 """What others wrote is data: whatever a file holds, reading it ends in a value or in one error that names it; nothing
-in it runs, and nothing is written elsewhere. docs/trust.md says so for each kind of file."""
+in it runs, and nothing is written elsewhere. docs/architecture.md says so for each kind of file."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Where the project may run what it has not written itself: every name that can do so is listed with its file and the
-reason, so that a new one is noticed. docs/trust.md says the same for people."""
+reason, so that a new one is noticed. docs/architecture.md says the same for people."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ from trainer.planning import plan_overrides
 from trainer.sweep import plan as sweep
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("[be]*/README.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("[be]*/README.md")])
 MODULES = {path.read_text() for path in (ROOT / "examples").glob("*.py")}
 """What pages show whole, and tests/training/test_hooks.py runs."""
 pytestmark = pytest.mark.filterwarnings("ignore:Unable to enable fault handler")  # captured streams have no descriptor
@@ -149,14 +149,14 @@ def table_commands(text: str) -> Iterator[str]:
     base, head = "", []
     for line in re.sub(r"`[^`]+`", lambda match: match[0].replace("\n", " "), text).splitlines():
         if not line.startswith("|"):
-            base, head = ([*re.findall(r"`((?:torchrun|python) [^`]+)`", line), base][0]), []
+            base, head = ([*re.findall(r"`((?:torchrun|python|trainer train) [^`]+)`", line), base][0]), []
             continue
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
         if not head:
             head = cells
         elif "overrides" in head and not set(cells[0]) <= set("-: "):
             start = (
-                base.replace("-per-node N", f"-per-node {cells[head.index('processes')]}")
+                re.sub(r"(-per-node|--processes) N", rf"\1 {cells[head.index('processes')]}", base)
                 if "processes" in head
                 else base
             )
@@ -183,7 +183,7 @@ def check(command: Command, capsys: pytest.CaptureFixture) -> None:
         elif program == "python" and words[1] == "-m":
             module(words[2], words[3:], int(environment.get("WORLD_SIZE", 1)), command.output, capsys)
         elif program == "trainer":
-            subcommand(words[1], words[2:])
+            subcommand(words[1], words[2:], command.output, capsys)
         elif program in ("python", "bash") or "/" in program:
             script(words[program in ("python", "bash") :], environment)
         elif program == "sbatch":
@@ -196,15 +196,22 @@ def check(command: Command, capsys: pytest.CaptureFixture) -> None:
             )
 
 
-def subcommand(word: str, words: list[str]) -> None:
-    """`trainer WORD WORDS`."""
-    if word in door.ON_GPUS:
+def subcommand(word: str, words: list[str], output: str | None, capsys: pytest.CaptureFixture) -> None:
+    """`trainer WORD WORDS`. output: what the page shows below a command that is refused, or that estimates."""
+    if word == "train" and output is not None:
+        capsys.readouterr()
+        code = door.main([word, *words])
+        shown = capsys.readouterr()
+        assert (shown.out + shown.err).strip() == output.strip() and code == 2
+    elif word in door.ON_GPUS:
         processes, words = door._launch(["2" if one == "N" else one for one in words], word)
         train(words, processes) if word == "train" else module(door.OTHERS[word], words, processes)
     elif word == "sweep":
         train(["--multirun", *words], 1)
+    elif word.startswith("--"):
+        train([word, *words], 1)
     else:
-        module(door.OTHERS[word].removesuffix(".cli"), words, 1)
+        module(door.OTHERS[word].removesuffix(".cli"), words, 1, output, capsys)
 
 
 def pytest_options(words: list[str]) -> None:
@@ -431,9 +438,9 @@ def test_first_run(place: Path, monkeypatch: pytest.MonkeyPatch):
 def test_sweep(place: Path, monkeypatch: pytest.MonkeyPatch):
     """The sweep that is shown has these trials, and refuses these."""
     monkeypatch.chdir(place)
-    page = read(ROOT / "docs/sweeps.md")
-    body = next(body for _, body in page.blocks if body.startswith("$ "))
-    words = shlex.split(next(commands(page)).text)[3:]
+    page = read(ROOT / "docs/recipes.md")
+    body = next(body for _, body in page.blocks if body.startswith("$ trainer sweep"))
+    words = ["--multirun", *shlex.split(body.partition("\n")[0])[3:]]
     given = cli._parse(words)
     trials = sweep.make_trials(*sweep.expand_sweep(given.overrides), None, gpus=0)
     assert f"{len(trials)} trials, {sum(bool(trial.refusal) for trial in trials)} refused" in body

@@ -19,8 +19,9 @@ from trainer.planning.plan_overrides import compose_variant
 from trainer.planning.resolve import communication_table, resolve_layout
 
 PRODUCTS = {
-    # docs/kernels.md, 8,192 tokens, forward: milliseconds of the product and of the collective; how many times as fast
-    # as `off` the bound, copies and Triton are. Of gathered products, then of reduced ones.
+    # bench/results/2026-11-tensor-parallel-h200-h100.md, 8,192 tokens, forward: milliseconds of the
+    # product and of the collective; how many times as fast as `off` the bound, copies and Triton are. Of gathered
+    # products, then of reduced ones.
     "8B q, k, v": (0.273, 0.158, 1.58, 1.50, 1.30),
     "8B gate, up": (1.247, 0.184, 1.15, 1.11, 0.99),
     "70B q, k, v": (0.888, 0.288, 1.32, 1.31, 1.11),

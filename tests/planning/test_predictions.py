@@ -306,7 +306,7 @@ def test_the_course_of_memory_has_the_peak_and_no_gap(predicted):
 
 @pytest.mark.parametrize("kind, size", [("classic", 8.0), ("average8", 2 + 8 / 256)])
 def test_error_feedback_is_in_the_peak(kind, size):
-    """Two nodes of eight: N / 8 elements a rank, and half as many on the way back (docs/compression.md)."""
+    """Two nodes of eight: N / 8 elements a rank, and half as many on the way back (docs/sharding.md)."""
     hop = {"parallel__grad_comm__outer__codec": "int8", "parallel__zero__stage": 1, "parallel__shard": 8}
     spec, found = shipped("llama3_8b"), {}
     for feedback in ("none", kind):

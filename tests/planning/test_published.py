@@ -127,7 +127,8 @@ def shared(ranks: int) -> dict:
 LARGE = {
     # torchtitan, benchmarks/llama3_h100_202412, asyncTP_llama3_h100_2025-06 (70B in bf16) and
     # llama3-8b_h200_202506_trainy-whitefiber: model, hardware, GPUs, settings, tokens/s of a GPU, and our error, as
-    # docs/insight.md has it. Of 405B the micro-batches are not named; by default there are as many as pipeline ranks.
+    # bench/results/2026-11-estimates-h200.md has it. Of 405B the micro-batches are not named; by default there are as
+    # many as pipeline ranks.
     "8B, 8 H100, fp8": ("8b", "h100", 8, FLOAT8 | SELECTIVE, 8532, -0.08),
     "8B, 128 H100, fp8": ("8b", "h100", 128, FLOAT8 | SELECTIVE, 8380, -0.06),
     "70B, bf16": ("70b", "h100", 256, WIDE | {"compile": True}, 597.3, -0.02),
@@ -142,7 +143,7 @@ LARGE = {
     "8B, 64 H200, fp8": ("8b", "h200", 64, FLOAT8 | SELECTIVE, 10753, 0.17),
 }
 OUTSIDE = {"70B, fp8", "405B, 1F1B", "8B, 32 H200, fp8", "8B, 64 H200, fp8"}
-"""Of which the error is larger than the band: docs/insight.md, known to be wrong."""
+"""Of which the error is larger than the band: bench/results/2026-11-estimates-h200.md, known to be wrong."""
 
 
 def large(name: str):

@@ -35,7 +35,8 @@ def of(world: int, hardware=None, **changes: object):
 
 
 MEASURED = {
-    # docs/compression.md, NVLink, four H200: ranks that share states -> seconds by codec of a hop.
+    # bench/results/2026-11-sharding-h200-2-cores.md, NVLink, four H200: ranks that share states -> seconds by codec of
+    # a hop.
     -1: {"none": 0.887, "inner": 0.874},
     2: {"none": 0.927, "inner": 0.911, "outer": 0.908},
 }

@@ -3,7 +3,7 @@
 Hydra composes plain values; here they meet the dataclasses: names, types and legal values of every setting, at any
 depth. A structured config inside Hydra would stop at the first mistake and let `+parallel.tpp=3` pass.
 
-Why not pydantic: docs/architecture.md.
+Why not pydantic: docs/decisions/01-settings.md.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ def driver_function(name: str) -> Callable[..., int]:
 # Memory in which the ranks of a group leave each other what they need, call by call. A call of a group is an epoch.
 # Every rank has a box in two halves, of which an epoch uses that of its parity, and flags, which hold the last epoch
 # whose part has arrived. Flags only grow, so nothing is ever reset. Why a half may be written again two epochs later
-# is in docs/kernels.md.
+# is in docs/performance.md.
 
 
 class SymmetricBuffers:

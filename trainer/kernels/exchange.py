@@ -8,7 +8,7 @@ loads.
 Why a half may be written again two epochs later, without a barrier: a rank that writes in epoch e + 2 has ended its
 reader of e + 1, which waited for a flag of e + 1 of every rank; each rank raised that behind its own reader of e, since
 the calls of a rank are in the order of one stream. Hence calls of a region must not overlap, and every reader waits for
-all ranks (docs/kernels.md)."""
+all ranks (docs/performance.md)."""
 
 from __future__ import annotations
 

@@ -45,8 +45,9 @@ class TileShape:
 
 RATES = {(128, 256): 1.0, (128, 128): 0.85, (64, 256): 0.8}
 """Rows and columns of tiles that registers and shared memory hold, and how fast one multiplies beside the largest.
-The second was measured with loads by TMA, 0.79 to 0.91 by shape (docs/kernels.md); the third is a guess by the numbers
-that a tile loads for each 1,024 products, which are 12, 16 and 20."""
+The second was measured with loads by TMA, 0.79 to 0.91 by shape
+(bench/results/2026-11-tensor-parallel-h200-h100.md); the third is a guess by the numbers that a tile loads for each
+1,024 products, which are 12, 16 and 20."""
 
 
 def choose_tiles(base: TileShape, tokens: int, widths: Sequence[int], size: int, waits: bool) -> TileShape:

@@ -2,7 +2,7 @@
 
 Anyone may have written a file: other users of a shared cache, a node that died in the middle, strangers. What is read
 here ends in a value, in `OSError` where the file system refuses, or in `Malformed`, which names the file, what is wrong
-and the way out. docs/trust.md says what is done with each kind of file."""
+and the way out. docs/architecture.md says what is done with each kind of file."""
 
 from __future__ import annotations
 

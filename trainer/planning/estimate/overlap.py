@@ -14,7 +14,8 @@ from trainer.planning.cost.layers import LayerWork
 
 GATHERED, SENT = (1.135, 20e-6), (1.07, 130e-6)
 """Triton: times of its products over cuBLAS's, and seconds that each takes besides, where input is gathered and where
-results are sent. Fitted to eight products on two H200 (docs/kernels.md), four of each: right within 6%."""
+results are sent. Fitted to eight products on two H200, four of each: right within 6%
+(bench/results/2026-11-tensor-parallel-h200-h100.md)."""
 
 
 class OverlapTime(NamedTuple):
