@@ -41,12 +41,12 @@ from trainer.model.transformer import Transformer
 from trainer.parallel.context.apply import share_sequences
 from trainer.parallel.context.plan import context_traffic
 from trainer.parallel.recompute import apply_recompute
-from trainer.planning.cost.masks import block_size
-from trainer.planning.cost.parameters import layer_specs
-from trainer.planning.estimate.hardware import load_hardware
-from trainer.planning.estimate.throughput import link_bandwidth
+from trainer.planning.documents import block_size
+from trainer.planning.estimate.rates import link_bandwidth
 from trainer.planning.features import resolve_plan
+from trainer.planning.hardware import load_hardware
 from trainer.planning.layer import ATTENTION_BACKWARD, model_programs
+from trainer.planning.parameters import layer_specs
 from trainer.planning.plan import Plan
 
 WAYS = {  # method, order, groups of heads

@@ -24,7 +24,7 @@ from trainer.hf import export_model
 from trainer.model.initial import initialize_model
 from trainer.model.transformer import Transformer
 from trainer.parallel.parallelize import keep_buffers
-from trainer.precision.dtypes import DTYPES
+from trainer.precision.products import DTYPES
 
 OWN = {
     "model": "configs/model/tiny.yaml",

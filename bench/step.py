@@ -33,16 +33,16 @@ from trainer.distributed.mesh import join_world, local_device
 from trainer.model.attention import kernel_priority
 from trainer.parallel.pipeline.plan import PipelinePlan, resolve_pipeline
 from trainer.planning import layer as cost
-from trainer.planning.cost.devices import peak_flops
 from trainer.planning.features import resolve_plan
+from trainer.planning.hardware import peak_flops
 from trainer.planning.plan import BatchPlan, node_size
 from trainer.planning.resolve import Layout
 from trainer.training.auto import AutoSchedule
-from trainer.training.cuda_graph import CUDAGraphStep
 from trainer.training.run import decide_together
 from trainer.training.session import find_hardware
 from trainer.training.state import TrainState
 from trainer.training.step import train_step
+from trainer.training.trainer import CUDAGraphStep
 
 KERNELS = {
     "attention": "flash|fmha|cudnn.*sdpa|cudnn_generated|flex",

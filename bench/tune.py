@@ -40,11 +40,18 @@ from specs import read_spec
 from trainer.config import Config
 from trainer.distributed.mesh import World, join_world, local_device
 from trainer.model.attention import kernel_priority
-from trainer.planning.estimate.hardware import load_hardware
+from trainer.planning.hardware import load_hardware
 from trainer.training.state import TrainState
 from trainer.training.step import train_step
-from trainer.tuning.engines import PlanOption, TrialOutcome, choose_next, fastest_outcome, untried_plans
-from trainer.tuning.study import SearchPlan, list_plans
+from trainer.tuning.study import (
+    PlanOption,
+    SearchPlan,
+    TrialOutcome,
+    choose_next,
+    fastest_outcome,
+    list_plans,
+    untried_plans,
+)
 
 GRID = {
     "schedule": ("", "1f1b", "interleaved", "zb_v"),

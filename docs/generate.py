@@ -30,11 +30,11 @@ from trainer.diagnosis.time_breakdown import AXES, TERMS
 from trainer.observe.metrics import EVALUATION, METRICS, STEP
 from trainer.parallel.zero.plan import OWN, DeepSpeedKey
 from trainer.planning.decide import describe_measures
-from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.step import GIB, StepEstimate, estimate_step
 from trainer.planning.features import communication_summary
+from trainer.planning.hardware import load_hardware
 from trainer.planning.layer import parameter_counts
-from trainer.planning.plan_overrides import compose_variant
+from trainer.planning.neighbours import compose_variant
 from trainer.planning.resolve import check_config, resolve_layout
 from trainer.planning.schedules.costs import StageCosts
 from trainer.planning.schedules.simulate import Simulation, simulate_schedule

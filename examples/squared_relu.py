@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from trainer import option, register
 from trainer.model.layers import Block, Linear
-from trainer.planning.cost.parameters import join_tables, linear_table
+from trainer.planning.parameters import join_tables, linear_table
 
 
 @dataclass

@@ -28,7 +28,7 @@ from trainer.commands.grammar import DTYPES, RecipeOptions
 from trainer.config import ConfigError, SourceConfig, typed
 from trainer.config.fields import CONFIGS
 from trainer.config.synonyms import REMOVED, SETTINGS
-from trainer.sweep.slurm import SCRIPT
+from trainer.sweep.local import SCRIPT
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.filterwarnings("ignore:Unable to enable fault handler")  # captured streams have no descriptor
@@ -434,9 +434,9 @@ def test_a_folder_whose_name_has_an_equals_sign_is_no_option():
 
 
 def test_names_of_types_are_those_that_torch_has_types_for():
-    from trainer.precision import dtypes
+    from trainer.precision import products
 
-    assert DTYPES == tuple(dtypes.DTYPES)
+    assert DTYPES == tuple(products.DTYPES)
 
 
 def test_version(tmp_path):

@@ -14,7 +14,7 @@ from support.damage import damaged_bytes, damaged_texts, damaged_values, other_f
 from support.kinds import FOUND, KINDS
 
 from trainer.config import ConfigError
-from trainer.config.yaml_limits import yaml_fault
+from trainer.config.fields import yaml_fault
 from trainer.util.reading import shorten_foreign
 
 SLOW = {

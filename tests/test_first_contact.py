@@ -15,7 +15,7 @@ from trainer.observe import metrics
 from trainer.pages.folder import MetricCurves
 from trainer.planning.schedules.simulate import simulate_schedule
 from trainer.plots import templates
-from trainer.util import run_folder
+from trainer.util import lines as run_folder
 
 TINY = ["+config=debug", "run.steps=2", "logging=quiet", "checkpoint.at_end=false"]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.util.extras import DISTRIBUTION
+from trainer.util.exit_codes import DISTRIBUTION
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

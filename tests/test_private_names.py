@@ -128,7 +128,7 @@ PRIVATE = [
     Private("_fused_adamw_", ("optim/optimizer.py",), "torch", "AdamW without state that is not ours"),
     Private("_amp_update_scale_", ("precision/scaler.py",), "torch", "a loss scale that stays on the device"),
     Private(
-        "_scaled_mm", ("precision/float8.py", "diagnosis/traces.py"), "torch", "products in fp8, as torchao has them"
+        "_scaled_mm", ("precision/products.py", "diagnosis/traces.py"), "torch", "products in fp8, as torchao has them"
     ),
     Private(
         "_scaled_dot_product_flash_attention",
@@ -144,7 +144,7 @@ PRIVATE = [
     ),
     Private(
         "_functorch _inductor _dynamo",
-        ("parallel/parallelize.py", "parallel/recompute.py", "model/compiled.py"),
+        ("parallel/parallelize.py", "parallel/recompute.py", "model/stage.py"),
         "torch",
         "settings of the compiler",
     ),

@@ -40,7 +40,7 @@ class Use(NamedTuple):
 
 BETWEEN_RANKS = "between the ranks of a run, whose network is trusted as torch.distributed itself trusts it"
 USES = [
-    Use("pickle", "trainer/planning/cost/parameters.py", "a snapshot of arguments in memory: the key of a cache"),
+    Use("pickle", "trainer/planning/parameters.py", "a snapshot of arguments in memory: the key of a cache"),
     Use(
         "pickle", "trainer/data/shards.py", "the job of a process's own children, through a pipe nobody else can write"
     ),
@@ -50,7 +50,7 @@ USES = [
     Use("import_module", "trainer/commands/__init__.py", "names of a table in the file"),
     Use("import_module", "trainer/config/compose.py", "modules that the user's own command line or recipe names"),
     Use("import_module", "trainer/hf/__init__.py", "names of a table in the file"),
-    Use("import_module", "trainer/parallel/zero/deepspeed.py", "one name, in the file"),
+    Use("import_module", "trainer/parallel/zero/fsdp.py", "one name, in the file"),
     Use("register_new_resolver", "trainer/config/compose.py", "an interpolation that compares two numbers"),
     Use("all_gather_object broadcast_object_list", "trainer/distributed/mesh.py", BETWEEN_RANKS),
     Use("broadcast_object_list", "trainer/checkpointing/memory.py", BETWEEN_RANKS),

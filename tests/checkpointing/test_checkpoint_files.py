@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from support.launch import WORKERS, launch
 
 from trainer.checkpointing import checkpointer as state
-from trainer.checkpointing import files, manifest
+from trainer.checkpointing import manifest
 from trainer.checkpointing.checkpointer import Checkpointer
 from trainer.checkpointing.chunks import assign_writers
 from trainer.checkpointing.loading import load_tensors, read_tensors
@@ -172,7 +172,7 @@ def test_a_folder_that_cannot_be_made_fails_the_save_not_the_run(tmp_path):
     assert "step 1 could not be saved" in message and "Not a directory" in message
 
 
-@pytest.mark.parametrize("module, kind", [(files, ".bin"), (manifest, "manifest.json")])
+@pytest.mark.parametrize("module, kind", [(manifest, ".bin"), (manifest, "manifest.json")])
 def test_a_file_that_cannot_be_made_fails_the_save_not_the_run(tmp_path, monkeypatch, module, kind):
     save(tmp_path, 1)
     checkpointer = Checkpointer(tmp_path, CheckpointConfig())

@@ -16,9 +16,9 @@ import trainer.model.attention as attention
 from trainer.config.model import ModelSpec
 from trainer.model.attention import block_mask
 from trainer.parallel.context.plan import KERNELS
-from trainer.planning.cost.parameters import layer_specs
 from trainer.planning.documents import DocumentLengths, computed_keys
 from trainer.planning.layer import attention_flops
+from trainer.planning.parameters import layer_specs
 from trainer.planning.resolve import resolve_layout
 
 LENGTH = 512

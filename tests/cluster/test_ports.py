@@ -8,34 +8,34 @@ import sys
 
 import pytest
 
-from trainer.cluster import ports
+from trainer.cluster import node
 
 
 def test_none_is_among_those_that_the_system_hands_out():
-    low, high = (int(bound) for bound in ports.HANDED_OUT.read_text().split())
-    found = ports.free_ports(200)
-    assert len(set(found)) == 200 and not [port for port in found if low <= port <= high or port < ports.LOWEST]
-    printed = subprocess.check_output([sys.executable, "-m", "trainer.cluster.ports"], text=True)
+    low, high = (int(bound) for bound in node.HANDED_OUT.read_text().split())
+    found = node.free_ports(200)
+    assert len(set(found)) == 200 and not [port for port in found if low <= port <= high or port < node.LOWEST]
+    printed = subprocess.check_output([sys.executable, "-m", "trainer.cluster.node"], text=True)
     assert not low <= int(printed) <= high
 
 
 def test_one_at_which_somebody_listens_is_left_out(tmp_path, monkeypatch):
     """Three ports are not handed out here."""
     with socket.socket() as stranger:
-        stranger.bind(("", *ports.free_ports()))
+        stranger.bind(("", *node.free_ports()))
         stranger.listen()
         taken = stranger.getsockname()[1]
-        monkeypatch.setattr(ports, "LOWEST", taken - 1)
-        monkeypatch.setattr(ports, "HANDED_OUT", tmp_path / "range")
+        monkeypatch.setattr(node, "LOWEST", taken - 1)
+        monkeypatch.setattr(node, "HANDED_OUT", tmp_path / "range")
         (tmp_path / "range").write_text(f"{taken + 2}\t65535\n")
-        assert taken not in ports.free_ports()
+        assert taken not in node.free_ports()
         with pytest.raises(OSError, match="of 3 ports are free, and 3 are wanted"):
-            ports.free_ports(3)
+            node.free_ports(3)
 
 
 @pytest.mark.parametrize("text", ["1024 65535", "", None])
 def test_where_all_are_handed_out_or_nobody_knows_there_still_is_one(tmp_path, monkeypatch, text):
-    monkeypatch.setattr(ports, "HANDED_OUT", tmp_path / "range")
+    monkeypatch.setattr(node, "HANDED_OUT", tmp_path / "range")
     if text is not None:
         (tmp_path / "range").write_text(text)
-    assert len(set(ports.free_ports(3))) == 3
+    assert len(set(node.free_ports(3))) == 3

@@ -11,10 +11,8 @@ from pathlib import Path
 import pytest
 from support.launch import warm_python
 
-from trainer.cluster import network, node
-from trainer.cluster.network import HUNG, BandwidthFloors
-from trainer.cluster.node import FIELDS
-from trainer.cluster.ports import free_ports
+from trainer.cluster import node
+from trainer.cluster.node import FIELDS, HUNG, BandwidthFloors, free_ports
 from trainer.config import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -126,7 +124,7 @@ def test_nodes_that_leave_no_mark_are_named(tmp_path):
 
 @pytest.mark.parametrize("nodes", range(1, 10))
 def test_each_node_meets_two_others_and_one_at_a_time(nodes):
-    rounds = network.pair_nodes(nodes)
+    rounds = node.pair_nodes(nodes)
     met: dict[int, set[int]] = {node: set() for node in range(nodes)}
     for pairs in rounds:
         busy = [node for pair in pairs for node in pair]
@@ -141,7 +139,7 @@ FLOORS = BandwidthFloors(20, 2, 0.6)
 
 
 def problems(within=None, between=None, floors=FLOORS):
-    return network.bandwidth_problems(within or {}, between or {}, floors)
+    return node.bandwidth_problems(within or {}, between or {}, floors)
 
 
 def test_bandwidth_below_the_floor_or_the_others_is_named():
@@ -167,8 +165,8 @@ def test_a_slow_node_is_told_from_a_slow_link():
 
 def test_clocks_count_by_their_best_round():
     late = {"n1": 100.0, "n2": 100.9, "n3": 100.1}  # a message to n2 was slow
-    assert network.clock_problems([late, {"n1": 200.0, "n2": 200.0, "n3": 200.0}], 0.5) == []
-    [problem] = network.clock_problems(
+    assert node.clock_problems([late, {"n1": 200.0, "n2": 200.0, "n3": 200.0}], 0.5) == []
+    [problem] = node.clock_problems(
         [{"n1": 100.0, "n2": 96.0, "n3": 100.1}, {"n1": 200.0, "n2": 196.1, "n3": 200.0}], 0.5
     )
     assert problem.startswith("n2: its clock is 3.9 s behind")

@@ -13,8 +13,8 @@ from trainer.commands.probe import main
 from trainer.config import ParallelConfig
 from trainer.parallel.context.plan import KERNELS
 from trainer.planning.estimate.calibrate import COLLECTIVES
-from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.features import resolve_plan
+from trainer.planning.hardware import load_hardware
 
 FACTOR = 3.0
 """Within which the estimate is to be of a run: half of a step this small is Python between kernels, which on a CPU is

@@ -9,8 +9,8 @@ from trainer.config import ConfigError, PrecisionConfig
 from trainer.config.fields import CONFIGS
 from trainer.config.hardware import build_hardware
 from trainer.config.typed import to_plain
-from trainer.planning.estimate.hardware import load_hardware
-from trainer.planning.estimate.throughput import DeviceRates
+from trainer.planning.estimate.rates import DeviceRates
+from trainer.planning.hardware import load_hardware
 
 SHIPPED = sorted(path.stem for path in (CONFIGS / "hardware").glob("*.yaml"))
 

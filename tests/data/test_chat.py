@@ -22,8 +22,8 @@ from transformers import AutoTokenizer
 
 from trainer.config import ConfigError, SourceConfig
 from trainer.data.batches import eval_batches
-from trainer.data.chat import pack_lengths
 from trainer.data.corpus import Corpus, open_corpus
+from trainer.data.text import pack_lengths
 from trainer.model.loss import IGNORE
 from trainer.planning import resolve
 

@@ -14,8 +14,8 @@ from support.corpora import MARKED, PLAIN
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
-from trainer.data.chat import FIRST, LEARNED, ChatTemplate
 from trainer.data.shards import TextPiece, _encoded
+from trainer.data.text import FIRST, LEARNED, ChatTemplate
 from trainer.data.tokenizer import Tokenizer, _byte_characters
 
 SPECIAL = ["<|im_start|>", "<|im_end|>"]

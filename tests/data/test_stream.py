@@ -8,7 +8,7 @@ import pytest
 from support.corpora import config, texts
 
 from trainer.config import ConfigError, SourceConfig
-from trainer.data import stream
+from trainer.data import corpus as corpus_module
 from trainer.data.batches import BatchLoader
 from trainer.data.corpus import open_corpus
 from trainer.data.documents import HubStream, digest_text
@@ -66,8 +66,8 @@ def test_held_out_documents_are_never_trained_on(settings):
 
 @pytest.mark.parametrize("noted", [True, False], ids=["noted", "unnoted"])
 def test_resume_reads_exactly_the_rest_on_any_layout(settings, monkeypatch, noted):
-    monkeypatch.setattr(stream, "NOTE_EVERY", 20 if noted else 10**9)
-    monkeypatch.setattr(stream, "GROUP", 8)
+    monkeypatch.setattr(corpus_module, "NOTE_EVERY", 20 if noted else 10**9)
+    monkeypatch.setattr(corpus_module, "GROUP", 8)
     reference = packed(open_corpus(settings), 400)
     size, position = 12, 0
     for dp in (1, 3, 2):
@@ -92,8 +92,8 @@ def test_resume_reads_exactly_the_rest_on_any_layout(settings, monkeypatch, note
 
 
 def test_a_noted_state_saves_reading_again(settings, monkeypatch):
-    monkeypatch.setattr(stream, "NOTE_EVERY", 20)
-    monkeypatch.setattr(stream, "GROUP", 8)
+    monkeypatch.setattr(corpus_module, "NOTE_EVERY", 20)
+    monkeypatch.setattr(corpus_module, "GROUP", 8)
     reference = packed(open_corpus(settings), 300)
     assert len(list(open_corpus(settings).train.sources[0].notes.glob("*.json"))) > 5
     read = []

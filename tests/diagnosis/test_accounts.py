@@ -21,11 +21,10 @@ from trainer.diagnosis import accounts as command
 from trainer.diagnosis import time_breakdown as contract
 from trainer.diagnosis import traces
 from trainer.diagnosis.accounts import break_down_step
-from trainer.diagnosis.ranks import axis_of, choose_ranks, rank_coordinates, trace_of
-from trainer.diagnosis.time_breakdown import TimeBreakdown
+from trainer.diagnosis.time_breakdown import TimeBreakdown, axis_of, choose_ranks, rank_coordinates, trace_of
 from trainer.planning.schedules import ir
 from trainer.planning.schedules.templates import build_schedule
-from trainer.util import trace_labels
+from trainer.util import tables
 
 GROUPS = {"1": ("data", (0, 1)), "2": ("tensor", (0, 1)), "0": ("all", (0, 1)), "pipeline 0 to 1": ("pipeline", (0, 1))}
 
@@ -54,7 +53,7 @@ def device(rank: int = 0, end: float = 100, **given) -> Written:
 
 
 def test_kernels_belong_to_what_launched_them(of):
-    written = device(end=70).label(trace_labels.OPTIMIZER, 50, 60)
+    written = device(end=70).label(tables.OPTIMIZER, 50, 60)
     written.kernel("sm90_xmma_gemm_bf16", -4, 0, 10).kernel("flash_fwd_kernel", -3, 10, 15)
     written.kernel("triton_poi_fused_add", -2, 15, 20)
     # Backward runs on another thread. There, an operator with a number in the graph is a forward pass again.
@@ -117,7 +116,7 @@ def test_a_real_compiled_layer_says_what_it_repeats(of, tmp_path, recomputed):
     whole = partial(checkpoint, layer, use_reentrant=False) if recomputed else layer
     step, x = torch.compile(whole, backend="aot_eager"), torch.randn(1024, 512, requires_grad=True)
     step(x).sum().backward()
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded, record_function(trace_labels.STEP):
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded, record_function(tables.STEP):
         step(x).sum().backward()
     recorded.export_chrome_trace(str(tmp_path / "recorded.json"))
     written = Written(device="cpu")
@@ -149,9 +148,9 @@ def test_computation_hides_communication_and_copies_come_after_it(of):
 
 
 def test_an_idle_device_has_a_reason(of):
-    written = device(end=900).label(trace_labels.DATA, -5, 95).kernel("gemm", 98, 100, 200)
+    written = device(end=900).label(tables.DATA, -5, 95).kernel("gemm", 98, 100, 200)
     written.synchronised(150, 205).kernel("gemm", 240, 250, 300)
-    written.label(trace_labels.COLLECTOR, 300, 340).kernel("gemm", 350, 360, 400)
+    written.label(tables.COLLECTOR, 300, 340).kernel("gemm", 350, 360, 400)
     written.kernel("gemm", 260, 500, 600)  # launched long before: it waited for something on the device
     (account,) = of(written)
     assert terms(account) == {
@@ -179,13 +178,13 @@ def test_terms_are_all_of_the_step_whatever_the_trace(data, tmp_path_factory):
     folder, names = tmp_path_factory.mktemp("random"), ["gemm", "flash_fwd", "triton_red", "1", "2", "0"]
     ranks = []
     for rank in range(2):
-        written = device(rank, clock=1e6 * (1 + rank)).label(trace_labels.DATA, -5, data.draw(st.integers(0, 60)))
+        written = device(rank, clock=1e6 * (1 + rank)).label(tables.DATA, -5, data.draw(st.integers(0, 60)))
         for name in data.draw(st.lists(st.sampled_from(names), max_size=12)):
             launch, delay, length = (data.draw(st.floats(0, 60)) for _ in range(3))
             add = written.nccl if name in GROUPS else written.kernel
             add(name, launch, launch + delay, launch + delay + length)
         for start in data.draw(st.lists(st.integers(0, 90), max_size=3, unique=True)):
-            written.synchronised(start, start + 0.5).label(trace_labels.AWAITS + "2", start + 0.5, start + 0.75)
+            written.synchronised(start, start + 0.5).label(tables.AWAITS + "2", start + 0.5, start + 0.75)
         written.note["spent"] = {"checkpoint": 0.25}
         ranks.append(traces.read_trace(written.write(folder / f"{rank}.json")))
     for account in break_down_step(ranks):
@@ -212,15 +211,13 @@ def test_a_stream_that_waits_for_a_flag_waits_for_its_peer(of):
     """Rank 0's second product could begin at 20; a copy to the other rank's memory goes on until 30."""
     ranks = []
     for rank, start in ((0, 180), (1, 20)):
-        written = device(rank, end=400).label(trace_labels.SENDS + "2", -4, -1)
+        written = device(rank, end=400).label(tables.SENDS + "2", -4, -1)
         written.add("cuda_runtime", "cudaMemcpyAsync", -3, -2, correlation=900)
         written.add("gpu_memcpy", "Memcpy PtoP (Device -> Device)", 10, 30, 9, correlation=900, stream=9)
-        written.kernel("gemm", 0, 0, 20).label(trace_labels.AWAITS + "2", 2, 3)
+        written.kernel("gemm", 0, 0, 20).label(tables.AWAITS + "2", 2, 3)
         written.kernel("gemm", 4, start, start + 100)
-        written.label(trace_labels.AWAITS + "2", 8, 9).kernel(
-            "gemm", 10, start + 100, start + 120
-        )  # it is there already
-        ranks.append(written.label(trace_labels.AWAITS + "2", 12, 13))  # behind which nothing was launched
+        written.label(tables.AWAITS + "2", 8, 9).kernel("gemm", 10, start + 100, start + 120)  # it is there already
+        ranks.append(written.label(tables.AWAITS + "2", 12, 13))  # behind which nothing was launched
     first, second = of(*ranks)
     assert terms(first) == {
         "products": 140,
@@ -240,17 +237,17 @@ def cpu(rank: int = 0, **given) -> Written:
     written = Written(rank, "cpu", GROUPS, **given)
     for number, name in enumerate(GROUPS):
         if name[0] != "p":
-            written.label(trace_labels.GROUP + name, -40 + 10 * number, -31 + 10 * number)
+            written.label(tables.GROUP + name, -40 + 10 * number, -31 + 10 * number)
             written.gloo("all_reduce", -38 + 10 * number, -35 + 10 * number, GLOO + number)
     return written.step(0, 100)
 
 
 def test_a_cpu_computes_in_operators_and_gloo_s_threads_have_names(of):
-    written = cpu().label(trace_labels.DATA, 0, 10).op("aten::stack", 2, 8)
+    written = cpu().label(tables.DATA, 0, 10).op("aten::stack", 2, 8)
     written.op("Linear", 10, 40).op("aten::linear", 12, 30).op("aten::mm", 14, 30)  # the first is Python's
     written.op("aten::scaled_dot_product_attention", 40, 50).op("aten::bmm", 42, 48)
     written.gloo("all_gather", 35, 60, GLOO).gloo("reduce_scatter", 60, 65, GLOO + 1).gloo("send", 65, 70, GLOO + 9)
-    written.label(trace_labels.OPTIMIZER, 70, 90).op("aten::mul_", 72, 80)
+    written.label(tables.OPTIMIZER, 70, 90).op("aten::mul_", 72, 80)
     (account,) = of(written)
     assert terms(account) == {
         "data": 10,
@@ -267,8 +264,8 @@ def test_a_cpu_computes_in_operators_and_gloo_s_threads_have_names(of):
 def test_a_cpu_waits_for_flags_and_copies_by_itself(of):
     ranks = []
     for rank, end in ((0, 80), (1, 21)):
-        written = cpu(rank).op("trainer::copied_gather_matmul", 5, 95).label(trace_labels.SENDS + "2", 10, 20)
-        written.op("aten::copy_", 11, 19).label(trace_labels.AWAITS + "2", 20, end).op("aten::to", 20, 21)
+        written = cpu(rank).op("trainer::copied_gather_matmul", 5, 95).label(tables.SENDS + "2", 10, 20)
+        written.op("aten::copy_", 11, 19).label(tables.AWAITS + "2", 20, end).op("aten::to", 20, 21)
         ranks.append(written.op("aten::mm", end + 1, end + 11))
     first, second = of(*ranks)
     assert terms(first) == {
@@ -289,7 +286,7 @@ def test_a_cpu_repeats_forward_passes_in_backward(of):
 
 def pipelined(rank: int, seconds: dict[int, float], schedule: ir.Schedule, wait: float) -> Written:
     """A pipeline rank that waits for `wait` microseconds; F and B of a stage take `seconds`."""
-    written = cpu(rank).label(trace_labels.WAIT, 10, 10 + wait)
+    written = cpu(rank).label(tables.WAIT, 10, 10 + wait)
     mine = [action for action in schedule.orders[rank]]
     lasting = [(str(action), 0.0, seconds[action.stage] * 1e-6) for action in mine]
     written.note |= {

@@ -27,9 +27,8 @@ from trainer.pages.folder import RunFolder
 from trainer.planning.resolve import compose
 from trainer.planning.schedules import ir
 from trainer.planning.schedules.costs import StageCosts
-from trainer.planning.schedules.simulate import simulate_schedule
+from trainer.planning.schedules.simulate import simulate_schedule, write_timeline
 from trainer.planning.schedules.templates import build_schedule
-from trainer.planning.schedules.timeline import write_timeline
 
 
 def lines(folder: Path, count: int = 4, **values: float) -> Path:

@@ -12,9 +12,8 @@ from support.estimates import every_way, lacking
 from trainer.config import Config, typed
 from trainer.diagnosis.evidence import RunEvidence, RunMachine
 from trainer.diagnosis.suggestions import FREED, MAX_SUGGESTIONS, MOVES, Suggestions
-from trainer.planning.cost.devices import peak_flops
-from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.step import estimate_step
+from trainer.planning.hardware import load_hardware, peak_flops
 from trainer.planning.resolve import compose, resolve_layout
 
 H200 = load_hardware("h200")

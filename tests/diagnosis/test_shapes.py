@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from support.estimates import settings, shipped
 
-from trainer.diagnosis.advice import advise_shapes, list_gemms
+from trainer.diagnosis.suggestions import advise_shapes, list_gemms
 from trainer.diagnosis.time_breakdown import KernelTotal
 from trainer.diagnosis.verdict import RooflineCeilings, kernel_point
-from trainer.planning.cost.devices import known_devices, multiprocessor_count
+from trainer.planning.hardware import known_devices, multiprocessor_count
 from trainer.planning.layer import flops_per_token
 from trainer.planning.resolve import resolve_layout
 

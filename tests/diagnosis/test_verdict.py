@@ -17,7 +17,7 @@ from trainer.config import Config
 from trainer.diagnosis.evidence import RunEvidence, RunMachine
 from trainer.diagnosis.time_breakdown import LAYERS, breakdown_metrics, build_profile, busy_seconds, compute_seconds
 from trainer.diagnosis.verdict import Diagnosis, diagnose_evidence, print_diagnosis, say_more, to_json
-from trainer.planning.estimate.hardware import load_hardware
+from trainer.planning.hardware import load_hardware
 from trainer.planning.resolve import compose
 from trainer.util.tables import format_percent
 

@@ -35,7 +35,7 @@ from trainer.config.hardware import HardwareConfig
 from trainer.config.json_schema import json_schema
 from trainer.config.synonyms import REMOVED
 from trainer.observe import metrics
-from trainer.planning import plan_overrides
+from trainer.planning import neighbours
 from trainer.sweep import plan as sweep
 
 ROOT = Path(__file__).parents[2]
@@ -269,18 +269,18 @@ def understood(word: str, given: Any, world: int) -> None:
         settings, common, swept = sweep.expand_sweep(given.overrides, given.config_dir)
         if word == "tune":
             for values in swept:
-                plan_overrides.compose_variant([*common, *values], given.config_dir, world, corpus=False)
+                neighbours.compose_variant([*common, *values], given.config_dir, world, corpus=False)
         else:
             sweep.make_trials(settings, common, swept, given.config_dir, gpus=0)
     elif word in ("estimate", "probe"):
         given.take_changes("hardware.")
-        assert plan_overrides.compose_variant(given.overrides, given.config_dir, world, corpus=False)
+        assert neighbours.compose_variant(given.overrides, given.config_dir, world, corpus=False)
     elif word in ("train", "parity"):
         composed(tuple(given.overrides), world, given.config_dir)
     if word == "parity":
-        for text in plan_overrides.plan_list(given.plans) if given.plans else []:
+        for text in neighbours.plan_list(given.plans) if given.plans else []:
             chosen = [one if "=" in one else f"parallel={one}" for one in shlex.split(text)]
-            plan_overrides.compose_variant([*given.overrides, *chosen], given.config_dir, world)
+            neighbours.compose_variant([*given.overrides, *chosen], given.config_dir, world)
     if word == "plot" and given.schedule:
         from trainer.plots.templates import schedule_of
 

@@ -11,7 +11,7 @@ import pytest
 import trainer
 from trainer.config import ConfigError
 from trainer.config.fields import CONFIGS
-from trainer.planning import plan_overrides
+from trainer.planning import neighbours
 from trainer.planning.resolve import check_config, compose
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +44,7 @@ def test_each_fits_the_gpus_that_it_is_named_for(generate):
 def test_the_recipe_that_copies_runs_in_fp8_too_and_on_one_process():
     """As the table of measurements has it, and as a laptop does; across nodes it is refused."""
     for world, node, words in ((2, 2, ["precision=fp8"]), (1, 1, []), (16, 8, [])):
-        config = plan_overrides.compose_variant(["+config=llama3_8b_h200x2", *words], None, world, corpus=False)
+        config = neighbours.compose_variant(["+config=llama3_8b_h200x2", *words], None, world, corpus=False)
         problems = check_config(config, world, node)
         assert bool(problems) == (world > node) and all("collectives=nccl" in one for one in problems), problems
 
@@ -52,7 +52,7 @@ def test_the_recipe_that_copies_runs_in_fp8_too_and_on_one_process():
 def test_the_recipe_whose_products_copy_runs_in_fp8_too_and_over_nodes():
     """Tensor-parallel ranks are neighbours within a node."""
     for world, node, words in ((2, 2, ["precision=fp8"]), (16, 8, [])):
-        config = plan_overrides.compose_variant(["+config=llama3_8b_tp2_h200x2", *words], None, world, corpus=False)
+        config = neighbours.compose_variant(["+config=llama3_8b_tp2_h200x2", *words], None, world, corpus=False)
         assert config.parallel.tp_overlap == "copy_engine" and not check_config(config, world, node)
 
 

@@ -27,7 +27,7 @@ from trainer.hf.config import ROPE_NAMES, config_from_spec, first_difference, sp
 from trainer.hf.families import ACTIVATIONS, FAMILIES
 from trainer.model.initial import fill_parameters, name_seed
 from trainer.model.transformer import Transformer
-from trainer.planning.cost.parameters import ParameterInfo
+from trainer.planning.parameters import ParameterInfo
 
 transformers = pytest.importorskip("transformers")
 

@@ -16,8 +16,7 @@ from trainer.data.tokenizer import load_tokenizer
 from trainer.hf import HFWeights, export_model, spec_from_hf
 from trainer.hf.config import config_from_spec, first_difference, spec_from_config
 from trainer.hf.families import FAMILIES
-from trainer.model.axes import parameter_infos
-from trainer.model.initial import fill_parameters, initialize_model
+from trainer.model.initial import fill_parameters, initialize_model, parameter_infos
 from trainer.model.transformer import Transformer
 
 transformers = pytest.importorskip("transformers")

@@ -21,7 +21,7 @@ from trainer.data.documents import find_files, load_hub
 from trainer.data.tokenizer import byte_tokenizer, load_tokenizer
 from trainer.hf import HFWeights, export_model, spec_from_hf
 from trainer.hf.tokenizer import FILE, NEVER_OPENED
-from trainer.planning.cost.parameters import declare_parameters
+from trainer.planning.parameters import declare_parameters
 
 SECRET = "[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nroot:x:0:0:secret\n"
 

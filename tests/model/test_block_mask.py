@@ -18,10 +18,10 @@ from trainer.distributed.collectives import TensorGroup
 from trainer.model import attention, context_attention
 from trainer.model.attention import block_mask, first_seen, key_tables, mask_of, query_tables
 from trainer.model.context_attention import ContextGroup, SharedMask
-from trainer.planning.cost import masks
-from trainer.planning.cost.masks import block_size
-from trainer.planning.estimate.attention_bytes import mask_bytes_by_layer as masks_of
+from trainer.planning import documents as masks
+from trainer.planning.documents import block_size
 from trainer.planning.estimate.memory import find_peaks
+from trainer.planning.estimate.memory import mask_bytes_by_layer as masks_of
 from trainer.planning.resolve import resolve_layout
 
 

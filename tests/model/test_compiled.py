@@ -9,20 +9,20 @@ import torch
 from support.launch import CAN_COMPILE
 
 from trainer.distributed.collectives import TensorGroup
-from trainer.model import compiled
+from trainer.model import stage
 from trainer.model.attention import block_mask, causal_attention, compiled_flex, first_seen, mask_of
 from trainer.model.linear import column_parallel
 from trainer.parallel.recompute import policy_of
 from trainer.planning.recompute import saved_in
-from trainer.precision.float8 import Float8Multiply
+from trainer.precision.products import Float8Multiply
 
 
 @pytest.mark.skipif(not CAN_COMPILE, reason="needs a compiler")
 def test_out_of_graphs_is_an_error(monkeypatch):
     """By itself torch goes on uncompiled, which FlexAttention does not survive under selective recompute."""
-    monkeypatch.setattr(compiled, "GRAPHS", 2)
+    monkeypatch.setattr(stage, "GRAPHS", 2)
     with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=False):
-        double = compiled.compile_function(lambda x: 2 * x)
+        double = stage.compile_function(lambda x: 2 * x)
         for size in (2, 3):
             assert torch.equal(double(torch.ones(size)), torch.full((size,), 2.0))
         with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
@@ -34,7 +34,7 @@ def test_attention_has_graphs_for_many_shapes():
     compiled_flex.cache_clear()
     with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=False):
         compiled_flex()
-        assert torch._dynamo.config.recompile_limit == compiled.GRAPHS
+        assert torch._dynamo.config.recompile_limit == stage.GRAPHS
         assert torch._dynamo.config.fail_on_recompile_limit_hit
 
 

@@ -27,7 +27,7 @@ from trainer.model import layers
 from trainer.model.transformer import Transformer
 from trainer.parallel.recompute import apply_recompute
 from trainer.parallel.tensor.apply import shard_model
-from trainer.planning.estimate.throughput import RingTimes
+from trainer.planning.estimate.rates import RingTimes
 from trainer.planning.estimate.timing import time_units
 from trainer.planning.layer import model_programs
 from trainer.planning.recompute import left_by_recompute

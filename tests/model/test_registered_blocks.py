@@ -10,21 +10,20 @@ import torch
 from support.registries import forgotten, package
 
 from trainer.config import ConfigError
-from trainer.model.axes import parameter_infos
-from trainer.model.initial import initialize_model
+from trainer.model.initial import initialize_model, parameter_infos
 from trainer.model.transformer import Transformer
 from trainer.parallel.parallelize import check_model
 from trainer.parallel.pipeline.plan import layer_costs
-from trainer.planning.cost.parameters import declare_parameters
 from trainer.planning.features import check_plan
 from trainer.planning.layer import flops_per_token, model_programs, parameter_counts
+from trainer.planning.parameters import declare_parameters
 from trainer.planning.resolve import compose
 
 AVERAGE = """
 from dataclasses import dataclass
 import torch
 from trainer.model.layers import Block, Linear
-from trainer.planning.cost.parameters import join_tables, linear_table
+from trainer.planning.parameters import join_tables, linear_table
 
 @dataclass
 class Settings:

@@ -22,13 +22,12 @@ from trainer.config.model import AttentionSpec, ModelSpec, NormSpec
 from trainer.hf.agreement import find_disagreement, shrink_model, with_few_layers
 from trainer.hf.config import config_from_spec, first_difference, spec_from_config
 from trainer.model.attention import build_mask, causal_attention
-from trainer.model.axes import parameter_infos
-from trainer.model.initial import initial_std, initialize_model
+from trainer.model.initial import initial_std, initialize_model, parameter_infos
 from trainer.model.loss import LinearCrossEntropy, LossSettings
 from trainer.model.transformer import Transformer
 from trainer.planning import layer as cost
-from trainer.planning.cost import memory
-from trainer.planning.cost.parameters import declare_parameters
+from trainer.planning import states
+from trainer.planning.parameters import declare_parameters
 from trainer.planning.plan import Plan
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -396,7 +395,7 @@ def test_state_bytes() -> None:
     total = 8_030_261_248
     layer = 2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336 + 2 * 4096
     unit = layer + 2 * 128256 * 4096 + 4096
-    stages = {stage: memory.state_bytes(spec, plan(stage, 8 if stage else 1), 2) for stage in range(4)}
+    stages = {stage: states.state_bytes(spec, plan(stage, 8 if stage else 1), 2) for stage in range(4)}
     assert [stages[s].parameters for s in range(4)] == [4 * total, *[4 * total // 8] * 3]
     assert [stages[s].optimizer for s in range(4)] == [8 * total, *[8 * total // 8] * 3]
     assert [stages[s].gradients for s in range(4)] == [4 * total, 4 * total, 4 * total // 8, 4 * total // 8]
@@ -404,7 +403,7 @@ def test_state_bytes() -> None:
     assert [stages[s].unreduced for s in range(4)] == [0, 0, 2 * unit, 2 * unit]
     sums = [stages[s].total for s in range(4)]
     assert sums == sorted(sums, reverse=True) and stages[3].host == 0 and stages[3].device == sums[3]
-    offloaded = memory.state_bytes(spec, plan(3, 8, offload=True), 2)
+    offloaded = states.state_bytes(spec, plan(3, 8, offload=True), 2)
     assert offloaded.host == 16 * total // 8 and offloaded.device == 4 * unit and offloaded.total == stages[3].total
     assert dict(offloaded.rows())["sum in host memory"] == offloaded.host
     assert dict(stages[3].rows())["sum"] == stages[3].total
@@ -417,10 +416,10 @@ def test_state_bytes_of_a_rank_that_holds_everything() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.arange(10)[None], torch.arange(10)[None])[0].backward()
     optimizer.step()
-    states = memory.state_bytes(spec, plan(0, 1), 4)
-    assert states.parameters == sum(p.nbytes for p in model.parameters())
-    assert states.gradients == sum(p.grad.nbytes for p in model.parameters())
-    assert states.optimizer == sum(s[key].nbytes for s in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq"))
+    whole = states.state_bytes(spec, plan(0, 1), 4)
+    assert whole.parameters == sum(p.nbytes for p in model.parameters())
+    assert whole.gradients == sum(p.grad.nbytes for p in model.parameters())
+    assert whole.optimizer == sum(s[key].nbytes for s in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq"))
 
 
 def test_specs_are_independent() -> None:

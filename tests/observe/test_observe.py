@@ -25,7 +25,7 @@ from trainer.observe.deferred import DeferredScalars
 from trainer.observe.hardware import over_ranks
 from trainer.observe.metrics import SpeedMeter
 from trainer.observe.sinks import Logger
-from trainer.planning.cost import devices
+from trainer.planning import hardware
 from trainer.util import tables
 
 
@@ -244,7 +244,7 @@ def test_meter_percentiles_are_ordered_and_lie_within_the_steps(seconds):
     ],
 )
 def test_known_peaks(name, dtype, peak):
-    assert devices.peak_flops(name, dtype) == (None if peak is None else pytest.approx(peak))
+    assert hardware.peak_flops(name, dtype) == (None if peak is None else pytest.approx(peak))
 
 
 @pytest.mark.parametrize(
@@ -263,20 +263,20 @@ def test_known_peaks(name, dtype, peak):
     ],
 )
 def test_other_devices_have_no_peak(name):
-    assert all(devices.peak_flops(name, dtype) is None for dtype in devices.DTYPES)
+    assert all(hardware.peak_flops(name, dtype) is None for dtype in hardware.DTYPES)
 
 
 def test_each_device_is_listed_once_with_plausible_peaks():
-    names = [name for _, names in devices._PEAKS for name in names]
-    assert len(names) == len(set(names)) == len(devices.known_devices())
-    for name in devices.known_devices():
-        peak = {dtype: devices.peak_flops(name, dtype) for dtype in devices.DTYPES}
+    names = [name for _, names in hardware._PEAKS for name in names]
+    assert len(names) == len(set(names)) == len(hardware.known_devices())
+    for name in hardware.known_devices():
+        peak = {dtype: hardware.peak_flops(name, dtype) for dtype in hardware.DTYPES}
         assert peak["fp16"] and peak["fp32"] and peak["fp16"] > peak["fp32"] > 1e12
         assert peak["bf16"] in (None, peak["fp16"])
         assert peak["fp8"] is None or peak["fp8"] == pytest.approx(2 * peak["bf16"], rel=0.02)
         assert peak["tf32"] is None or peak["tf32"] == pytest.approx(peak["bf16"] / 2, rel=0.05)
     with pytest.raises(ValueError, match="int8.*bf16"):
-        devices.peak_flops("NVIDIA H200", "int8")
+        hardware.peak_flops("NVIDIA H200", "int8")
 
 
 # From device to host

@@ -7,8 +7,8 @@ from support.estimates import shipped
 
 from trainer.config.model import ModelSpec
 from trainer.observe.report import model_table
-from trainer.planning.cost.parameters import declare_parameters
 from trainer.planning.layer import parameter_counts
+from trainer.planning.parameters import declare_parameters
 from trainer.util.tables import format_count
 
 

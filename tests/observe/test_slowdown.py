@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.config import GuardConfig
-from trainer.diagnosis.ranks import find_straggler, logged_ratios, peer_ratios
+from trainer.diagnosis.time_breakdown import find_straggler, logged_ratios, peer_ratios
 from trainer.observe.slowdown import PAUSES, PauseTimes, SlowdownAlert
 
 LINES, HOSTS, EVERY = 8, ["a", "b", "b", "c"], 10

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.launch import WORKERS, warm_python
 
-from trainer.cluster.ports import free_ports
+from trainer.cluster.node import free_ports
 from trainer.config import GuardConfig
 from trainer.observe import flight
 from trainer.observe.watchdog import (

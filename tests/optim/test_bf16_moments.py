@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from trainer.config import ConfigError, OptimizerConfig
 from trainer.optim.optimizer import Optimizer, ParameterPolicy
-from trainer.planning.cost.updates import DECAYS, SLOWEST_IN_BF16
+from trainer.planning.parameters import DECAYS, SLOWEST_IN_BF16
 from trainer.planning.resolve import compose
 
 SMALL = ["+config=debug", "run.device=cpu"]

@@ -15,11 +15,10 @@ from trainer.config import ConfigError, OptimizerConfig, TypePolicy
 from trainer.config.schema import MuonConfig
 from trainer.optim import muon
 from trainer.optim.optimizer import Optimizer, ParameterPolicy, parameter_policies
-from trainer.planning.cost.memory import local_parameters, state_bytes
-from trainer.planning.cost.parameters import declare_parameters
-from trainer.planning.cost.updates import UpdateSettings, orthogonalisation_flops
+from trainer.planning.parameters import UpdateSettings, declare_parameters, orthogonalisation_flops
 from trainer.planning.plan import Plan
 from trainer.planning.resolve import config_problems, resolve_layout
+from trainer.planning.states import local_parameters, state_bytes
 
 SHAPES = [(24, 12), (12, 24), (16, 16), (1, 7)]
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from trainer.config import Config, ConfigError, LearningRateConfig, OptimizerConfig, PrecisionConfig, TypePolicy
 from trainer.config.compose import import_modules
-from trainer.model.axes import parameter_infos
+from trainer.model.initial import parameter_infos
 from trainer.model.transformer import Transformer
 from trainer.optim.optimizer import Optimizer, ParameterPolicy, learning_rate, parameter_policies
 from trainer.planning.resolve import compose

@@ -29,8 +29,8 @@ from trainer.config import ConfigError
 from trainer.observe import metrics
 from trainer.pages.page import content_of, data_of, open_folders, render_page
 from trainer.sweep import results
+from trainer.util.lines import label_runs
 from trainer.util.reading import SURROGATES, Malformed, read_json, read_yaml
-from trainer.util.run_folder import label_runs
 
 FILES = ("status.json", "starts.jsonl", "metrics.jsonl", "accounts.jsonl", "diagnosis.json")
 ODD = [

@@ -26,9 +26,8 @@ from trainer.pages.page import PageRuns, write_page
 from trainer.pages.server import PageServer, start_server
 from trainer.planning.schedules.costs import StageCosts
 from trainer.planning.schedules.ir import Action
-from trainer.planning.schedules.simulate import ActionSpan, simulate_schedule
+from trainer.planning.schedules.simulate import ActionSpan, measure_timeline, simulate_schedule, write_timeline
 from trainer.planning.schedules.templates import TEMPLATES, build_schedule
-from trainer.planning.schedules.timeline import measure_timeline, write_timeline
 
 
 @contextlib.contextmanager

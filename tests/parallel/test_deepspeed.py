@@ -16,9 +16,8 @@ from workers.deepspeed_engine import CASES, CUBES, LEGS, STEPS
 from workers.parallel_runs import run
 
 from trainer.config import Config, ConfigError, ParallelConfig
-from trainer.parallel.zero.deepspeed import import_engine
-from trainer.parallel.zero.deepspeed_config import generate_config
-from trainer.parallel.zero.fsdp import ENGINES, Engine, load_engine
+from trainer.parallel.zero.deepspeed_base import generate_config
+from trainer.parallel.zero.fsdp import ENGINES, Engine, import_engine, load_engine
 from trainer.parallel.zero.plan import check_settings
 from trainer.planning.features import check_plan, resolve_plan
 
@@ -388,8 +387,8 @@ def test_imported_only_where_it_is_asked_for_and_for_the_device_of_the_run():
             sys.executable,
             "-c",
             "import sys, torch, trainer.training.run, trainer.parity; assert 'deepspeed' not in sys.modules\n"
-            "torch.cuda.is_available = lambda: True\nfrom trainer.parallel.zero.deepspeed import import_engine\nassert "
-            "import_engine(torch.device('cpu')).get_accelerator().device_name() == 'cpu'",
+            "torch.cuda.is_available = lambda: True\nfrom trainer.parallel.zero.fsdp import import_engine\n"
+            "assert import_engine(torch.device('cpu')).get_accelerator().device_name() == 'cpu'",
         ],
         check=True,
     )

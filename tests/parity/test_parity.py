@@ -14,12 +14,11 @@ from support.launch import launch, warm_python
 from trainer.commands.parity import main
 from trainer.config import Config, ConfigError
 from trainer.config.model import ModelSpec
-from trainer.parity.compare import TOLERANCES, coarsest_tolerance, compare_runs, error_limits, judge_plan
-from trainer.parity.plans import generate_plans
-from trainer.parity.reference import Trajectory
+from trainer.parity.compare import TOLERANCES, Trajectory, coarsest_tolerance, compare_runs, error_limits, judge_plan
+from trainer.parity.watch import generate_plans
 from trainer.planning.features import resolve_plan
+from trainer.planning.neighbours import fit_batch, global_size, override_key, plan_list
 from trainer.planning.plan import resolve_batch
-from trainer.planning.plan_overrides import fit_batch, global_size, override_key, plan_list
 
 DATA = [
     "+config=debug",

@@ -21,12 +21,13 @@ from trainer.parity.compare import (
     TOLERANCES,
     RunComparison,
     StepErrors,
+    Trajectory,
     compare_runs,
     error_limits,
     judge_plan,
     plain_problems,
+    train_reference,
 )
-from trainer.parity.reference import Trajectory, train_reference
 
 TOKENS, LENGTH, VOCABULARY = 8192, 64, 256
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -23,8 +23,8 @@ from trainer.planning.estimate.calibrate import (
     pass_seconds,
     truncate_model,
 )
-from trainer.planning.estimate.hardware import hardware_text, load_hardware, shipped_for
-from trainer.planning.estimate.throughput import DeviceRates
+from trainer.planning.estimate.rates import DeviceRates
+from trainer.planning.hardware import hardware_text, load_hardware, shipped_for
 from trainer.planning.layer import model_programs
 
 GIB = 2**30

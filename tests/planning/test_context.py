@@ -21,13 +21,13 @@ from trainer.model.context_attention import ContextGroup
 from trainer.observe.report import describe_context
 from trainer.parallel.context.plan import DRAWS, ContextPlan, context_traffic, load_imbalance, resolve_context
 from trainer.planning.documents import USUAL, draw_documents
-from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.memory import find_peaks
 from trainer.planning.estimate.plans import rank_plans
 from trainer.planning.estimate.report import print_estimate
 from trainer.planning.estimate.step import estimate_step
 from trainer.planning.estimate.timing import time_units
 from trainer.planning.features import resolve_plan
+from trainer.planning.hardware import load_hardware
 from trainer.planning.resolve import check_config, collect_warnings, resolve_layout
 
 CPU = torch.device("cpu")

@@ -9,17 +9,17 @@ from pathlib import Path
 
 from trainer.config.model import AttentionSpec, FeedForwardSpec, ModelSpec
 from trainer.parallel.pipeline.plan import layer_costs
-from trainer.planning.cost.memory import ELEMENT_BYTES, state_bytes
-from trainer.planning.cost.parameters import ParameterInfo
 from trainer.planning.layer import flops_per_token, gemm_flops, parameter_counts
+from trainer.planning.parameters import ParameterInfo
 from trainer.planning.plan import Plan
-from trainer.precision.dtypes import DTYPES
+from trainer.planning.states import ELEMENT_BYTES, state_bytes
+from trainer.precision.products import DTYPES
 
 SEARCH = """
 import sys, time
 from trainer.config.model import AttentionSpec, FeedForwardSpec, ModelSpec
 from trainer.parallel.pipeline.plan import layer_costs
-from trainer.planning.cost.memory import constant_bytes
+from trainer.planning.states import constant_bytes
 from trainer.planning.plan import Plan
 from trainer.planning.schedules.search import search_schedules
 

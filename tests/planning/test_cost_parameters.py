@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.config.model import AttentionSpec, FeedForwardSpec, ModelSpec, NormSpec, assign_fields
-from trainer.model.axes import parameter_infos
+from trainer.model.initial import parameter_infos
 from trainer.model.transformer import Transformer
-from trainer.planning.cost.memory import local_parameters
-from trainer.planning.cost.parameters import ATTENTION, FEED_FORWARD, ParameterInfo, declare_parameters, layer_tables
 from trainer.planning.layer import INNER_OPS
+from trainer.planning.parameters import ATTENTION, FEED_FORWARD, ParameterInfo, declare_parameters, layer_tables
+from trainer.planning.states import local_parameters
 
 MODELS = Path(__file__).parents[2] / "configs" / "model"
 LAYERS = [

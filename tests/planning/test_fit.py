@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.config import ConfigError
-from trainer.planning.fit import MachineMemory, check_fit, find_missing_memory, persistent_bytes
+from trainer.planning.decide import MachineMemory, check_fit, find_missing_memory, persistent_bytes
 from trainer.planning.resolve import compose, resolve_layout
 from trainer.util import tables
 

@@ -8,15 +8,15 @@ import pytest
 from support.estimates import estimated, h200, settings, shipped
 
 from trainer.config import ActivationConfig
-from trainer.planning.estimate import overlap as fusion_times
-from trainer.planning.estimate.hardware import load_hardware
-from trainer.planning.estimate.overlap import OVERLAP_MODELS, TensorGroupLink, layer_passes
+from trainer.planning.estimate import rates as fusion_times
 from trainer.planning.estimate.plans import rank_plans
+from trainer.planning.estimate.rates import OVERLAP_MODELS, TensorGroupLink, layer_passes
 from trainer.planning.estimate.step import StepEstimate
 from trainer.planning.estimate.timing import time_units
 from trainer.planning.features import communication_table
+from trainer.planning.hardware import load_hardware
 from trainer.planning.layer import model_programs
-from trainer.planning.plan_overrides import compose_variant
+from trainer.planning.neighbours import compose_variant
 from trainer.planning.recompute import recompute_effect
 from trainer.planning.resolve import resolve_layout
 

@@ -13,18 +13,17 @@ from hypothesis import strategies as st
 from support.estimates import estimated, h200, settings, shipped
 
 from trainer.parallel.pipeline.plan import layer_costs
-from trainer.planning.cost.memory import rank_states
-from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.memory import find_peaks, programs_of
-from trainer.planning.estimate.memory_timeline import build_memory_timeline
 from trainer.planning.estimate.plans import rank_plans
-from trainer.planning.estimate.seconds import communication_seconds
+from trainer.planning.estimate.rates import RingTimes
+from trainer.planning.estimate.report import build_memory_timeline
 from trainer.planning.estimate.step import GIB
-from trainer.planning.estimate.throughput import RingTimes
-from trainer.planning.estimate.timing import time_units
+from trainer.planning.estimate.timing import communication_seconds, time_units
+from trainer.planning.hardware import load_hardware
 from trainer.planning.layer import flops_per_token, parameter_counts
 from trainer.planning.resolve import resolve_layout
 from trainer.planning.schedules.simulate import simulate_schedule
+from trainer.planning.states import rank_states
 
 LLAMA = {"activation__mode": "selective", "compile": True, "batch__sequence_length": 8192}
 ZERO3 = {"parallel__zero__stage": 3, "batch__micro_size": 1, "batch__accumulation": 1}

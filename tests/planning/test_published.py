@@ -9,8 +9,8 @@ import pytest
 from support.estimates import FITTED, a100, estimated, megatron, seconds, settings, shipped, vtrain, vtrain_seconds
 
 from trainer.parallel.pipeline.plan import layer_costs
-from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.step import GIB
+from trainer.planning.hardware import load_hardware
 from trainer.planning.schedules.simulate import simulate_schedule
 
 KORTHIKANTI = {

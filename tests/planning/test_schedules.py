@@ -26,10 +26,16 @@ from trainer.planning.schedules.ir import (
     parse_schedule,
     split_overlaps,
 )
-from trainer.planning.schedules.lower import find_blocked_ranks, input_of, lower_all, lower_schedule
+from trainer.planning.schedules.lower import (
+    find_blocked_ranks,
+    input_of,
+    lower_all,
+    lower_schedule,
+    peak_activations,
+    validate_schedule,
+)
 from trainer.planning.schedules.simulate import simulate_schedule
 from trainer.planning.schedules.templates import TEMPLATES, build_greedy, build_schedule, forward_only, place_stages
-from trainer.planning.schedules.validate import peak_activations, validate_schedule
 
 SPLITTING = [name for name, template in TEMPLATES.items() if template.splits]
 V_SHAPED = [name for name, template in TEMPLATES.items() if template.placement == "v"]

@@ -11,12 +11,18 @@ from hypothesis import strategies as st
 
 from trainer.config import ConfigError
 from trainer.planning.schedules import search as searching
-from trainer.planning.schedules.costs import LayerCosts
-from trainer.planning.schedules.partition import balance_ranks, even_split, explicit_split, from_sizes, partition_layers
+from trainer.planning.schedules.costs import (
+    LayerCosts,
+    balance_ranks,
+    even_split,
+    explicit_split,
+    from_sizes,
+    partition_layers,
+)
+from trainer.planning.schedules.lower import validate_schedule
 from trainer.planning.schedules.search import SearchSpace, makespan_bound, reorder_actions, search_schedules
 from trainer.planning.schedules.simulate import simulate_schedule
 from trainer.planning.schedules.templates import TEMPLATES, build_schedule, place_stages
-from trainer.planning.schedules.validate import validate_schedule
 
 
 def costs(

@@ -16,10 +16,10 @@ from trainer.config import Config, ConfigError
 from trainer.parallel.context.plan import ContextPlan, load_imbalance
 from trainer.planning.decide import MemoryLimit, decide, describe_measures
 from trainer.planning.documents import USUAL
-from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.memory import find_peaks
 from trainer.planning.estimate.plans import rank_plans
 from trainer.planning.estimate.step import GIB, estimate_step
+from trainer.planning.hardware import load_hardware
 from trainer.planning.neighbours import TILE
 from trainer.planning.resolve import config_problems, resolve_layout
 

@@ -15,8 +15,8 @@ from trainer.data.corpus import open_corpus
 from trainer.data.lengths import documents_in, with_lengths
 from trainer.observe.report import predict_run
 from trainer.planning.documents import USUAL, mean_keys
-from trainer.planning.estimate.hardware import load_hardware
 from trainer.planning.estimate.step import SHORTEST
+from trainer.planning.hardware import load_hardware
 from trainer.planning.resolve import resolve_layout
 
 LLAMA = {"activation__mode": "selective", "compile": True, "batch__sequence_length": 8192}

@@ -15,9 +15,15 @@ from trainer.commands import plot
 from trainer.config import ConfigError
 from trainer.planning.schedules.costs import StageCosts
 from trainer.planning.schedules.ir import Action, format_schedule
-from trainer.planning.schedules.simulate import ActionSpan, simulate_schedule
+from trainer.planning.schedules.simulate import (
+    ActionSpan,
+    idle_gaps,
+    measure_timeline,
+    read_timeline,
+    simulate_schedule,
+    write_timeline,
+)
 from trainer.planning.schedules.templates import TEMPLATES, build_schedule
-from trainer.planning.schedules.timeline import idle_gaps, measure_timeline, read_timeline, write_timeline
 from trainer.plots import runs, templates
 from trainer.plots import schedule as pictures
 from trainer.plots.runs import save_figure

@@ -23,13 +23,21 @@ from trainer.model.layers import Linear, project_input
 from trainer.model.linear import DeferredGrads, column_parallel
 from trainer.model.transformer import Transformer
 from trainer.parallel.parallelize import multiply_in_float8
-from trainer.parity.reference import Trajectory, train_reference
-from trainer.planning.estimate.hardware import load_hardware
+from trainer.parity.compare import Trajectory, train_reference
 from trainer.planning.features import resolve_plan
 from trainer.planning.float8 import float8_linears, gathered_in_float8
+from trainer.planning.hardware import load_hardware
 from trainer.planning.resolve import check_config, compose
-from trainer.precision.float8 import E4M3, E5M2, Float8Multiply, check_device, quantise_operand
-from trainer.precision.products import GEMMRole, Multiply, matmul
+from trainer.precision.products import (
+    E4M3,
+    E5M2,
+    Float8Multiply,
+    GEMMRole,
+    Multiply,
+    check_device,
+    matmul,
+    quantise_operand,
+)
 
 CPU = torch.device("cpu")
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")

@@ -20,11 +20,10 @@ from trainer.config.model import AttentionSpec, FeedForwardSpec, ModelSpec, Norm
 from trainer.diagnosis.evidence import RunEvidence, RunMachine
 from trainer.diagnosis.suggestions import FREED, Suggestions
 from trainer.parallel.pipeline.plan import resolve_pipeline
-from trainer.planning.estimate.hardware import load_hardware
-from trainer.planning.estimate.seconds import step_seconds
+from trainer.planning.estimate.rates import DeviceRates
 from trainer.planning.estimate.step import StepEstimate, estimate_step
-from trainer.planning.estimate.throughput import DeviceRates
-from trainer.planning.estimate.timing import REPEATED, time_units
+from trainer.planning.estimate.timing import REPEATED, step_seconds, time_units
+from trainer.planning.hardware import load_hardware
 from trainer.planning.plan import build_plan, resolve_batch
 from trainer.planning.resolve import Layout, resolve_layout
 

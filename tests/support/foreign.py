@@ -10,12 +10,11 @@ from torch import Tensor, nn
 
 from trainer.config.model import FeedForwardSpec, ModelSpec
 from trainer.model import layers
-from trainer.model.axes import DeclaredModule
-from trainer.model.layers import FeedForward
+from trainer.model.initial import DeclaredModule
+from trainer.model.layers import FeedForward, apply_tiled
 from trainer.model.stage import BlockReport, ReportedOutput, keep_here
-from trainer.model.tiles import apply_tiled
 from trainer.planning import layer as costs
-from trainer.planning.cost import parameters
+from trainer.planning import parameters
 
 GROUPS = 4
 

@@ -29,11 +29,10 @@ from trainer.config import ConfigError, SourceConfig, typed
 from trainer.config.compose import UserFiles
 from trainer.config.fields import CONFIGS
 from trainer.config.model import ModelSpec
-from trainer.data.chat import ChatTemplate, read_template
+from trainer.data.corpus import StreamedSequences
 from trainer.data.shards import TokeniseJob, read_manifest, write_manifest
-from trainer.data.stream import StreamedSequences
 from trainer.data.tables import JsonLines, ParquetRows
-from trainer.data.text import TextFiles
+from trainer.data.text import ChatTemplate, TextFiles, read_template
 from trainer.data.tokenizer import byte_tokenizer, load_tokenizer
 from trainer.data.tokens import TokenWriter, file_digest, open_token_file
 from trainer.diagnosis import time_breakdown
@@ -48,18 +47,18 @@ from trainer.observe.diagnose_run import diagnose_run
 from trainer.observe.sinks import saved_run_id
 from trainer.observe.watchdog import Heartbeat, RankReport, describe_ranks, parse_heartbeat, read_report
 from trainer.pages.page import content_of, data_of, open_folders
-from trainer.planning.cost.parameters import declare_parameters
-from trainer.planning.estimate.hardware import load_hardware
+from trainer.planning.hardware import load_hardware
+from trainer.planning.parameters import declare_parameters
 from trainer.planning.resolve import resolve_layout
 from trainer.planning.schedules import ir
+from trainer.planning.schedules.lower import validate_schedule
+from trainer.planning.schedules.simulate import read_timeline
 from trainer.planning.schedules.templates import build_schedule
-from trainer.planning.schedules.timeline import read_timeline
-from trainer.planning.schedules.validate import validate_schedule
 from trainer.sweep import results
 from trainer.sweep.plan import Trial
 from trainer.training.auto import choice_conditions, saved_choice
 from trainer.tuning.study import BEGUN, TuningStudy
-from trainer.util.run_folder import SHORTAGE
+from trainer.util.lines import SHORTAGE
 
 ROWS = [f"row {number} of a table with ä and €" for number in range(300)]
 SPEC = ModelSpec(vocab_size=512, width=16, depth=2, max_length=32)

@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from trainer.cluster.ports import free_ports
+from trainer.cluster.node import free_ports
 
 CAN_COMPILE = bool(shutil.which("g++") or shutil.which("clang++"))
 """Whether torch.compile can build for the CPU here."""

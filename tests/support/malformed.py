@@ -20,7 +20,7 @@ from torch import Tensor
 from trainer.checkpointing.checkpointer import Checkpointer
 from trainer.config import CheckpointConfig
 from trainer.config.model import ModelSpec
-from trainer.planning.cost.parameters import declare_parameters
+from trainer.planning.parameters import declare_parameters
 
 STATES = {
     "plan": {"pp": 1},

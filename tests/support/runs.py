@@ -10,9 +10,8 @@ from typing import Any
 from trainer.diagnosis.time_breakdown import ACCOUNTS, KernelTotal, TimeBreakdown
 from trainer.observe import metrics
 from trainer.planning.schedules.costs import StageCosts
-from trainer.planning.schedules.simulate import simulate_schedule
+from trainer.planning.schedules.simulate import simulate_schedule, write_timeline
 from trainer.planning.schedules.templates import build_schedule
-from trainer.planning.schedules.timeline import write_timeline
 
 BEGAN = 1_795_000_000.0
 """Seconds since 1970 of a run's first line."""

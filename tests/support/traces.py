@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trainer.util import trace_labels
+from trainer.util import tables
 
 MAIN, AUTOGRAD, GLOO = 100, 101, 200
 """Threads of the host."""
@@ -57,7 +57,7 @@ class Written:
         return self.add("user_annotation", name, start, end, thread)
 
     def step(self, start: float, end: float) -> Written:
-        return self.label(trace_labels.STEP, start, end)
+        return self.label(tables.STEP, start, end)
 
     def kernel(self, name: str, launch: float, start: float, end: float, thread=MAIN, stream=7, **details) -> Written:
         """A kernel, and the call that launched it."""
@@ -76,5 +76,5 @@ class Written:
         return self.label(f"gloo:{operation}", start, end, thread)
 
     def write(self, path: Path) -> Path:
-        path.write_text(json.dumps({"schemaVersion": 1, "traceEvents": self.events, trace_labels.NOTE: self.note}))
+        path.write_text(json.dumps({"schemaVersion": 1, "traceEvents": self.events, tables.NOTE: self.note}))
         return path

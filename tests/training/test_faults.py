@@ -22,9 +22,9 @@ from support.launch import WORKERS, program_of, warm_python
 
 from trainer.checkpointing.manifest import list_checkpoints, read_manifest
 from trainer.checkpointing.retention import find_newest
-from trainer.cluster.ports import free_ports
+from trainer.cluster.node import free_ports
 from trainer.config import GuardConfig
-from trainer.diagnosis.ranks import find_straggler, logged_ratios
+from trainer.diagnosis.time_breakdown import find_straggler, logged_ratios
 from trainer.observe import metrics
 from trainer.observe.slowdown import SlowdownAlert
 

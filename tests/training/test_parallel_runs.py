@@ -21,12 +21,12 @@ from workers.parallel_runs import CHAINS, COMMON, FIRST, LEG, PLANS, STOPPED, TR
 import trainer
 import trainer.training.run
 from trainer.checkpointing.loading import read_tensors
-from trainer.cluster.ports import free_ports
+from trainer.cluster.node import free_ports
 from trainer.commands import export, plot, train
 from trainer.config import ConfigError
 from trainer.planning.schedules import ir
-from trainer.planning.schedules.timeline import read_timeline
-from trainer.planning.schedules.validate import validate_schedule
+from trainer.planning.schedules.lower import validate_schedule
+from trainer.planning.schedules.simulate import read_timeline
 
 STEPS = FIRST + 5 * LEG
 

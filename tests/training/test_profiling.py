@@ -12,9 +12,9 @@ from support.launch import launch
 
 import trainer
 from trainer.diagnosis import time_breakdown, traces
-from trainer.diagnosis.ranks import trace_of
+from trainer.diagnosis.time_breakdown import trace_of
 from trainer.observe.metrics import read_metrics
-from trainer.util import trace_labels
+from trainer.util import tables
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_the_profile_saw_the_step_that_was_measured(root):
     newest = [one for one in time_breakdown.read_breakdowns(root / "sharded") if one.step == 4]
     assert {one.rank for one in newest} == {0, 1}
     for one in newest:
-        step = traces.read_trace(trace_of(root / "sharded", 4, one.rank)).labelled(trace_labels.STEP)[-1]
+        step = traces.read_trace(trace_of(root / "sharded", 4, one.rank)).labelled(tables.STEP)[-1]
         rest = one.seconds - one.terms["checkpoint"] - one.terms["evaluation"]
         assert rest == pytest.approx((step.end - step.start) / 1e9, rel=1e-9)
 
@@ -72,8 +72,8 @@ def test_memory_that_ranks_share_is_communication(root, name, axis):
     waits = []
     for one in accounts:
         trace = traces.read_trace(trace_of(root / name, 3, one.rank))
-        waits.append([group for group, _ in trace.marked(trace_labels.AWAITS)])
-        shared = [mark for label in (trace_labels.AWAITS, trace_labels.SENDS) for mark in trace.marked(label)]
+        waits.append([group for group, _ in trace.marked(tables.AWAITS)])
+        shared = [mark for label in (tables.AWAITS, tables.SENDS) for mark in trace.marked(label)]
         assert {trace.axis(group) for group, _ in shared} == {axis}
         spent = sum(event.end - event.start for _, event in shared) / 1e9
         assert one.spent(f"communication/{axis}") > 0.95 * spent > 0

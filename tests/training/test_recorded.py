@@ -16,9 +16,9 @@ from trainer.distributed.tensors import local_values
 from trainer.parallel.pipeline.plan import resolve_pipeline
 from trainer.planning.features import resolve_plan
 from trainer.planning.plan import BatchPlan
-from trainer.training.cuda_graph import WARM, CUDAGraphStep
 from trainer.training.state import TrainState
 from trainer.training.step import ControlFlag, train_step
+from trainer.training.trainer import WARM, CUDAGraphStep
 
 TINY = ["+config=debug", "run.steps=3", "lr.warmup=1", "checkpoint=never", "logging=quiet"]
 STEPS = WARM + 4

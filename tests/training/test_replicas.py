@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from support.launch import launch
 from workers.replicas import BREAKS, BROKEN, FLIPPED, FLIPS, PLANS, STEPS
 
-from trainer.distributed.digests import ROW, digest_rows, elements_of_rows, row_sums, tensor_words
-from trainer.training.repeats import RepeatReport, explain_repeat
-from trainer.training.replicas import ReplicaVerdict, blame_ranks
+from trainer.distributed.tensors import ROW, digest_rows, elements_of_rows, row_sums, tensor_words
+from trainer.training.replicas import RepeatReport, ReplicaVerdict, blame_ranks, explain_repeat
 
 CPU = torch.device("cpu")
 

@@ -20,16 +20,15 @@ from support.names import LACKING, TERM
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import trainer
-from trainer.cluster.ports import free_ports
+from trainer.cluster.node import free_ports
 from trainer.config import Config, ConfigError
 from trainer.config.model import ModelSpec
 from trainer.diagnosis import oom_report
 from trainer.observe import metrics
 from trainer.observe.diagnose_run import diagnose_run
 from trainer.parallel.zero.fsdp_internals import parameter_group
-from trainer.planning.decide import MemoryLimit, decide
+from trainer.planning.decide import MachineMemory, MemoryLimit, decide
 from trainer.planning.estimate.recompute import measure_choice, with_section
-from trainer.planning.fit import MachineMemory
 from trainer.planning.resolve import resolve_layout
 from trainer.training import out_of_memory
 from trainer.training.out_of_memory import check_decision, explain_oom, format_oom

@@ -18,10 +18,10 @@ import trainer
 import trainer.training.run
 import trainer.training.trainer
 from trainer.config import Config, ConfigError
-from trainer.planning.estimate.hardware import load_hardware
+from trainer.planning.decide import MachineMemory
 from trainer.planning.estimate.report import memory_band, summarise_step
 from trainer.planning.estimate.step import estimate_step
-from trainer.planning.fit import MachineMemory
+from trainer.planning.hardware import load_hardware
 from trainer.planning.resolve import resolve_layout
 from trainer.training.history import list_changes, set_aside, start_of
 from trainer.training.run import main

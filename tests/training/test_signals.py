@@ -22,8 +22,7 @@ import pytest
 from support.launch import program_of, warm_python
 
 from trainer.checkpointing.manifest import list_checkpoints
-from trainer.util.machine import LAUNCH, child_processes
-from trainer.util.signals import AT_ONCE, FAULTS, NOT_ENDING, SECONDS, STOPPING, name_of
+from trainer.util.machine import AT_ONCE, FAULTS, LAUNCH, NOT_ENDING, SECONDS, STOPPING, child_processes, name_of
 
 ROOT = Path(__file__).parents[2]
 SEED = int(os.environ.get("SIGNAL_SEED", random.randrange(10**6)))

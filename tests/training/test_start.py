@@ -36,9 +36,8 @@ from trainer.sweep.results import clear_trial
 from trainer.training import history
 from trainer.training.session import claim_folder
 from trainer.util import reading
-from trainer.util.files import FolderError
-from trainer.util.lines import count_lines
-from trainer.util.run_folder import MANY, refuse_links
+from trainer.util.lines import MANY, count_lines, refuse_links
+from trainer.util.reading import FolderError
 
 ALONE = SimpleNamespace(rank=0, agree=lambda decide: decide())
 """What a start needs to know of a world of one process."""

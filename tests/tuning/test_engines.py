@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.estimates import FITTED, vtrain, vtrain_seconds
 
-from trainer.tuning.engines import (
+from trainer.tuning.study import (
     PlanOption,
     TimeCorrection,
     TrialOutcome,

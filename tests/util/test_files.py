@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from trainer.util.files import replace_file, write_atomic
+from trainer.util.reading import replace_file, write_atomic
 
 
 @pytest.mark.parametrize("sync", [False, True])

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.checkpointing.checkpointer import Checkpointer
-from trainer.checkpointing.files import HashingFile
+from trainer.checkpointing.manifest import HashingFile
 from trainer.config import CheckpointConfig
 
 

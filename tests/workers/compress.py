@@ -37,14 +37,13 @@ from trainer.distributed.mesh import World
 from trainer.distributed.tensors import local_values
 from trainer.observe.sinks import Logger
 from trainer.parallel.pipeline.plan import resolve_pipeline
-from trainer.parity.compare import coarsest_tolerance, compare_runs, judge_plan
-from trainer.parity.reference import train_reference
+from trainer.parity.compare import coarsest_tolerance, compare_runs, judge_plan, train_reference
 from trainer.parity.watch import StateRecorder
-from trainer.planning.cost.feedback import feedback_bytes
-from trainer.planning.cost.parameters import declare_parameters
 from trainer.planning.features import resolve_plan
+from trainer.planning.parameters import declare_parameters
 from trainer.planning.plan import BatchPlan, Plan
-from trainer.precision.dtypes import DTYPES
+from trainer.planning.states import feedback_bytes
+from trainer.precision.products import DTYPES
 from trainer.training.session import numeric_mode
 from trainer.training.state import TrainState
 from trainer.training.step import train_step

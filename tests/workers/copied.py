@@ -30,8 +30,7 @@ from trainer.distributed.symmetric_memory import SymmetricBuffers
 from trainer.distributed.tensors import local_values
 from trainer.model.linear import DeferredGrads
 from trainer.parallel.parallelize import multiply_in_float8
-from trainer.precision.float8 import Float8Multiply
-from trainer.precision.products import GEMMRole, Multiply, matmul
+from trainer.precision.products import Float8Multiply, GEMMRole, Multiply, matmul
 
 EPOCHS = 40
 KINDS = 4

@@ -23,13 +23,12 @@ from trainer.data.batches import MicroBatch
 from trainer.distributed.mesh import World, join_world
 from trainer.distributed.tensors import local_values
 from trainer.parallel.pipeline.plan import resolve_pipeline
-from trainer.parallel.zero.deepspeed import import_engine
-from trainer.parity.compare import coarsest_tolerance, compare_runs, judge_plan
-from trainer.parity.reference import train_reference
+from trainer.parallel.zero.fsdp import import_engine
+from trainer.parity.compare import coarsest_tolerance, compare_runs, judge_plan, train_reference
 from trainer.parity.watch import StateRecorder
 from trainer.planning.features import resolve_plan
 from trainer.planning.plan import BatchPlan
-from trainer.precision.dtypes import DTYPES
+from trainer.precision.products import DTYPES
 from trainer.training.out_of_memory import memory_breakdown
 from trainer.training.state import TrainState
 from trainer.training.step import train_step

@@ -9,8 +9,15 @@ import sys
 
 import torch
 
-from trainer.precision.float8 import E4M3, E5M2, Float8Multiply, emulate_product, quantise_operand, scaled_product
-from trainer.precision.products import GEMMRole
+from trainer.precision.products import (
+    E4M3,
+    E5M2,
+    Float8Multiply,
+    GEMMRole,
+    emulate_product,
+    quantise_operand,
+    scaled_product,
+)
 
 TOKENS, INPUTS, OUTPUTS = 192, 256, 320
 SHAPES = {

@@ -20,12 +20,11 @@ from torch import Tensor
 
 from trainer.config import Config
 from trainer.config.model import ModelSpec
-from trainer.model.axes import parameter_infos
-from trainer.model.initial import initialize_model
+from trainer.model.initial import initialize_model, parameter_infos
 from trainer.model.stage import Make, split_report
 from trainer.model.transformer import Transformer
 from trainer.parallel.pipeline.plan import resolve_pipeline
-from trainer.parity.reference import train_reference
+from trainer.parity.compare import train_reference
 from trainer.parity.watch import StateRecorder, assemble_tensors
 from trainer.planning.features import resolve_plan
 from trainer.planning.plan import BatchPlan

@@ -18,8 +18,8 @@ from tensor_parallel import BATCH, LENGTH, LLAMA, model_of, settings, spec_of
 from trainer.config import ActivationConfig
 from trainer.distributed import fused_kernels, symmetric_memory
 from trainer.distributed.collectives import TensorGroup
+from trainer.distributed.fused_kernels import OUT_OF_REACH, NodeShardedKVGroup, ShardedKVGroup
 from trainer.distributed.mesh import World, join_world
-from trainer.distributed.sharded_kv import OUT_OF_REACH, NodeShardedKVGroup, ShardedKVGroup
 from trainer.distributed.symmetric_memory import SymmetricMemory, allocate_symmetric
 from trainer.distributed.tensors import local_values
 from trainer.kernels.experimental import tensor_parallel as kernels

@@ -29,15 +29,13 @@ from torch import Tensor
 from trainer.distributed import symmetric_memory
 from trainer.distributed.collectives import TensorGroup
 from trainer.distributed.copy_engine import CopyEngineGroup
-from trainer.distributed.fused_kernels import FusedKernelGroup
+from trainer.distributed.fused_kernels import OUT_OF_REACH, FusedKernelGroup, NodeShardedKVGroup, ShardedKVGroup
 from trainer.distributed.mesh import World, join_world
-from trainer.distributed.sharded_kv import OUT_OF_REACH, NodeShardedKVGroup, ShardedKVGroup
 from trainer.distributed.symmetric_memory import SymmetricMemory, allocate_symmetric
 from trainer.kernels import decode
 from trainer.parallel.context.apply import make_member
 from trainer.parallel.zero.copy_engine import CopyEngineShards, wait_for_event
-from trainer.precision.float8 import Float8Multiply
-from trainer.precision.products import GEMMRole, Multiply, matmul
+from trainer.precision.products import Float8Multiply, GEMMRole, Multiply, matmul
 
 WIDTH, QUERIES, KEYS, HIDDEN = 4096, 4096, 1024, 14336
 TOKENS = {torch.bfloat16: (8192, 1000, 32), torch.float16: (1000,)}

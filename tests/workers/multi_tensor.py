@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from trainer.config import OptimizerConfig
 from trainer.kernels import multi_tensor
 from trainer.optim.optimizer import Optimizer, ParameterPolicy
-from trainer.planning.cost.updates import MOMENTS
+from trainer.planning.parameters import MOMENTS
 
 SHAPES = [(16,), (0,), (3, 5), (2048,), (64, 48), (2049,), (4, 1600), (1,), (9, 1001)]
 BETAS, EPSILON, DECAY = (0.9, 0.999), 1e-8, 0.1

@@ -18,8 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer.distributed.mesh import join_world
 from trainer.model.layers import Layer
 from trainer.parallel.pipeline.plan import resolve_pipeline
-from trainer.parity.compare import compare_runs
-from trainer.parity.reference import train_reference
+from trainer.parity.compare import compare_runs, train_reference
 from trainer.parity.watch import StateRecorder
 from trainer.planning.features import resolve_plan
 from trainer.planning.plan import BatchPlan

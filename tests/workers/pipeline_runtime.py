@@ -36,7 +36,7 @@ from trainer.planning.schedules.costs import StageCosts
 from trainer.planning.schedules.ir import Schedule
 from trainer.planning.schedules.simulate import simulate_schedule
 from trainer.planning.schedules.templates import TEMPLATES, build_greedy, build_schedule, place_stages
-from trainer.util.trace_labels import WAIT
+from trainer.util.tables import WAIT
 
 WIDTH, VOCABULARY, LAYERS = 6, 11, 16
 EVALUATED = 40

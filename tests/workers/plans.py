@@ -37,20 +37,25 @@ from trainer.config.model import ModelSpec
 from trainer.data.batches import MicroBatch
 from trainer.distributed.mesh import World, join_world, local_device
 from trainer.distributed.tensors import local_regions, local_values
-from trainer.model.axes import parameter_infos
-from trainer.model.initial import initial_weights
+from trainer.model.initial import initial_weights, parameter_infos
 from trainer.optim.optimizer import Optimizer
 from trainer.parallel.pipeline.plan import resolve_pipeline
-from trainer.parity.compare import RunComparison, coarsest_tolerance, compare_runs, judge_plan
-from trainer.parity.reference import Trajectory, train_reference
+from trainer.parity.compare import (
+    RunComparison,
+    Trajectory,
+    coarsest_tolerance,
+    compare_runs,
+    judge_plan,
+    train_reference,
+)
 from trainer.parity.watch import train_plan
-from trainer.planning.cost import parameters as cost_parameters
+from trainer.planning import parameters as cost_parameters
 from trainer.planning.features import resolve_plan
 from trainer.planning.plan import BatchPlan
 from trainer.planning.schedules import ir
 from trainer.planning.schedules.templates import build_schedule
 from trainer.precision import scaler
-from trainer.precision.dtypes import DTYPES
+from trainer.precision.products import DTYPES
 from trainer.training.state import TrainState
 from trainer.training.step import train_step
 

@@ -1,6 +1,6 @@
-"""The kernels of `kernels/shards.py` beside casts and sums by torch, bit by bit: on a GPU, or in Triton's interpreter
-with TRITON_INTERPRET=1, which rounds conversions to bf16 toward zero, so that fp16 stands for it. And compiled for a
-Hopper GPU, which needs none: whether they move 16 bytes at a time.
+"""The kernels of `kernels/multi_tensor.py` beside casts and sums by torch, bit by bit: on a GPU, or in Triton's
+interpreter with TRITON_INTERPRET=1, which rounds conversions to bf16 toward zero, so that fp16 stands for it. And
+compiled for a Hopper GPU, which needs none: whether they move 16 bytes at a time.
 
     TRITON_INTERPRET=1 shard_kernels.py cpu
     shard_kernels.py sm_90
@@ -16,7 +16,7 @@ import sys
 import torch
 from support.triton_ranks import compile_for_hopper
 
-from trainer.kernels import shards as kernels
+from trainer.kernels import multi_tensor as kernels
 
 SIZES = (1, 4095, 4096, 10_000)
 

@@ -20,12 +20,11 @@ from trainer.distributed.mesh import join_world
 from trainer.distributed.tensors import local_values
 from trainer.parallel.pipeline.plan import resolve_pipeline
 from trainer.parallel.zero.fsdp_internals import fsdp_units, parameter_group, pending_reductions
-from trainer.planning.cost.collectives import of_states
-from trainer.planning.cost.memory import sent_parameters
+from trainer.planning.decide import persistent_bytes
 from trainer.planning.features import resolve_plan
-from trainer.planning.fit import persistent_bytes
 from trainer.planning.plan import BatchPlan, Plan
 from trainer.planning.resolve import Layout
+from trainer.planning.states import of_states, sent_parameters
 from trainer.training.state import TrainState
 from trainer.training.step import train_step
 

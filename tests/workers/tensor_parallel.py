@@ -40,9 +40,9 @@ from trainer.model.transformer import Transformer
 from trainer.parallel.pipeline.plan import layer_costs, resolve_pipeline
 from trainer.parallel.recompute import apply_recompute, recompute_all
 from trainer.parallel.tensor.apply import shard_model
-from trainer.planning.cost.memory import symmetric_buffer_bytes
 from trainer.planning.features import resolve_plan
 from trainer.planning.plan import resolve_batch
+from trainer.planning.states import symmetric_buffer_bytes
 from trainer.precision.products import GEMMRole, Multiply, matmul, matmul_sum
 from trainer.training.state import TrainState
 

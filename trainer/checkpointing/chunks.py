@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpointing.files import LARGEST, HashingFile, check_count, format_foreign
+from trainer.checkpointing.manifest import LARGEST, HashingFile, check_count, format_foreign
 from trainer.distributed.tensors import Fragment, local_regions
 
 KINDS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")

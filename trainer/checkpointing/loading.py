@@ -15,8 +15,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.checkpointing.chunks import Chunk, ChunkPiece, StoredTensor, TensorPart, tensor_bytes
-from trainer.checkpointing.files import LARGEST, WAY_OUT, DamagedCheckpoint, format_foreign, open_inside
-from trainer.checkpointing.manifest import MANIFEST, list_checkpoints, read_manifest, verify_checkpoint
+from trainer.checkpointing.manifest import (
+    LARGEST,
+    MANIFEST,
+    WAY_OUT,
+    DamagedCheckpoint,
+    format_foreign,
+    list_checkpoints,
+    open_inside,
+    read_manifest,
+    verify_checkpoint,
+)
 from trainer.checkpointing.retention import find_newest
 from trainer.config import ConfigError
 from trainer.config.model import ModelSpec
@@ -24,7 +33,7 @@ from trainer.config.typed import InvalidValue, Problems, build_typed
 from trainer.distributed.mesh import gather_objects
 from trainer.distributed.tensors import Fragment
 from trainer.optim.optimizer import PREFIX as EMA
-from trainer.planning.cost.parameters import declare_parameters
+from trainer.planning.parameters import declare_parameters
 
 T = TypeVar("T")
 

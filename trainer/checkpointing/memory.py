@@ -30,10 +30,10 @@ from torch import Tensor
 
 from trainer.checkpointing.checkpointer import Checkpointer
 from trainer.checkpointing.chunks import StoredTensor, TensorPart, join_parts, write_parts
-from trainer.checkpointing.files import DamagedCheckpoint
 from trainer.checkpointing.loading import CheckpointContents, run_together
 from trainer.checkpointing.manifest import (
     MANIFEST,
+    DamagedCheckpoint,
     list_checkpoints,
     read_manifest,
     step_folder,

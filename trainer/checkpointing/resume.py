@@ -7,9 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpointing.files import WAY_OUT, DamagedCheckpoint
 from trainer.checkpointing.loading import read_launchers, read_states
-from trainer.checkpointing.manifest import list_checkpoints, read_manifest
+from trainer.checkpointing.manifest import WAY_OUT, DamagedCheckpoint, list_checkpoints, read_manifest
 from trainer.checkpointing.retention import choose_whole, describe_damages, find_resume, find_whole
 from trainer.config import CheckpointConfig, Config, ConfigError
 from trainer.config.model import ModelSpec

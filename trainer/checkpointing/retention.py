@@ -12,8 +12,7 @@ import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from trainer.checkpointing.files import DamagedCheckpoint
-from trainer.checkpointing.manifest import list_checkpoints, verify_checkpoint
+from trainer.checkpointing.manifest import DamagedCheckpoint, list_checkpoints, verify_checkpoint
 from trainer.config import CheckpointConfig, ConfigError
 
 

@@ -3,6 +3,7 @@ memory, the optimizer's update."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -12,29 +13,27 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.cluster.stopwatch import Stopwatch
 from trainer.config import Config, OptimizerConfig
 from trainer.config.model import AttentionSpec
 from trainer.config.registry import ATTENTION
 from trainer.distributed.mesh import World
 from trainer.model.attention import causal_attention, first_seen, kernel_priority, mask_of
-from trainer.model.axes import parameter_infos
-from trainer.model.initial import initialize_model
+from trainer.model.initial import initialize_model, parameter_infos
 from trainer.model.loss import loss_terms
 from trainer.model.stage import split_report
 from trainer.model.transformer import Transformer
+from trainer.observe.deferred import TimePoint
 from trainer.optim.optimizer import Optimizer, parameter_policies
 from trainer.parallel.context.plan import KERNELS, attention_kernel
 from trainer.parallel.parallelize import compile_layers, keep_buffers
 from trainer.parallel.tensor.apply import squared_norms
-from trainer.planning.cost.memory import ELEMENT_BYTES, MASTER_BYTES
-from trainer.planning.cost.parameters import layer_specs
 from trainer.planning.documents import DocumentLengths, computed_keys, document_ranges, documents_of
 from trainer.planning.estimate.calibrate import MeasuredGEMM, MeasuredPass, MeasuredWork, truncate_model
 from trainer.planning.estimate.memory import find_peaks
-from trainer.planning.estimate.seconds import update_bytes
+from trainer.planning.estimate.timing import update_bytes
 from trainer.planning.layer import (
     ATTENTION_BACKWARD,
     attention_flops,
@@ -43,10 +42,53 @@ from trainer.planning.layer import (
     model_programs,
     seen_keys,
 )
+from trainer.planning.parameters import layer_specs
 from trainer.planning.resolve import Layout
-from trainer.precision.dtypes import DTYPES
-from trainer.precision.float8 import E4M3, quantise_operand, scaled_product
-from trainer.precision.products import GEMMRole, matmul
+from trainer.planning.states import ELEMENT_BYTES, MASTER_BYTES
+from trainer.precision.products import DTYPES, E4M3, GEMMRole, matmul, quantise_operand, scaled_product
+
+# Times of work on a device, without a wait of the host in between.
+
+
+LEAST, MOST = 3, 30
+"""Repeats."""
+
+SHORT = 1e-3
+"""Seconds that a repeat lasts at least: shorter work is done several times in it."""
+
+
+class Stopwatch:
+    """Takes the median of repeats, and of several ranks the slowest's, for which the others would wait. All ranks call
+    it together, with the same work."""
+
+    def __init__(self, world: World):
+        self.world = world
+
+    def seconds(self, work: Callable[[], Any], limit: float) -> float:
+        """Of one call of `work`. limit: seconds to measure in, about; three repeats are made in any case."""
+        self.together(*self._run(work, 1, 1))  # compiles, allocates, connects
+        trial = self.together(*self._run(work, 1, 1))
+        calls = max(1, min(1000, round(SHORT / max(trial, 1e-9))))
+        repeats = max(LEAST, min(MOST, int(limit / max(calls * trial, 1e-9))))
+        return self.together(median(self._run(work, calls, repeats)))
+
+    def together(self, seconds: float) -> float:
+        """The longest of all ranks' times."""
+        if self.world.size == 1:
+            return seconds
+        longest = torch.tensor(seconds, dtype=torch.float64)
+        dist.all_reduce(longest, dist.ReduceOp.MAX)
+        return longest.item()
+
+    def _run(self, work: Callable[[], Any], calls: int, repeats: int) -> list[float]:
+        moments = [TimePoint(self.world.device)]
+        for _ in range(repeats):
+            for _ in range(calls):
+                work()
+            moments.append(TimePoint(self.world.device))
+        moments[-1].wait()
+        return [before.seconds_to(after) / calls for before, after in itertools.pairwise(moments)]
+
 
 SQUARES = {"cuda": (512, 1024, 2048, 4096, 8192), "cpu": (64, 256, 1024)}
 """Sides of the sweep's matrices."""

@@ -31,10 +31,9 @@ from trainer.config import ConfigError
 from trainer.config.compose import quote_value
 from trainer.planning.resolve import compose
 from trainer.util.exit_codes import DONE, FAILED, LOST, REFUSED, UNFIT
-from trainer.util.files import write_atomic
+from trainer.util.lines import refuse_links
 from trainer.util.machine import lacks_memory
-from trainer.util.reading import Malformed, make_printable, read_bytes, read_json, shorten_foreign
-from trainer.util.run_folder import refuse_links
+from trainer.util.reading import Malformed, make_printable, read_bytes, read_json, shorten_foreign, write_atomic
 
 CANCELLED = 128 + signal.SIGTERM
 """Exit code of a job that Slurm ends."""

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer.cluster.device import DeviceProbe
-from trainer.cluster.stopwatch import Stopwatch
+from trainer.cluster.device import DeviceProbe, Stopwatch
 from trainer.config import Config, ConfigError
 from trainer.config.hardware import HardwareConfig
 from trainer.distributed.copy_engine import CopyEngineGroup, copy_stream
@@ -20,9 +19,8 @@ from trainer.distributed.copy_engine import PendingGather as Gathered
 from trainer.distributed.mesh import World, join_world, local_device, own_group
 from trainer.distributed.symmetric_memory import buffers_of
 from trainer.observe.report import device_name
-from trainer.parallel.compress.links import all_gather, reduce_scatter
+from trainer.parallel.compress.reduction import all_gather, reduce_scatter
 from trainer.parallel.parallelize import check_compiler
-from trainer.planning.cost.devices import product_type
 from trainer.planning.estimate.calibrate import (
     COLLECTIVES,
     Calibration,
@@ -32,13 +30,12 @@ from trainer.planning.estimate.calibrate import (
     calibrate_hardware,
     fit_link,
 )
-from trainer.planning.estimate.hardware import hardware_text, load_hardware, shipped_for
-from trainer.planning.estimate.throughput import DeviceRates
-from trainer.planning.float8_settings import float8_settings, without_float8
+from trainer.planning.estimate.rates import DeviceRates
+from trainer.planning.hardware import hardware_text, load_hardware, product_type, shipped_for
+from trainer.planning.parameters import float8_settings, without_float8
 from trainer.planning.plan import Plan, node_size
 from trainer.planning.resolve import Layout
-from trainer.precision.float8 import check_device
-from trainer.precision.products import GEMMRole, matmul
+from trainer.precision.products import GEMMRole, check_device, matmul
 from trainer.util.machine import host_memory, resident_memory
 from trainer.util.tables import format_number
 

@@ -13,8 +13,8 @@ from trainer.commands.grammar import Command
 from trainer.config import ConfigError
 from trainer.config.fields import option
 from trainer.util.exit_codes import DONE, FAILED
-from trainer.util.files import write_atomic
-from trainer.util.run_folder import DIAGNOSIS, RUN_FILES
+from trainer.util.lines import DIAGNOSIS, RUN_FILES
+from trainer.util.reading import write_atomic
 
 if TYPE_CHECKING:
     from trainer.diagnosis.verdict import Diagnosis

@@ -12,11 +12,11 @@ from trainer.commands.grammar import Command, RecipeOptions, missing_folder
 from trainer.config import Config, ConfigError
 from trainer.config.fields import option
 from trainer.config.typed import changed_settings
-from trainer.util.files import write_atomic
+from trainer.util.reading import write_atomic
 
 if TYPE_CHECKING:
     from trainer.config.hardware import HardwareConfig
-    from trainer.diagnosis.advice import ShapeAdvice
+    from trainer.diagnosis.suggestions import ShapeAdvice
     from trainer.planning.estimate.step import StepEstimate
 
 
@@ -46,10 +46,10 @@ class EstimateOptions(RecipeOptions):
 def run(options: EstimateOptions) -> None:
     from trainer.data.lengths import with_lengths
     from trainer.planning.estimate import report
-    from trainer.planning.estimate.hardware import load_hardware
     from trainer.planning.estimate.plans import rank_plans
     from trainer.planning.estimate.step import estimate_step
-    from trainer.planning.plan_overrides import compose_variant, global_size, plan_list
+    from trainer.planning.hardware import load_hardware
+    from trainer.planning.neighbours import compose_variant, global_size, plan_list
     from trainer.planning.resolve import check_config, resolve_layout
 
     changes, overrides, config_dir = options.take_changes("hardware."), options.overrides, options.config_dir
@@ -117,7 +117,7 @@ def print_estimates(found: list[StepEstimate], title: str, options: EstimateOpti
 
 def shapes_of(one: StepEstimate) -> list[ShapeAdvice]:
     """Shapes that do not fill the tiles of a GPU; of CPUs, which have none, nothing."""
-    from trainer.diagnosis.advice import advise_shapes
+    from trainer.diagnosis.suggestions import advise_shapes
 
     return [] if one.hardware.device == "CPU" else advise_shapes(one.config, one.layout, one.hardware.device)
 
@@ -127,7 +127,7 @@ def estimate_plan(
 ) -> Config:
     """The configuration of a plan given as text, its micro-batches fitted to the recipe's global batch."""
     from trainer.planning.features import resolve_plan
-    from trainer.planning.plan_overrides import build_variant, fit_batch, global_size
+    from trainer.planning.neighbours import build_variant, fit_batch, global_size
 
     try:
         config, named = build_variant(text, base, overrides, config_dir, world, corpus=False)

@@ -14,9 +14,8 @@ from trainer.commands.grammar import DTYPES, Command, ModelOptions
 from trainer.config import ConfigError
 from trainer.config.fields import option
 from trainer.util import tables
-from trainer.util.extras import requires_extra
-from trainer.util.files import write_atomic
-from trainer.util.reading import read_json
+from trainer.util.exit_codes import requires_extra
+from trainer.util.reading import read_json, write_atomic
 
 if TYPE_CHECKING:
     from trainer.checkpointing.loading import SavedModel
@@ -47,7 +46,7 @@ def run(options: EvalOptions) -> None:
     import torch
 
     from trainer.checkpointing.loading import open_saved
-    from trainer.precision import dtypes
+    from trainer.precision import products
 
     manager = TaskManager(include_path=options.include or None)
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -59,7 +58,7 @@ def run(options: EvalOptions) -> None:
     device = "cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu"
     model = {
         "pretrained": str(export_checkpoint(saved, options)),
-        "dtype": str(dtypes.DTYPES[options.dtype]).removeprefix("torch."),
+        "dtype": str(products.DTYPES[options.dtype]).removeprefix("torch."),
     }
     found = lm_eval.simple_evaluate(
         model="hf",
@@ -112,7 +111,7 @@ def export_checkpoint(saved: SavedModel, options: EvalOptions) -> Path:
     """The model as a transformers folder: itself, or its export, which is made where it is not there yet."""
     from trainer.checkpointing.manifest import read_digest
     from trainer.hf import export_model
-    from trainer.precision.dtypes import DTYPES
+    from trainer.precision.products import DTYPES
 
     if saved.run is None:
         return saved.path

@@ -20,11 +20,11 @@ def run(options: ExportOptions) -> None:
     from trainer.checkpointing.loading import open_saved
     from trainer.config.compose import import_modules
     from trainer.hf import export_model
-    from trainer.precision import dtypes
+    from trainer.precision import products
 
     import_modules(options.imports)
     saved = open_saved(options.checkpoint, options.weights)
-    export_model(saved.spec, saved.tensor, options.out, dtypes.DTYPES[options.dtype], saved.tokenizer)
+    export_model(saved.spec, saved.tensor, options.out, products.DTYPES[options.dtype], saved.tokenizer)
     rounded = "" if options.dtype == "fp32" else " (dtype=fp32 keeps them as trained)"
     print(f"{options.out}: weights in {options.dtype}{rounded}")
 

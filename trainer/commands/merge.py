@@ -45,7 +45,7 @@ def run(options: MergeOptions) -> None:
     # torch takes seconds to import, and no refusal of an option needs it.
     from trainer.checkpointing.loading import open_saved
     from trainer.hf import export_model
-    from trainer.precision import dtypes
+    from trainer.precision import products
 
     shares = options.weights or [1.0] * len(options.models)
     total = math.fsum(shares)
@@ -58,7 +58,7 @@ def run(options: MergeOptions) -> None:
             value.add_(model.tensor(name).float(), alpha=share / total)
         return value
 
-    export_model(models[0].spec, merged, options.out, dtypes.DTYPES[options.dtype], models[0].tokenizer)
+    export_model(models[0].spec, merged, options.out, products.DTYPES[options.dtype], models[0].tokenizer)
     print(options.out)
 
 

@@ -25,7 +25,7 @@ class ParityOptions(LaunchOptions, RecipeOptions):
 
 def run(options: ParityOptions) -> int:
     """The exit code: 0 all plans pass, 1 one fails."""
-    from trainer.planning.plan_overrides import compose_variant, plan_list
+    from trainer.planning.neighbours import compose_variant, plan_list
 
     plans = plan_list(options.plans) if options.plans else []
     base = compose_variant(options.overrides, options.config_dir, int(os.environ.get("WORLD_SIZE", 1)))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainer.commands.grammar import Command
 from trainer.config.fields import option
-from trainer.util.extras import requires_extra
+from trainer.util.exit_codes import requires_extra
 
 
 @dataclass

@@ -30,7 +30,7 @@ def run(options: PreflightOptions) -> int:
         problems, measured = [f"{NODE}: {problem}" for problem in check_node(options)], ""
         prints = True
     else:
-        from trainer.cluster.network import check_network
+        from trainer.cluster.node import check_network
 
         problems, measured = check_network(options)
         prints = os.environ["RANK"] == "0"

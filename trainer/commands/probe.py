@@ -16,7 +16,7 @@ from pathlib import Path
 from trainer.commands.grammar import Command, LaunchOptions, RecipeOptions, missing_folder
 from trainer.config import ConfigError
 from trainer.config.fields import option
-from trainer.util.files import write_atomic
+from trainer.util.reading import write_atomic
 
 
 @dataclass
@@ -30,8 +30,8 @@ class ProbeOptions(LaunchOptions, RecipeOptions):
 
 
 def run(options: ProbeOptions) -> None:
-    from trainer.planning.estimate.hardware import load_hardware
-    from trainer.planning.plan_overrides import compose_variant
+    from trainer.planning.hardware import load_hardware
+    from trainer.planning.neighbours import compose_variant
     from trainer.planning.resolve import check_config, resolve_layout
 
     world = int(os.environ.get("WORLD_SIZE", 1))

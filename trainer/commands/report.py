@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trainer.commands.grammar import Command
 from trainer.config.fields import option
-from trainer.util.run_folder import REPORT
+from trainer.util.lines import REPORT
 
 HARDWARE = (
     "a file of configs/hardware or its path, such as one that trainer probe wrote, whose peaks the kernels are "

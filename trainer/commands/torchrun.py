@@ -17,8 +17,7 @@ from dataclasses import dataclass
 
 from trainer.commands.grammar import Command
 from trainer.util.exit_codes import INTERRUPTED, REFUSED, STALLED, STOPPED, UNFIT
-from trainer.util.machine import child_processes
-from trainer.util.signals import AT_ONCE, STOPPED_VARIABLE, handled_signals, name_of
+from trainer.util.machine import AT_ONCE, STOPPED_VARIABLE, child_processes, handled_signals, name_of
 
 REPORTED = (REFUSED, UNFIT, STALLED, STOPPED, INTERRUPTED, *(-number for number in AT_ONCE))
 """Exit codes of workers that have printed the reason themselves: settings refused, unfit machine, no progress, saved

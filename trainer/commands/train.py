@@ -17,7 +17,7 @@ from trainer.commands.grammar import Command, LaunchOptions, RecipeOptions, prin
 from trainer.config import Config, ConfigError
 from trainer.config.fields import option
 from trainer.util.exit_codes import FAILED, INTERRUPTED, STOPPED, process_rank, refuse_config
-from trainer.util.signals import STOPPED_VARIABLE, SignalHandlers
+from trainer.util.machine import STOPPED_VARIABLE, SignalHandlers
 
 
 @dataclass

@@ -36,10 +36,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config import Config, typed
-from trainer.config.fields import CONFIGS, ConfigError, suggest_nearest
+from trainer.config.fields import BYTES, CONFIGS, ConfigError, check_yaml, suggest_nearest, yaml_fault
 from trainer.config.registry import REGISTRIES, KindRegistry
 from trainer.config.synonyms import SETTINGS
-from trainer.config.yaml_limits import BYTES, check_yaml, yaml_fault
 
 # The setting `imports`: modules of the user, which are run and register what they add.
 

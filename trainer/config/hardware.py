@@ -1,7 +1,7 @@
 """Machines as data: what one device, a node and the network between nodes can do, in files of `configs/hardware/`.
 
 A file names what is published (memory, bandwidths) and what is reached of it in practice (`achieved`), so a measurement
-can write one. Peaks of known devices stand in `planning/cost/devices.py`.
+can write one. Peaks of known devices stand in `planning/hardware.py`.
 """
 
 from __future__ import annotations

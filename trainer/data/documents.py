@@ -17,11 +17,9 @@ from typing import Any
 from trainer.config import ConfigError, CorpusConfig
 from trainer.config.fields import suggest_nearest
 from trainer.config.registry import SOURCES
-from trainer.data.chat import ChatTemplate
-from trainer.data.progress import on_terminal
 from trainer.data.tables import JsonLines, ParquetRows
-from trainer.data.text import DamagedRows, TextDocument, TextFiles
-from trainer.data.tokens import DataError
+from trainer.data.text import ChatTemplate, DamagedRows, TextDocument, TextFiles
+from trainer.data.tokens import DataError, on_terminal
 from trainer.util.reading import leads_out, on_one_line, shorten_foreign
 
 COUNTED = 10_000

@@ -28,14 +28,20 @@ from typing import Any
 import numpy as np
 
 from trainer.config import ConfigError
-from trainer.data.chat import FIRST, LEARNED
 from trainer.data.documents import Documents, digest_text
-from trainer.data.progress import print_notice, start_progress
-from trainer.data.text import RowTally, TextDocument
+from trainer.data.text import FIRST, LEARNED, RowTally, TextDocument
 from trainer.data.tokenizer import Tokenizer
-from trainer.data.tokens import TOKEN_DTYPES, TokenRun, TokenWriter, content_digest
-from trainer.util.files import write_atomic
-from trainer.util.reading import Malformed, Shape, find_mismatch, on_one_line, path_inside, read_json, shorten_foreign
+from trainer.data.tokens import TOKEN_DTYPES, TokenRun, TokenWriter, content_digest, print_notice, start_progress
+from trainer.util.reading import (
+    Malformed,
+    Shape,
+    find_mismatch,
+    on_one_line,
+    path_inside,
+    read_json,
+    shorten_foreign,
+    write_atomic,
+)
 
 SPLITS = ("train", "eval")
 SHARD_BYTES = 8 << 20

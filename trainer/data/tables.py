@@ -20,10 +20,8 @@ import numpy as np
 
 from trainer.config import ConfigError, CorpusConfig
 from trainer.config.fields import suggest_nearest
-from trainer.data.chat import ChatTemplate
-from trainer.data.text import LINE, DamagedRows, TextDocument, TextFiles, plain_text
-from trainer.util.files import replace_file
-from trainer.util.reading import on_one_line, parse_json, read_bytes, shorten_foreign
+from trainer.data.text import LINE, ChatTemplate, DamagedRows, TextDocument, TextFiles, plain_text
+from trainer.util.reading import on_one_line, parse_json, read_bytes, replace_file, shorten_foreign
 
 EXPANSION = 100
 """How many times its own size a file may become. Text shrinks to a third or a tenth, logs to a fiftieth; what is made

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from trainer.config import ConfigError
-from trainer.util.reading import shorten_foreign
+from trainer.data.tokens import TokenRun, TokenSample, check_vocabulary
+from trainer.hf.tokenizer import MARKERS, render_chat
+from trainer.util.reading import read_bytes, shorten_foreign
 
 CHUNK_BYTES = 64 << 10
 """Longer files are cut at line ends into chunks, so that a part of a single file can be held out or be a shard."""
@@ -171,3 +176,158 @@ class TextFiles(DamagedRows):
                 if not count:
                     self.paths = self.paths[: file + 1]
                     return self._measure([*self.sizes[:file], min(offset, self.sizes[file])])
+
+
+# Conversations: rendered to text by a chat template, of which the assistant's part is learned, and packed whole.
+
+
+LEARNED, FIRST = 1, 2
+"""Bits of a token's mark: the assistant says it; a conversation begins with it."""
+
+TEMPLATE = 1 << 20
+"""Bytes of a template; the longest that are published have some 20 KiB."""
+
+ROLES = {"human": "user", "gpt": "assistant"}
+"""Roles in conversations that are lists of {from, value}, where they differ."""
+
+PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+def read_template(path: str) -> str:
+    """The text of a template's file. Raises `ConfigError`."""
+    named = f"data.chat_template={path}"
+    try:
+        return read_bytes(Path(path).expanduser(), TEMPLATE).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{named} cannot be read: {shorten_foreign(error)}; name the file of a Jinja template"
+        ) from None
+
+
+class ChatTemplate:
+    """Makes documents of conversations. text: the template; special: the tokenizer's special tokens by name.
+
+    Raises `ConfigError` for a template that cannot render two messages."""
+
+    def __init__(self, text: str, special: dict[str, str], named: str):
+        self.text, self.special, self.named = text, special, named
+        self.digest = hashlib.blake2b(json.dumps([text, special], sort_keys=True).encode(), digest_size=12).hexdigest()
+        try:
+            self.document(PROBE)
+        except ValueError as error:
+            raise ConfigError(
+                f"{named} cannot be used: {shorten_foreign(error)}; name another by data.chat_template"
+            ) from None
+
+    def document(self, value: Any) -> TextDocument:
+        """The text of a conversation, and where in it the assistant speaks. Raises `ValueError` for what is none."""
+        messages = parse_conversation(value)
+        if MARKERS.search(self.text):
+            text, spans = render_chat(self.text, messages, self.special)
+        else:
+            text, spans = self._by_prefixes(messages)
+        if not spans:
+            raise ValueError("holds nothing that the assistant says")
+        return TextDocument(plain_text(text), spans=tuple(spans))
+
+    def _by_prefixes(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
+        """What comes behind the prompt for each of the assistant's messages, up to the end of that message."""
+        whole, _ = render_chat(self.text, messages, self.special)
+        spans = []
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant":
+                before, _ = render_chat(self.text, messages[:number], self.special, prompt=True)
+                through, _ = render_chat(self.text, messages[: number + 1], self.special)
+                if not (through.startswith(before) and whole.startswith(through)):
+                    raise ConfigError(
+                        f"{self.named} renders the beginning of a conversation otherwise than the whole of it, so that "
+                        "the assistant's part cannot be told; name one with {% generation %} markers by "
+                        "data.chat_template"
+                    )
+                spans.append((len(before), len(through)))
+        return whole, spans
+
+
+def parse_conversation(value: Any) -> list[dict[str, Any]]:
+    """The messages in a row, as templates know them: {role, content, ...}, or made such of {from, value}. Raises
+    `ValueError` with what is wrong."""
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+        raise ValueError(f"holds {shorten_foreign(value)} instead of a list of messages")
+    messages = []
+    for message in value:
+        given = {key: part for key, part in message.items() if part is not None}
+        if "from" in given and "role" not in given:
+            role = given.pop("from")
+            role = ROLES.get(role, role) if isinstance(role, str) else role
+            given = {"role": role, "content": given.pop("value", None), **given}
+        if not isinstance(given.get("role"), str):
+            raise ValueError(f"holds a message whose role is {shorten_foreign(given.get('role'))}")
+        if not isinstance(given.get("content"), str) and not given.get("tool_calls"):
+            raise ValueError(
+                f"holds a message whose content is {shorten_foreign(given.get('content'))} instead of text"
+            )
+        messages.append(given)
+    return messages
+
+
+class PackedConversations:
+    """The conversations of several runs, packed whole into sequences with random access; see `Sequences`.
+
+    A conversation is a document of its own. What it has beyond a sequence is cut off; `cut` counts those. What is left
+    of a sequence is filled up with end marks, which are not learned."""
+
+    def __init__(self, name: str, runs: list[TokenRun], end_id: int, vocab_size: int, sequence_length: int):
+        self.name, self.runs, self.end_id = name, runs, end_id
+        self.vocab_size, self.size = vocab_size, sequence_length
+        self.tokens = sum(run.length for run in runs)
+        starts = [np.flatnonzero(run.map_marks() & FIRST) for run in runs]
+        lengths = [np.diff(first, append=run.length) for first, run in zip(starts, runs)]
+        self._run = np.repeat(np.arange(len(runs)), [len(first) for first in starts])
+        self._start, whole = (np.concatenate([np.empty(0, np.int64), *parts]) for parts in (starts, lengths))
+        self.cut = int((whole > sequence_length + 1).sum())
+        self._length = np.minimum(whole, sequence_length + 1)
+        self._order, self._ends = pack_lengths(self._length, sequence_length + 1)
+        self.length = len(self._ends)
+        self._maps: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def get(self, index: int) -> TokenSample:
+        """See `Sequences`. Raises `DataError` for a file that vanished or holds ids beyond the vocabulary."""
+        if not 0 <= index < self.length:
+            raise IndexError(f"{self.name} has {self.length} sequences, not {index}")
+        members = self._order[self._ends[index - 1] if index else 0 : self._ends[index]]
+        tokens, learned = np.full(self.size + 1, self.end_id, np.int64), np.zeros(self.size + 1, bool)
+        documents, filled = np.full(self.size + 1, len(members), np.int32), 0
+        for number, member in enumerate(members):
+            run, start, length = int(self._run[member]), int(self._start[member]), int(self._length[member])
+            if run not in self._maps:
+                self._maps[run] = self.runs[run].map(), self.runs[run].map_marks()
+            ids, marks = (part[start : start + length] for part in self._maps[run])
+            place = slice(filled, filled := filled + length)
+            tokens[place], learned[place], documents[place] = ids, marks & LEARNED > 0, number
+        check_vocabulary(tokens, self.vocab_size, f"{self.name}:{index}")
+        return TokenSample(tokens, documents, learned)
+
+
+def pack_lengths(lengths: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which pieces of `lengths` (at most `room` each) share a sequence of `room`: the longest first, each where it
+    leaves the least (best fit decreasing; Johnson 1973, which needs at most 11/9 of the fewest sequences).
+
+    Returns the pieces' numbers, sequence by sequence, and where among them each sequence ends; int64."""
+    sequences: list[list[int]] = []
+    with_room: list[list[int]] = [[] for _ in range(room + 1)]
+    rooms = 0  # bit r: whether a sequence has room for r
+    for piece in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[piece])
+        if fitting := rooms >> length:
+            found = length + (fitting & -fitting).bit_length() - 1
+            sequence = with_room[found].pop()
+            rooms ^= (not with_room[found]) << found
+        else:
+            found, sequence = room, len(sequences)
+            sequences.append([])
+        sequences[sequence].append(piece)
+        if left := found - length:
+            with_room[left].append(sequence)
+            rooms |= 1 << left
+    order = np.array([piece for sequence in sequences for piece in sequence], np.int64)
+    return order, np.cumsum([len(sequence) for sequence in sequences], dtype=np.int64)

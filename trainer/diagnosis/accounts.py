@@ -18,8 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from trainer.diagnosis.ranks import trace_of
-from trainer.diagnosis.time_breakdown import AXES, TimeBreakdown, breakdown_metrics
+from trainer.diagnosis.time_breakdown import AXES, TimeBreakdown, breakdown_metrics, trace_of
 from trainer.diagnosis.traces import (
     COMPUTE,
     HOST_KINDS,
@@ -44,9 +43,8 @@ from trainer.diagnosis.traces import (
 from trainer.planning.schedules import ir
 from trainer.planning.schedules.costs import StageCosts
 from trainer.planning.schedules.simulate import simulate_schedule
-from trainer.util.lines import LineFile
-from trainer.util.run_folder import ACCOUNTS
-from trainer.util.trace_labels import AWAITS, COLLECTOR, DATA, GROUP, SENDS, STEP, WAIT
+from trainer.util.lines import ACCOUNTS, LineFile
+from trainer.util.tables import AWAITS, COLLECTOR, DATA, GROUP, SENDS, STEP, WAIT
 
 # A trace of a CUDA device: kernels compute and communicate, and while none runs, the host tells why.
 

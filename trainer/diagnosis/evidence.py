@@ -15,12 +15,12 @@ from trainer.config.synonyms import REMOVED, rename_old_settings
 from trainer.diagnosis.accounts import PipelineIdle, idle_of
 from trainer.diagnosis.oom_report import OOMReport
 from trainer.diagnosis.time_breakdown import StepProfile, TimeBreakdown, build_profile, ordinary_seconds, scale_profile
-from trainer.planning.estimate.hardware import hardware_names, load_hardware
+from trainer.planning.hardware import hardware_names, load_hardware
 from trainer.planning.plan import MOST_PROCESSES
 from trainer.planning.resolve import Layout, check_config, resolve_layout
 from trainer.planning.schedules import ir
-from trainer.planning.schedules.timeline import read_timeline
-from trainer.planning.schedules.validate import validate_schedule
+from trainer.planning.schedules.lower import validate_schedule
+from trainer.planning.schedules.simulate import read_timeline
 from trainer.util.lines import read_lines
 from trainer.util.machine import error_reason, lacks_memory
 from trainer.util.reading import find_mismatch, on_one_line, parse_json, read_yaml, shorten_foreign

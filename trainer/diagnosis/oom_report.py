@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.util.files import write_atomic
-from trainer.util.reading import Malformed, make_printable, read_json
-from trainer.util.run_folder import SHORTAGE
+from trainer.util.lines import SHORTAGE
+from trainer.util.reading import Malformed, make_printable, read_json, write_atomic
 from trainer.util.tables import format_bytes
 
 FORMAT = 2

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from trainer.config.fields import option
 from trainer.config.hardware import HardwareConfig
 from trainer.diagnosis.evidence import RunEvidence
-from trainer.diagnosis.ranks import STEADILY, find_straggler, logged_ratios, peer_ratios
 from trainer.diagnosis.time_breakdown import (
     AXES,
     COMPILER,
@@ -19,10 +18,14 @@ from trainer.diagnosis.time_breakdown import (
     MODEL,
     PLAN,
     RUNTIME,
+    STEADILY,
     StepProfile,
     TimeBreakdown,
     busy_seconds,
     compute_seconds,
+    find_straggler,
+    logged_ratios,
+    peer_ratios,
     transfer_seconds,
 )
 from trainer.planning.decide import SHARE

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from trainer.diagnosis.time_breakdown import KernelTotal
 from trainer.util.reading import Malformed, read_json, shorten_foreign
-from trainer.util.trace_labels import AWAITS, DATA, NOTE, OPTIMIZER, SENDS
+from trainer.util.tables import AWAITS, DATA, NOTE, OPTIMIZER, SENDS
 
 # Sweeps over intervals: which of them cover each moment of a window.
 

@@ -13,14 +13,13 @@ from rich.console import Console
 
 from trainer.config import ConfigError
 from trainer.diagnosis import rules
-from trainer.diagnosis.advice import ShapeAdvice, advise_shapes
 from trainer.diagnosis.evidence import RunEvidence
 from trainer.diagnosis.oom_report import NOTHING, MemoryOverride
 from trainer.diagnosis.rules import MemoryUse, summarise_memory, throttle_costs
-from trainer.diagnosis.suggestions import FREED, Suggestions
+from trainer.diagnosis.suggestions import FREED, ShapeAdvice, Suggestions, advise_shapes
 from trainer.diagnosis.time_breakdown import KernelTotal, TimeBreakdown, cost_share
+from trainer.planning.estimate.rates import DeviceRates
 from trainer.planning.estimate.step import GIB
-from trainer.planning.estimate.throughput import DeviceRates
 from trainer.util import tables
 from trainer.util.reading import make_printable
 from trainer.util.tables import format_duration, format_percent

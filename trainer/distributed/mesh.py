@@ -156,7 +156,7 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 def own_group(groups: list[list[int]], timeout: datetime.timedelta, name: str) -> dist.ProcessGroup:
     """Creates several process groups, by all ranks together, and returns the one that this rank is in. Its description
-    is like that of a mesh dimension, by which profiles recognise groups (`diagnosis/ranks.py`)."""
+    is like that of a mesh dimension, by which profiles recognise groups (`diagnosis/time_breakdown.py`)."""
     return dist.new_subgroups_by_enumeration(groups, timeout=timeout, group_desc=f"mesh_{name}")[0]
 
 

@@ -22,7 +22,7 @@ from torch.autograd import _profiler_enabled
 from torch.profiler import record_function
 
 from trainer.config import ConfigError
-from trainer.util.trace_labels import AWAITS, SENDS
+from trainer.util.tables import AWAITS, SENDS
 
 WITHOUT = "parallel.tp_overlap=off and parallel.zero.collectives=nccl, which need no shared memory"
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from trainer.generate.sharded_model import ShardedModel
 from trainer.model.cache import KVCache
-from trainer.model.compiled import capture_graph
 from trainer.model.initial import name_seed
+from trainer.model.stage import capture_graph
 
 # Passes of one token a row as CUDA graphs: without them a small batch waits for the host, which starts some hundred
 # kernels a token.

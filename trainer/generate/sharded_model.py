@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from trainer.checkpointing.loading import SavedModel
 from trainer.config import Config, ConfigError
 from trainer.config.model import ModelSpec
+from trainer.distributed.fused_kernels import NodeShardedKVGroup, ShardedKVGroup
 from trainer.distributed.mesh import World, join_world
 from trainer.distributed.p2p import PipelineChannels
-from trainer.distributed.sharded_kv import NodeShardedKVGroup, ShardedKVGroup
 from trainer.model.cache import BLOCK, KVCache
 from trainer.model.initial import fill_parameters
 from trainer.model.layers import Layer, keep_here
@@ -27,7 +27,7 @@ from trainer.parallel.parallelize import keep_buffers, parallelize
 from trainer.parallel.zero.fsdp import FSDP
 from trainer.planning.features import resolve_plan
 from trainer.planning.plan import node_size
-from trainer.precision.dtypes import DTYPES
+from trainer.precision.products import DTYPES
 
 PADDED = {"cuda": BLOCK, "cpu": 8}
 """To multiples of so many tokens contexts are padded: GPUs have kernels compiled for few lengths."""

@@ -36,7 +36,7 @@ from trainer.hf.families import FAMILIES
 from trainer.hf.weights import list_entries, write_weights
 from trainer.model.initial import fill_parameters, name_seed
 from trainer.model.transformer import Transformer
-from trainer.planning.cost.parameters import ParameterInfo, declare_parameters
+from trainer.planning.parameters import ParameterInfo, declare_parameters
 from trainer.util.reading import shorten_foreign
 
 LENGTH = 256

@@ -17,7 +17,7 @@ from torch import Tensor
 from trainer.config import ConfigError
 from trainer.config.model import ModelSpec
 from trainer.hf.families import FAMILIES, ModuleRule
-from trainer.planning.cost.parameters import ParameterInfo, declare_parameters
+from trainer.planning.parameters import ParameterInfo, declare_parameters
 from trainer.util.reading import check_links, on_one_line, path_inside, read_json, shorten_foreign
 
 # Buffers that older versions of transformers saved among the weights.

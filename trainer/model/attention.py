@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from trainer.model.compiled import compile_function
-from trainer.planning.cost.masks import block_size
+from trainer.model.stage import compile_function
+from trainer.planning.documents import block_size
 
 # Block masks of FlexAttention, computed from where each query's run of keys begins, without evaluating pairs of tokens.
 # For a block of queries, the keys that at least one query sees are one run of blocks, and the keys that every query

@@ -20,9 +20,9 @@ from torch import Tensor
 from trainer.config import LossConfig
 from trainer.config.registry import LOSS_TERMS
 from trainer.distributed.collectives import TensorGroup
-from trainer.model.compiled import compile_function
-from trainer.model.tiles import split_rows
-from trainer.planning.cost.parameters import head_rows
+from trainer.model.layers import split_rows
+from trainer.model.stage import compile_function
+from trainer.planning.parameters import head_rows
 from trainer.precision.products import GEMMRole, matmul
 
 IGNORE = -100

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from trainer.config.model import ModelSpec
 from trainer.distributed.collectives import ReduceScatterSum, TensorGroup
 from trainer.model.attention import build_mask, cap_score, document_starts
-from trainer.model.axes import DeclaredModule
 from trainer.model.cache import KVCache
 from trainer.model.context_attention import ContextGroup, without_regather
+from trainer.model.initial import DeclaredModule
 from trainer.model.layers import Block, Layer, Linear, Norm
 from trainer.model.linear import DeferredGrads, column_parallel
 from trainer.model.loss import LossSettings, Term, linear_cross_entropy

@@ -18,8 +18,8 @@ from trainer.diagnosis.evidence import RunEvidence, ThrottledRank, collect_evide
 from trainer.diagnosis.verdict import Diagnosis, diagnose_evidence
 from trainer.observe import metrics
 from trainer.observe.hardware import REASONS, throttle_reasons
+from trainer.util.lines import LOG, METRICS_FILE, STARTS, STATUS
 from trainer.util.reading import Malformed, make_printable, read_json
-from trainer.util.run_folder import LOG, METRICS_FILE, STARTS, STATUS
 
 NOW = 20
 """Logged steps, the newest, that tell why clocks are held down now."""

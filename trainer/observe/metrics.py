@@ -12,9 +12,8 @@ from typing import Any
 import numpy
 
 from trainer.config import ConfigError
-from trainer.util.lines import read_lines
+from trainer.util.lines import METRICS_FILE, read_lines
 from trainer.util.reading import parse_json
-from trainer.util.run_folder import METRICS_FILE
 
 # One line of metrics.jsonl is one object with these keys: a step line has those of STEP, an evaluation line those of
 # EVALUATION. What is unknown, does not apply or is not finite is null. A key that ends in /NAME stands for any number

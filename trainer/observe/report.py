@@ -20,22 +20,20 @@ from trainer.observe.metrics import SpeedMeter
 from trainer.optim.optimizer import parameter_policies
 from trainer.parallel.compress.plan import describe_codecs
 from trainer.parallel.context.plan import context_traffic
-from trainer.planning.cost.devices import peak_flops, product_type
-from trainer.planning.cost.memory import ELEMENT_BYTES, StateBytes
-from trainer.planning.cost.parameters import Table, declare_parameters, layer_specs, layer_tables, outer_tables
-from trainer.planning.decide import describe_measures, describe_recompute
+from trainer.planning.decide import MachineMemory, describe_measures, describe_recompute
 from trainer.planning.documents import with_documents
-from trainer.planning.estimate.hardware import load_hardware, shipped_for
 from trainer.planning.estimate.memory import MemoryPeak, can_replay, find_peaks
 from trainer.planning.estimate.report import memory_band, summarise_step
 from trainer.planning.estimate.step import StepEstimate, estimate_within, fullest_rank
 from trainer.planning.features import communication_table
-from trainer.planning.fit import MachineMemory
 from trainer.planning.float8 import float8_linears, numeric_types
+from trainer.planning.hardware import load_hardware, peak_flops, product_type, shipped_for
 from trainer.planning.layer import flops_per_token, model_programs, parameter_counts
+from trainer.planning.parameters import Table, declare_parameters, layer_specs, layer_tables, outer_tables
 from trainer.planning.plan import node_size
 from trainer.planning.recompute import left_by_recompute
 from trainer.planning.resolve import Layout, collect_warnings
+from trainer.planning.states import ELEMENT_BYTES, StateBytes
 from trainer.util import tables
 
 

@@ -28,12 +28,9 @@ from rich.text import Text
 from trainer.config import ConfigError, LoggingConfig, RunConfig, WandbConfig
 from trainer.config.registry import SINKS
 from trainer.observe import metrics
-from trainer.util.exit_codes import DONE, STOPPED
-from trainer.util.extras import requires_extra
-from trainer.util.files import explain_errors, write_atomic
-from trainer.util.lines import LineFile, read_lines
-from trainer.util.reading import Malformed, read_bytes, read_json
-from trainer.util.run_folder import LOG, METRICS_FILE, REPLACED, SAMPLES, STATUS
+from trainer.util.exit_codes import DONE, STOPPED, requires_extra
+from trainer.util.lines import LOG, METRICS_FILE, REPLACED, SAMPLES, STATUS, LineFile, read_lines
+from trainer.util.reading import Malformed, explain_errors, read_bytes, read_json, write_atomic
 from trainer.util.tables import format_bytes, format_count, format_duration, format_percent
 
 # samples.jsonl: what the model wrote while it was trained.

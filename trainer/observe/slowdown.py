@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from trainer.config import GuardConfig
-from trainer.diagnosis.ranks import Straggler, find_straggler, logged_ratios
+from trainer.diagnosis.time_breakdown import Straggler, find_straggler, logged_ratios
 
 MAX_WINDOWS = 50
 """Earlier windows that a new one is compared with."""

@@ -34,9 +34,8 @@ from trainer.distributed.symmetric_memory import pending_waits
 from trainer.observe import flight
 from trainer.observe.sinks import write_status
 from trainer.util.exit_codes import STALLED
-from trainer.util.files import write_atomic
-from trainer.util.reading import Malformed, Shape, find_mismatch, parse_json, read_json
-from trainer.util.run_folder import STATUS
+from trainer.util.lines import STATUS
+from trainer.util.reading import Malformed, Shape, find_mismatch, parse_json, read_json, write_atomic
 
 # Notices within a second that the process of another rank has ended, whatever this rank waits for. A rank that waits
 # for its GPU does not learn from NCCL that another rank is gone, and handles no signal: torchrun ends it by SIGKILL,

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from trainer.config.schema import MuonConfig
 from trainer.distributed.mesh import World
 from trainer.distributed.tensors import local_extent, local_values
-from trainer.planning.cost.updates import NEWTON_SCHULZ_STEPS, orthogonalisation_flops
-from trainer.precision.dtypes import DTYPES
+from trainer.planning.parameters import NEWTON_SCHULZ_STEPS, orthogonalisation_flops
+from trainer.precision.products import DTYPES
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic polynomial that every step applies to the singular values: steep at zero, near one at one."""

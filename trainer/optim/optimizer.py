@@ -23,9 +23,8 @@ from trainer.config.registry import OPTIMIZERS, SCHEDULES
 from trainer.distributed.mesh import World
 from trainer.distributed.tensors import Fragment, local_values, with_values
 from trainer.optim.muon import Orthogonaliser, lr_factor
-from trainer.planning.cost.parameters import ParameterInfo
-from trainer.planning.cost.updates import UpdateSettings, moment_count
-from trainer.precision.dtypes import DTYPES
+from trainer.planning.parameters import ParameterInfo, UpdateSettings, moment_count
+from trainer.precision.products import DTYPES
 
 # An exponential moving average of the weights, in fp32 and sharded as they are.
 

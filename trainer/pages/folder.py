@@ -21,8 +21,19 @@ from trainer.diagnosis.verdict import to_json
 from trainer.observe.diagnose_run import diagnose_run
 from trainer.observe.metrics import parse_line
 from trainer.planning.schedules.ir import Action
-from trainer.planning.schedules.timeline import measure_timeline, read_timeline
-from trainer.util.lines import count_lines, read_lines
+from trainer.planning.schedules.simulate import measure_timeline, read_timeline
+from trainer.util.lines import (
+    DIAGNOSIS,
+    EARLIER,
+    LOG,
+    METRICS_FILE,
+    REPLACED,
+    RUN_FILES,
+    STARTS,
+    STATUS,
+    count_lines,
+    read_lines,
+)
 from trainer.util.machine import lacks_memory
 from trainer.util.reading import (
     Shape,
@@ -33,7 +44,6 @@ from trainer.util.reading import (
     read_json,
     shorten_foreign,
 )
-from trainer.util.run_folder import DIAGNOSIS, EARLIER, LOG, METRICS_FILE, REPLACED, RUN_FILES, STARTS, STATUS
 
 # The metrics of a run, read as far as they have been written, and as few points of them as a chart shows.
 

@@ -22,10 +22,10 @@ from trainer.observe.metrics import METRICS, stands_for_many
 from trainer.pages import sections
 from trainer.pages.folder import RunFolder
 from trainer.pages.sweeps import SweepFolder
-from trainer.planning.estimate.hardware import load_hardware
+from trainer.planning.hardware import load_hardware
 from trainer.util import tables
-from trainer.util.files import write_atomic
-from trainer.util.run_folder import RUN_FILES, STARTS, holds_trials, label_runs, of_sweeps
+from trainer.util.lines import RUN_FILES, STARTS, holds_trials, label_runs, of_sweeps
+from trainer.util.reading import write_atomic
 from trainer.util.tables import format_number
 
 # Which curves are drawn together, and in which order.

@@ -9,8 +9,8 @@ from typing import Any
 
 from trainer.pages.folder import NUMBER, WatchedFiles, json_lines
 from trainer.pages.sections import GIB, NONE, format_exact
+from trainer.util.lines import BEST, RESULTS, SEARCH, TRIALS
 from trainer.util.reading import Shape, make_printable, read_bytes, read_json
-from trainer.util.run_folder import BEST, RESULTS, SEARCH, TRIALS
 from trainer.util.tables import format_bytes, format_count, format_duration, format_number, format_percent
 
 LINE: Shape = {

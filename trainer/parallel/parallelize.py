@@ -15,21 +15,20 @@ from torch import nn
 from trainer.config import Config, ConfigError, PrecisionConfig
 from trainer.config.model import ModelSpec
 from trainer.distributed.mesh import World
-from trainer.model.axes import parameter_infos
-from trainer.model.compiled import compile_function
+from trainer.model.initial import parameter_infos
 from trainer.model.layers import Linear
 from trainer.model.linear import DeferredGrads
 from trainer.model.loss import loss_terms
-from trainer.model.stage import Make, Stage
+from trainer.model.stage import Make, Stage, compile_function
 from trainer.model.transformer import Transformer
 from trainer.parallel.context.apply import share_sequences
 from trainer.parallel.recompute import apply_recompute, check_recompute, recomputes_attention
 from trainer.parallel.tensor.apply import BACKENDS, shard_model
 from trainer.parallel.zero.fsdp import Engine
-from trainer.planning.cost.parameters import declare_parameters
 from trainer.planning.float8 import float8_linears
+from trainer.planning.parameters import declare_parameters
 from trainer.planning.plan import Plan
-from trainer.precision.float8 import Float8Multiply, Quantise, check_device, quantise_operand
+from trainer.precision.products import Float8Multiply, Quantise, check_device, quantise_operand
 
 
 def check_compiler(config: Config, device: torch.device) -> None:

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from trainer.config import ActivationConfig, ConfigError
 from trainer.distributed.collectives import TensorGroup
-from trainer.model.axes import parameter_infos
+from trainer.model.initial import parameter_infos
 from trainer.model.stage import Stage
 from trainer.planning.recompute import ALL, MATMULS, SaveEntry, entry_problems, saved_in
 

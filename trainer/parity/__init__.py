@@ -19,7 +19,7 @@ from trainer.config import BatchConfig, Config, ConfigError, PrecisionConfig
 from trainer.config.model import ModelSpec
 from trainer.data.batches import BatchLoader, MicroBatch
 from trainer.data.corpus import CorpusSide, open_corpus
-from trainer.data.progress import print_notice
+from trainer.data.tokens import print_notice
 from trainer.distributed.mesh import World, join_world, local_device
 from trainer.model.initial import Weights, initial_value
 from trainer.optim.optimizer import parameter_policies
@@ -27,18 +27,18 @@ from trainer.parity.compare import (
     FP8,
     PlanResult,
     RunComparison,
+    Trajectory,
     coarsest_tolerance,
     compare_runs,
     judge_plan,
     print_comparison,
+    train_reference,
 )
-from trainer.parity.plans import generate_plans, make_case
-from trainer.parity.reference import Trajectory, train_reference
-from trainer.parity.watch import train_plan
-from trainer.planning.cost.parameters import declare_parameters
+from trainer.parity.watch import generate_plans, make_case, train_plan
+from trainer.planning.neighbours import global_size
+from trainer.planning.parameters import declare_parameters
 from trainer.planning.plan import BatchPlan, resolve_batch
-from trainer.planning.plan_overrides import global_size
-from trainer.precision.dtypes import DTYPES
+from trainer.precision.products import DTYPES
 from trainer.training.run import starting_point
 from trainer.training.session import numeric_mode
 

@@ -9,9 +9,14 @@ from typing import NamedTuple
 
 from trainer.config import Config, PrecisionConfig
 from trainer.config.model import ModelSpec
-from trainer.planning.cost.parameters import ROLES, ParameterInfo, layer_tables
-from trainer.planning.cost.updates import UpdateSettings
-from trainer.planning.float8_settings import float8_setting, float8_settings
+from trainer.planning.parameters import (
+    ROLES,
+    ParameterInfo,
+    UpdateSettings,
+    float8_setting,
+    float8_settings,
+    layer_tables,
+)
 from trainer.planning.plan import Feature, Plan
 
 MULTIPLE = 16

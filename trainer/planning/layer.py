@@ -2,7 +2,7 @@
 
 `layer_program` is the only description of what a layer does. FLOPs, memory, seconds, recompute, the shapes that advice
 is given on and those that a probe measures are sums over its operations. A new kind of block is one function in
-`INNER_OPS` here, beside its parameters in `planning/cost/parameters.py`.
+`INNER_OPS` here, beside its parameters in `planning/parameters.py`.
 
 All quantities are of one token on one of the tensor-parallel ranks that share the layer, with sequence parallelism: the
 ranks share the tokens of the residual stream, all-gather the input of the projections and reduce-scatter the output of
@@ -19,7 +19,7 @@ from typing import Literal
 
 from trainer.config import registry
 from trainer.config.model import AttentionSpec, LayerSpec, ModelSpec
-from trainer.planning.cost.parameters import (
+from trainer.planning.parameters import (
     ROLES,
     ParameterInfo,
     by_value,

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from trainer.config import ConfigError
 from trainer.config.model import ModelSpec
-from trainer.planning.cost.parameters import declare_parameters
 from trainer.planning.layer import Program
+from trainer.planning.parameters import declare_parameters
 from trainer.planning.plan import Feature
 
 if TYPE_CHECKING:

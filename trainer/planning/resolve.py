@@ -30,10 +30,8 @@ from trainer.parallel.context.plan import ContextPlan, resolve_context
 from trainer.parallel.pipeline.plan import PipelinePlan, resolve_pipeline
 from trainer.parallel.zero.plan import check_settings
 from trainer.planning import documents
-from trainer.planning.cost.parameters import declare_parameters, layer_specs
-from trainer.planning.cost.updates import UpdateSettings
 from trainer.planning.features import FEATURES, check_plan, check_whole_plan, resolve_plan
-from trainer.planning.float8_settings import float8_setting
+from trainer.planning.parameters import UpdateSettings, declare_parameters, float8_setting, layer_specs
 from trainer.planning.plan import BatchPlan, Plan, node_size, resolve_batch, training_steps
 from trainer.planning.recompute import entry_problems
 

@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from trainer.planning.estimate.memory import CATEGORIES
-from trainer.planning.estimate.memory_timeline import build_memory_timeline
+from trainer.planning.estimate.report import build_memory_timeline
 from trainer.planning.estimate.step import GIB, StepEstimate
 from trainer.plots.runs import save_figure
 from trainer.plots.schedule import draw_schedule

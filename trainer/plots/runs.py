@@ -8,10 +8,10 @@ from matplotlib import pyplot
 from matplotlib.figure import Figure
 
 from trainer.config import ConfigError
-from trainer.planning.schedules.timeline import Timeline, read_timeline
+from trainer.planning.schedules.simulate import Timeline, read_timeline
 from trainer.plots.schedule import chrome_trace, draw_schedule
-from trainer.util.files import replace_file
-from trainer.util.run_folder import label_runs
+from trainer.util.lines import label_runs
+from trainer.util.reading import replace_file
 
 # Writes pictures and traces.
 

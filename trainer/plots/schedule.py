@@ -16,10 +16,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
 from trainer.planning.schedules.ir import Action
-from trainer.planning.schedules.simulate import ActionSpan
-from trainer.planning.schedules.timeline import Timeline, idle_gaps, measure_timeline
-from trainer.util.files import write_atomic
-from trainer.util.reading import make_printable
+from trainer.planning.schedules.simulate import ActionSpan, Timeline, idle_gaps, measure_timeline
+from trainer.util.reading import make_printable, write_atomic
 from trainer.util.tables import format_duration, format_percent
 
 

@@ -9,10 +9,9 @@ from pathlib import Path
 from trainer.config import ConfigError
 from trainer.planning.schedules import ir
 from trainer.planning.schedules.costs import StageCosts
-from trainer.planning.schedules.simulate import simulate_schedule
+from trainer.planning.schedules.lower import validate_schedule
+from trainer.planning.schedules.simulate import Timeline, simulate_schedule
 from trainer.planning.schedules.templates import TEMPLATES, build_greedy, build_schedule, place_stages
-from trainer.planning.schedules.timeline import Timeline
-from trainer.planning.schedules.validate import validate_schedule
 from trainer.plots.runs import save_figure, write_trace
 from trainer.plots.schedule import draw_schedule
 

@@ -15,6 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainer.config import ConfigError, PrecisionConfig
+from trainer.planning.parameters import float8_setting
+
 
 class GEMMRole(Enum):
     """Which of a layer's products, as the kinds of its two operands."""
@@ -142,3 +145,163 @@ def weight_gradients(gradients: Sequence[Tensor], x: Tensor, multiply: Multiply 
         return [matmul(gradient, x, role) for gradient in gradients]
     right = multiply.right(x, role)
     return [multiply.product(multiply.left(gradient, role), right, role, x.dtype) for gradient in gradients]
+
+
+# Numeric types by the names that settings give them.
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+# GEMMs in fp8 with dynamic scaling: another implementation of `products.matmul` for linear layers. Each operand is
+# scaled so that its largest element becomes the largest number of its type, rounded to eight bits, and multiplied by
+# tensor cores that accumulate in fp32. The result is scaled back (Micikevicius et al., arXiv 2209.05433). The scales
+# are computed from the operands and stay on the device. Nothing saturates: an infinity or a NaN in an operand gives
+# one in every result that it contributes to, and the step is skipped like any other step whose gradient is not
+# finite. | recipe | a scale for | activations, weights | gradients | weight gradients | |---|---|---|---|---| |
+# tensorwise | each operand | e4m3 | e5m2 | fp8 | | rowwise | each row of an operand, a power of two | e4m3 | e4m3 |
+# fp8 | | rowwise_with_gw_hp | the same | e4m3 | e4m3 | in the compute type | A row is what one element of the result
+# is summed over, so an operand has different rows in different roles. These are the recipes of torchao. Its linear
+# layer is a module with its own autograd function and collectives. Here only the GEMM is replaced, so deferred weight
+# gradients, tensor parallelism and sharding stay as they are. Backward keeps activations in the compute type, as
+# without fp8: in another role the same numbers are scaled differently. Each rank of a tensor-parallel group scales
+# its operands by itself.
+
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+SMALLEST = 2.0**-100
+"""Lower bound of the largest element. It keeps the scale of an operand of zeros finite, and the inverses of scales
+normal numbers."""
+
+EXPONENT = 0x7F800000
+"""Mask of the exponent bits of an fp32 number. Without mantissa and sign it is a power of two."""
+
+CAPABILITY = (8, 9)
+"""Compute capability of the oldest NVIDIA GPUs whose tensor cores multiply fp8."""
+
+Quantise = Callable[[Tensor, int, torch.dtype, bool, Tensor | None], tuple[Tensor, Tensor]]
+
+
+def scale_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """The fp32 factor that maps the largest element `largest` to the largest number of `dtype`. Divided in fp64,
+    because compiled divisions in fp32 round differently from eager ones."""
+    return (torch.finfo(dtype).max / largest.double().clamp(min=SMALLEST)).float()
+
+
+def quantise_operand(
+    x: Tensor, summed: int, dtype: torch.dtype, rowwise: bool, largest: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """An operand in fp8 with the dimension that is summed over last, and the factors that scale the product back.
+
+    x: [rows, n], or [n, rows] with summed=0. largest: the largest element of the whole operand, if x is a part of it.
+    Returns [rows, n], row-major, and factors in fp32, [rows, 1] or a scalar for all rows.
+    """
+    if rowwise or largest is None:
+        largest = x.abs().amax(summed, keepdim=True) if rowwise else x.abs().amax()
+    scale = scale_of(largest, dtype)
+    if rowwise:
+        # Clearing the mantissa would turn a NaN into an infinity, which kernels cast to fp8 in different ways.
+        scale = torch.where(scale.isnan(), scale, (scale.view(torch.int32) & EXPONENT).view(torch.float32))
+    if summed == 0:
+        x, scale = x.t(), scale.t()
+    return (x.float() * scale).to(dtype).contiguous(), scale.double().reciprocal().float()
+
+
+def emulate_product(left: Tensor, right: Tensor, back: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+    """`scaled_product` on any device: exact products of fp8 numbers, accumulated in fp32."""
+    product = left.float() @ right.float().t() * back[0] * back[1].t()
+    # A cast without effect at the end of forward makes torch 2.11's compiler return zero gradients.
+    return product if product.dtype is dtype else product.to(dtype)
+
+
+def scaled_product(
+    left: Tensor, right: Tensor, back: tuple[Tensor, Tensor], dtype: torch.dtype, fast: bool, out: Tensor | None = None
+) -> Tensor:
+    """[m, n] and [k, n] in fp8, row-major -> their product [m, k] in `dtype`, into `out` if given. back: the factors
+    that scale each operand back.
+
+    fast: partial sums may stay in the tensor cores' registers, which have fewer bits than fp32. On GPUs n and k are
+    multiples of 16.
+    """
+    if not left.is_cuda:
+        product = emulate_product(left, right, back, dtype)
+        return product if out is None else out.copy_(product)
+    # `_scaled_mm` takes its right operand column-major, which is what the transposed view of a row-major tensor is.
+    operands, options = (left, right.t(), back[0], back[1].t()), {"out_dtype": dtype, "use_fast_accum": fast}
+    return torch._scaled_mm(*operands, **options, **({} if out is None else {"out": out}))
+
+
+@dataclass(frozen=True)
+class Float8Multiply(Multiply):
+    """Multiplies in fp8. recipe: of `precision.float8`. quantise: `quantise_operand`, or its compiled form for products
+    that run outside of compiled code. Not differentiable: a layer calls it in its own backward pass."""
+
+    recipe: str
+    quantise: Quantise = quantise_operand
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", f"{self.recipe}{' compiled' * (self.quantise is not quantise_operand)}")
+        MULTIPLIERS[self.key] = self
+
+    def __call__(self, a: Tensor, b: Tensor, role: GEMMRole, add: Tensor | None = None) -> Tensor:
+        return self.product(self.left(a, role), self.right(b, role), role, a.dtype, add)
+
+    @property
+    def rowwise(self) -> bool:
+        return self.recipe != "tensorwise"
+
+    def left_type(self, role: GEMMRole) -> torch.dtype | None:
+        """The fp8 type of the left operand, None where the product is not in fp8."""
+        if role is GEMMRole.WEIGHT_GRADIENT and self.recipe == "rowwise_with_gw_hp":
+            return None
+        return E4M3 if role is GEMMRole.OUTPUT or self.rowwise else E5M2
+
+    def largest(self, a: Tensor, role: GEMMRole) -> Tensor | None:
+        return None if self.rowwise else a.abs().amax()
+
+    def left(self, a: Tensor, role: GEMMRole, largest: Tensor | None = None) -> GEMMOperand:
+        if (dtype := self.left_type(role)) is None:
+            return GEMMOperand(a)
+        return GEMMOperand(
+            *self.quantise(a, 0 if role is GEMMRole.WEIGHT_GRADIENT else 1, dtype, self.rowwise, largest)
+        )
+
+    def right(self, b: Tensor, role: GEMMRole) -> GEMMOperand:
+        if self.left_type(role) is None:
+            return GEMMOperand(b)
+        # Transposed first. Otherwise the compiler would reuse forward's cast of the weight here, and keep it in memory
+        # for all weights until backward.
+        b = b.t() if role is GEMMRole.INPUT_GRADIENT else b
+        return GEMMOperand(*self.quantise(b, 0 if role is GEMMRole.WEIGHT_GRADIENT else 1, E4M3, self.rowwise, None))
+
+    def product(
+        self, left: GEMMOperand, right: GEMMOperand, role: GEMMRole, dtype: torch.dtype, add: Tensor | None = None
+    ) -> Tensor:
+        if left.back is None or right.back is None:
+            return super().product(left, right, role, dtype, add)
+        # As in torchao: only outputs use fast accumulation, gradients accumulate in fp32.
+        fast = role is GEMMRole.OUTPUT
+        product = scaled_product(left.values, right.values, (left.back, right.back), dtype, fast)
+        return product if add is None else product + add
+
+    def into(
+        self, out: Tensor, left: GEMMOperand, right: GEMMOperand, role: GEMMRole, add: Tensor | None = None
+    ) -> None:
+        if add is not None:
+            torch.add(self.product(left, right, role, out.dtype), add, out=out)
+        else:
+            scaled_product(left.values, right.values, (left.back, right.back), out.dtype, role is GEMMRole.OUTPUT, out)
+
+
+def check_device(precision: PrecisionConfig, device: torch.device) -> None:
+    """Raises `ConfigError` where the device cannot multiply fp8. CPUs emulate it, slowly and with the same numbers."""
+    narrow, plain = float8_setting(precision)
+    if not narrow or device.type == "cpu":
+        return
+    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    if torch.version.hip or capability < CAPABILITY:
+        raise ConfigError(
+            f"{narrow}: {name} cannot multiply in fp8, which NVIDIA GPUs can from compute capability 8.9 on (L40S, "
+            f"H100); set {plain}"
+        )

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.config import ConfigError
-from trainer.sweep import local, slurm
+from trainer.sweep import local
 from trainer.sweep.plan import SweepConfig, Trial, expand_sweep, make_trials
 from trainer.sweep.results import FINISHED, SweepResults, changed_since_start, print_results, read_start
 from trainer.util.exit_codes import DONE, FAILED, STOPPED
-from trainer.util.files import lock_folder
-from trainer.util.run_folder import refuse_links
+from trainer.util.lines import refuse_links
+from trainer.util.reading import lock_folder
 from trainer.util.tables import format_count
 
 
@@ -73,7 +73,7 @@ def run_trials(
         )
 
     if sweep.launcher == "slurm":
-        slurm.run_on_slurm(waiting, sweep, config_dir, on_end, print_line)
+        local.run_on_slurm(waiting, sweep, config_dir, on_end, print_line)
     else:
         local.run_locally(waiting, sweep, config_dir, gpus, on_end, print_line)
     for trial in waiting:
@@ -87,7 +87,7 @@ def to_run(trials: list[Trial], results: SweepResults, as_jobs: bool) -> list[Tr
     Trials that cannot run are recorded as refused. Raises `ConfigError` where a folder holds the results of other
     settings, and where Slurm does not say which jobs are queued or running."""
     waiting, problems, queued = [], [], set()
-    if as_jobs and any("job" in read_start(trial) for trial in trials) and (queued := slurm.queued_jobs()) is None:
+    if as_jobs and any("job" in read_start(trial) for trial in trials) and (queued := local.queued_jobs()) is None:
         raise ConfigError("squeue does not answer, and trials of this sweep may have jobs; give the same command later")
     for trial in trials:
         before, started = results.lines.get(trial.name, {}), read_start(trial)

@@ -18,14 +18,12 @@ from rich.table import Table
 from trainer.config import ConfigError
 from trainer.config.typed import flatten_values
 from trainer.observe import metrics
-from trainer.planning.fit import TOO_BIG
+from trainer.planning.decide import TOO_BIG
 from trainer.sweep.plan import Trial
 from trainer.util.exit_codes import REFUSED, STOPPED
-from trainer.util.files import write_atomic
-from trainer.util.lines import read_lines
+from trainer.util.lines import RESULTS, TRIAL, read_lines, refuse_links
 from trainer.util.machine import error_reason, lacks_memory
-from trainer.util.reading import find_mismatch, make_printable, parse_json, read_json, shorten_foreign
-from trainer.util.run_folder import RESULTS, TRIAL, refuse_links
+from trainer.util.reading import find_mismatch, make_printable, parse_json, read_json, shorten_foreign, write_atomic
 from trainer.util.tables import console_for, format_bytes, format_count, format_duration, format_percent, print_table
 
 TrialResult = dict[str, Any]

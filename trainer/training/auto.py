@@ -21,23 +21,20 @@ from trainer.config import Config, ConfigError
 from trainer.config.model import ModelSpec
 from trainer.parallel.pipeline.plan import PipelinePlan, estimated_costs
 from trainer.parallel.pipeline.timing import LayerProbe, MeasuredCosts
-from trainer.planning.cost.memory import constant_bytes
-from trainer.planning.cost.updates import UpdateSettings
 from trainer.planning.decide import SHARE
+from trainer.planning.parameters import UpdateSettings
 from trainer.planning.plan import BatchPlan, Plan
 from trainer.planning.resolve import Layout
 from trainer.planning.schedules import ir
-from trainer.planning.schedules.costs import LayerCosts
-from trainer.planning.schedules.partition import Split, explicit_split, from_sizes
-from trainer.planning.schedules.simulate import ActionSpan, simulate_schedule
-from trainer.planning.schedules.timeline import write_timeline
-from trainer.planning.schedules.validate import validate_schedule
-from trainer.precision.dtypes import DTYPES
+from trainer.planning.schedules.costs import LayerCosts, Split, explicit_split, from_sizes
+from trainer.planning.schedules.lower import validate_schedule
+from trainer.planning.schedules.simulate import ActionSpan, simulate_schedule, write_timeline
+from trainer.planning.states import constant_bytes
+from trainer.precision.products import DTYPES
 from trainer.training.metrics_tracker import MetricsTracker
 from trainer.training.saving import DROPPED, restore_state
 from trainer.training.state import TrainState
-from trainer.util.files import write_atomic
-from trainer.util.reading import Shape, find_mismatch, read_yaml
+from trainer.util.reading import Shape, find_mismatch, read_yaml, write_atomic
 
 # `parallel.pipeline.schedule=auto`: measure the layers while the first steps run, then choose schedule, split and
 # micro-batches. Also what a run's folder says of its schedule: `schedule/schedule.csv` (torch's notation),

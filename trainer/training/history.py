@@ -28,11 +28,8 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.mesh import World
 from trainer.observe.report import StartReport, device_name
 from trainer.observe.sinks import reason_of, write_status
-from trainer.util.extras import DISTRIBUTION
-from trainer.util.files import FolderError, explain_errors, temporary_name, write_atomic
-from trainer.util.lines import LineFile, read_lines
-from trainer.util.reading import Malformed, find_mismatch, parse_json, read_json, read_yaml
-from trainer.util.run_folder import (
+from trainer.util.exit_codes import DISTRIBUTION
+from trainer.util.lines import (
     CHECKPOINTS,
     EARLIER,
     LOG,
@@ -44,6 +41,19 @@ from trainer.util.run_folder import (
     STARTS,
     STATUS,
     TRACES,
+    LineFile,
+    read_lines,
+)
+from trainer.util.reading import (
+    FolderError,
+    Malformed,
+    explain_errors,
+    find_mismatch,
+    parse_json,
+    read_json,
+    read_yaml,
+    temporary_name,
+    write_atomic,
 )
 from trainer.util.tables import Rows
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trainer.data.batches import BatchLoader, MicroBatch, source_of
 from trainer.data.corpus import Corpus
-from trainer.diagnosis.ranks import peer_ratios
+from trainer.diagnosis.time_breakdown import peer_ratios
 from trainer.observe.deferred import DeferredScalars
 from trainer.observe.hardware import HardwareSampler, Reading, over_ranks
 from trainer.observe.report import peak_memory_gib, step_meter

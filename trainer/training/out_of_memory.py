@@ -20,9 +20,8 @@ from trainer.distributed.mesh import World
 from trainer.distributed.tensors import Fragment, local_values
 from trainer.observe.report import device_name, peak_memory_gib
 from trainer.observe.sinks import reason_of, write_status
-from trainer.planning.decide import Decision, MemoryLimit, describe_recompute
-from trainer.planning.estimate.hardware import load_hardware, shipped_for
-from trainer.planning.fit import MachineMemory
+from trainer.planning.decide import Decision, MachineMemory, MemoryLimit, describe_recompute
+from trainer.planning.hardware import load_hardware, shipped_for
 from trainer.planning.plan import node_size
 from trainer.planning.resolve import Layout
 from trainer.training.state import TrainState

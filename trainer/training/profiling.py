@@ -1,9 +1,9 @@
 """Profiles steps while a run goes on; a process beside the run makes their accounts.
 
-The profiler records one step on a few ranks (`diagnosis/ranks.py`), and each leaves its trace in a file, with what the
-profiler does not know: which process group serves what, when the schedule's actions ran. Rank 0 then starts a process
-that reads the traces, at the lowest priority (`diagnosis/accounts.py`). On a device the step before is recorded too,
-since a host runs ahead: where the device was when the host began the step is seen in the work that it had left."""
+The profiler records one step on a few ranks (`diagnosis/time_breakdown.py`), and each leaves its trace in a file, with
+what the profiler does not know: which process group serves what, when the schedule's actions ran. Rank 0 then starts a
+process that reads the traces, at the lowest priority (`diagnosis/accounts.py`). On a device the step before is recorded
+too, since a host runs ahead: where the device was when the host began the step is seen in the work that it had left."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from trainer.config import Config
-from trainer.diagnosis.ranks import TRACES, axis_of, choose_ranks, trace_of
+from trainer.diagnosis.time_breakdown import TRACES, axis_of, choose_ranks, trace_of
 from trainer.distributed.c10d_internals import list_groups
 from trainer.distributed.mesh import World
 from trainer.observe.report import device_name
 from trainer.observe.slowdown import PauseTimes
 from trainer.parallel.pipeline.runtime import PipelineRuntime
 from trainer.planning.schedules import ir
-from trainer.util.files import replace_file
-from trainer.util.reading import parse_json
-from trainer.util.trace_labels import COLLECTOR, GROUP, NOTE, STEP
+from trainer.util.reading import parse_json, replace_file
+from trainer.util.tables import COLLECTOR, GROUP, NOTE, STEP
 
 PACKAGE = Path(__file__).parents[1]
 

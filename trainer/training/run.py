@@ -25,12 +25,10 @@ from trainer.model.initial import Weights
 from trainer.observe import flight, metrics
 from trainer.parallel.parallelize import check_compiler, check_model
 from trainer.parallel.zero.fsdp import check_engine
-from trainer.planning.decide import Decision, MemoryLimit, decide
-from trainer.planning.fit import check_fit
+from trainer.planning.decide import Decision, MemoryLimit, check_fit, decide
 from trainer.planning.plan import BatchPlan, node_size, training_steps
 from trainer.planning.resolve import Layout, check_config, resolve_layout
 from trainer.training.auto import saved_choice
-from trainer.training.cuda_graph import check_recording
 from trainer.training.history import settle_status, way_on
 from trainer.training.metrics_tracker import NonFiniteError
 from trainer.training.out_of_memory import check_decision, explain_oom, format_oom
@@ -49,10 +47,10 @@ from trainer.training.session import (
     stop_signals,
     warn_of_stale_store,
 )
-from trainer.training.trainer import Trainer
+from trainer.training.trainer import Trainer, check_recording
 from trainer.util.exit_codes import DONE, FAILED, INTERRUPTED, process_rank
-from trainer.util.files import FolderError
 from trainer.util.machine import missing_memory
+from trainer.util.reading import FolderError
 
 
 @dataclass

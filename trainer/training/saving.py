@@ -15,16 +15,21 @@ from trainer.checkpointing.loading import load_tensors
 from trainer.checkpointing.manifest import list_checkpoints
 from trainer.checkpointing.memory import MemoryNodes, fetch_files, find_in_memory
 from trainer.checkpointing.resume import data_identity, find_start, fitting_manifest
-from trainer.config import CheckpointConfig, Config, ConfigError
+from trainer.config import CheckpointConfig, Config, ConfigError, GenerateConfig
+from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.mesh import World
 from trainer.distributed.tensors import Fragment, local_values
+from trainer.generate.sampling import SamplingOptions
+from trainer.generate.sharded_model import ShardedModel, kv_group
+from trainer.generate.text import continue_prompts
 from trainer.optim.optimizer import PREFIX
 from trainer.planning.plan import BatchPlan
 from trainer.planning.resolve import Layout
+from trainer.precision.products import DTYPES
 from trainer.training.session import list_launchers
 from trainer.training.state import TrainState
+from trainer.util.lines import STARTS, STATUS
 from trainer.util.reading import Malformed, read_json
-from trainer.util.run_folder import STARTS, STATUS
 
 DROPPED = "what quantisation had left out of the gradients belongs to the checkpoint's plan, and is dropped"
 
@@ -236,3 +241,37 @@ def describe_checkpoint(
         "began_from": state.config.checkpoint.resume,
     }
     return state.tensors() | compression.tensors(), manifest
+
+
+# Text that the model writes while it is trained (`eval.generate`).
+
+
+TOP_K = 50
+"""Samples during a run are chosen among so many most likely tokens, as `trainer sample` does by default."""
+
+
+def sharded_model(state: TrainState) -> ShardedModel:
+    """The model in training, under its plan. Ranks that share sequences share the slots of a cache."""
+    return ShardedModel(
+        state.spec,
+        state.runtime.stages,
+        state.world.device,
+        DTYPES[state.config.precision.compute],
+        state.plan.tp,
+        state.pipeline.schedule.placement,
+        state.channels,
+        state.world,
+        kv_group(state.world),
+    )
+
+
+def draw_samples(state: TrainState, settings: GenerateConfig, tokenizer: Tokenizer) -> list[tuple[str, str]]:
+    """Each prompt and its continuation. All ranks call it together, between steps, and none of what they train on
+    changes: weights, gradients, and the state of random numbers.
+
+    No backward pass follows that would drop the gathered parameters, so they are dropped here."""
+    sampling = SamplingOptions(settings.temperature, TOP_K)
+    texts = continue_prompts(sharded_model(state), tokenizer, settings.prompts, settings.tokens, sampling, [])
+    for stage in state.stages:
+        state.runtime.sharding.reshard(stage)
+    return list(zip(settings.prompts, texts))

@@ -27,18 +27,16 @@ from trainer.observe.report import device_name
 from trainer.observe.sinks import write_status
 from trainer.observe.watchdog import Watchdog
 from trainer.parallel.compress.plan import enabled_codecs
-from trainer.planning.estimate.hardware import load_hardware, shipped_for
-from trainer.planning.fit import MachineMemory
+from trainer.planning.decide import MachineMemory
+from trainer.planning.hardware import load_hardware, shipped_for
 from trainer.planning.plan import Plan, node_size
 from trainer.planning.resolve import Layout
 from trainer.planning.schedules import ir
 from trainer.training import history
 from trainer.util.exit_codes import process_rank
-from trainer.util.files import explain_errors, lock_folder
-from trainer.util.machine import find_launcher, host_memory
-from trainer.util.reading import read_json
-from trainer.util.run_folder import STATUS, refuse_links
-from trainer.util.signals import LAUNCHER_ENDED, SignalHandlers
+from trainer.util.lines import STATUS, refuse_links
+from trainer.util.machine import LAUNCHER_ENDED, SignalHandlers, find_launcher, host_memory
+from trainer.util.reading import explain_errors, lock_folder, read_json
 
 
 @contextlib.contextmanager
@@ -241,7 +239,7 @@ INTERRUPTING = b"\nstopping: this step ends, then the run saves. Ctrl-C again le
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[StopRequest]:
-    """Context in which signals that would end this process end the run in order; see `util/signals.py` and
+    """Context in which signals that would end this process end the run in order; see `util/machine.py` and
     `StopRequest.defer`. A second Ctrl-C raises `KeyboardInterrupt`.
 
     The command line's own process has handlers already and keeps them to its end: signals must not change its exit code

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,8 +17,7 @@ from trainer.config.model import ModelSpec
 from trainer.distributed.mesh import World
 from trainer.distributed.p2p import PipelineChannels, stage_edges
 from trainer.distributed.tensors import Fragment
-from trainer.model.axes import ParameterInfo, parameter_infos
-from trainer.model.initial import Weights, initial_weights
+from trainer.model.initial import ParameterInfo, Weights, initial_weights, parameter_infos
 from trainer.model.linear import DeferredGrads
 from trainer.model.loss import loss_terms
 from trainer.model.stage import Make, Stage
@@ -30,9 +31,39 @@ from trainer.parallel.tensor.apply import SharedParameters
 from trainer.parallel.zero.fsdp import Engine, EngineOptimizer, load_engine
 from trainer.planning.plan import Plan
 from trainer.planning.schedules.ir import Schedule
-from trainer.precision.dtypes import DTYPES
+from trainer.precision.products import DTYPES
 from trainer.precision.scaler import LossScale
-from trainer.training.gate import UpdateGate
+
+# What keeps steps behind a suspicious one from changing the state; see `repeats.py`.
+
+
+class UpdateGate:
+    """Keeps steps behind a suspicious one from changing the state until the host has looked at that one.
+
+    shut: scalar on the device, 1 from a suspicious step on. active: whether there is a host that looks; without one the
+    gate stays open."""
+
+    def __init__(self, scaler: LossScale, device: torch.device):
+        self.scaled, self.active, self.shut = scaler.enabled, False, torch.zeros((), device=device)
+
+    def found_inf(self, loss: Tensor, norm: Tensor) -> Tensor:
+        """Whether the update is left out: fp32 scalar, 1 where loss or gradient norm is not finite or the gate is
+        shut."""
+        found_inf = (~(torch.isfinite(norm) & torch.isfinite(loss))).float()
+        if self.active:
+            suspicious = (~torch.isfinite(loss)).float() if self.scaled else found_inf
+            found_inf = torch.maximum(found_inf, self.shut)
+            self.shut.copy_(torch.maximum(suspicious, self.shut))
+        return found_inf
+
+    def suspects(self, numbers: Mapping[str, Any]) -> bool:
+        """The same of a step whose numbers have been read back."""
+        bad = not np.isfinite(numbers["loss"]) if self.scaled else numbers["found_inf"] > 0
+        return self.active and bool(bad)
+
+    def open(self) -> None:
+        self.shut.zero_()
+
 
 COPY = " (copy)"
 """Suffix of the name of the last stage's copy of a tied embedding, on a rank that also holds the first stage's

@@ -15,7 +15,7 @@ from trainer.data.batches import MicroBatch, source_of
 from trainer.model.loss import IGNORE
 from trainer.optim.optimizer import learning_rate
 from trainer.training.state import COPY, TrainState
-from trainer.util.trace_labels import OPTIMIZER
+from trainer.util.tables import OPTIMIZER
 
 
 class ControlFlag(IntFlag):

@@ -6,6 +6,7 @@ import gc
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,35 +17,97 @@ from torch.profiler import record_function
 from trainer.checkpointing.checkpointer import Checkpointer
 from trainer.checkpointing.manifest import step_folder
 from trainer.checkpointing.memory import MemoryCheckpointer
-from trainer.config import Config
-from trainer.data.batches import BatchLoader, eval_batches
+from trainer.config import Config, ConfigError
+from trainer.data.batches import BatchLoader, MicroBatch, eval_batches
 from trainer.data.corpus import Corpus, CorpusSide
 from trainer.distributed.mesh import World
 from trainer.distributed.tensors import Fragment
 from trainer.model.initial import Weights, name_seed
+from trainer.model.stage import capture_graph
 from trainer.observe.deferred import Ready
 from trainer.observe.report import start_report
 from trainer.observe.sinks import reason_of
 from trainer.observe.slowdown import PauseTimes
 from trainer.observe.watchdog import DATA, ENDING, EVALUATING, SAVING, SCHEDULE, STEP, Watchdog
-from trainer.planning.fit import persistent_bytes
+from trainer.planning.decide import persistent_bytes
 from trainer.planning.plan import node_size
 from trainer.planning.resolve import Layout
 from trainer.training import history
 from trainer.training.auto import Adaptation, write_schedule
-from trainer.training.cuda_graph import CUDAGraphStep
 from trainer.training.hooks import Hooks
 from trainer.training.metrics_tracker import MetricsTracker, NonFiniteError
 from trainer.training.profiling import StepProfiler
-from trainer.training.repeats import StepRepeats, TakenStep
-from trainer.training.replicas import ReplicaComparison
+from trainer.training.replicas import ReplicaComparison, StepRepeats, TakenStep
 from trainer.training.saving import RunProgress, RunStart, describe_checkpoint, find_non_finite, read_identity
 from trainer.training.session import RunClock, StopRequest, memory_of
 from trainer.training.state import TrainState
 from trainer.training.step import ControlFlag, evaluate, train_step
-from trainer.util import trace_labels
+from trainer.util import tables
 from trainer.util.exit_codes import DONE, FAILED, STOPPED
-from trainer.util.files import explain_errors
+from trainer.util.reading import explain_errors
+
+# Training steps as one CUDA graph: a small model's kernels are shorter than the host takes to start them.
+# `train_step` reads nothing back and keeps its state in place, so that a process that is alone on its GPU can record
+# it as it is. What it allocates lies in memory of the graph's own.
+
+
+WARM = 2
+"""Steps that run as they come: they compile, measure kernels, and leave tables on the device."""
+
+
+class CUDAGraphStep:
+    """`train_step` of a state: the first `WARM` steps as they come, the next is recorded, and replayed like all that
+    follow. Raises `ConfigError` where it cannot be recorded."""
+
+    def __init__(self, state: TrainState):
+        self.state = state
+        self.before = WARM
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.batches: list[MicroBatch] = []
+        self.scalars: dict[str, Tensor] = {}
+
+    def __call__(self, batches: list[MicroBatch], asked: int) -> dict[str, Tensor]:
+        if self.before:
+            self.before -= 1
+            return train_step(self.state, batches, asked)
+        if self.graph is None:
+            self.record(batches)
+        else:
+            for mine, batch in zip(self.batches, batches, strict=True):
+                mine.copy_(batch)
+            self.state.step += 1
+        self.graph.replay()
+        scalars = {name: value.clone() for name, value in self.scalars.items()}  # the next replay overwrites its own
+        if asked:
+            bits = [float(bool(asked & ask)) for ask in ControlFlag]
+            scalars["asked"] = torch.tensor(bits, dtype=torch.float64, device=self.state.world.device)
+        return scalars
+
+    def record(self, batches: list[MicroBatch]) -> None:
+        device = self.state.world.device
+        self.batches = [batch.clone() for batch in batches]
+        torch.cuda.synchronize(device)
+        gc.collect()
+        torch.cuda.empty_cache()  # what steps took so far, the graph will take
+        step = partial(train_step, self.state, self.batches, ControlFlag(0))
+        try:
+            self.graph, self.scalars = capture_graph(step, torch.cuda.Stream(device))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise ConfigError(
+                f"run.cuda_graphs=true: a step of this run cannot be recorded ({str(error).splitlines()[0]}); set "
+                "run.cuda_graphs=false"
+            ) from error
+
+
+def check_recording(config: Config, device: torch.device) -> None:
+    """Raises `ConfigError` where the device has no CUDA graphs."""
+    if config.run.cuda_graphs and device.type != "cuda":
+        raise ConfigError(
+            "run.cuda_graphs=true: this process runs on the CPU, which has none; set run.cuda_graphs=false"
+        )
+
 
 T = TypeVar("T")
 
@@ -164,7 +227,7 @@ class Trainer:
         self.clock.next_pass()
         self.ledger.begin_step()
         self.watchdog.enter(DATA, number)
-        with record_function(trace_labels.DATA):
+        with record_function(tables.DATA):
             batches = next(self.loader)
         # One rank's request is enough: the step sums the flags over ranks, so all ranks act on it after the same step.
         requested = self.hooks.run.take_asked() | (
@@ -279,7 +342,7 @@ class Trainer:
         self.read_back(everything=True)
         self.watchdog.enter(EVALUATING, step)
         with self.pauses.spent("evaluation"), self.weights_to_evaluate():
-            from trainer.training.samples import draw_samples
+            from trainer.training.saving import draw_samples
 
             samples = draw_samples(self.state, settings, self.corpus.tokenizer)
         self.ledger.log.samples(step, samples)

@@ -13,16 +13,17 @@ from pathlib import Path
 from trainer.config import Config, ConfigError, typed
 from trainer.config.hardware import HardwareConfig
 from trainer.data.lengths import with_lengths
-from trainer.planning.estimate.hardware import hardware_names, load_hardware
 from trainer.planning.estimate.plans import DEGREES, PIPELINE
-from trainer.planning.plan_overrides import compose_variant, override_key
+from trainer.planning.hardware import hardware_names, load_hardware
+from trainer.planning.neighbours import compose_variant, override_key
 from trainer.sweep import print_line
 from trainer.sweep.local import stop_signals, visible_gpus
 from trainer.sweep.plan import SweepConfig, expand_sweep
-from trainer.tuning.engines import choose_next, expected_seconds
 from trainer.tuning.study import (
     SearchPlan,
     TuningStudy,
+    choose_next,
+    expected_seconds,
     frozen_differences,
     list_plans,
     plan_overrides,
@@ -30,8 +31,8 @@ from trainer.tuning.study import (
     write_page,
 )
 from trainer.util.exit_codes import DONE, FAILED, STOPPED
-from trainer.util.files import lock_folder
-from trainer.util.run_folder import BEST
+from trainer.util.lines import BEST
+from trainer.util.reading import lock_folder
 from trainer.util.tables import format_duration
 
 MINUTES = 10.0

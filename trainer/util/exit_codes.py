@@ -6,6 +6,8 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from trainer.config.fields import ConfigError
 
@@ -49,3 +51,21 @@ def refuse_config(error: ConfigError) -> int:
     heading = "configuration error:" if count == 1 else f"configuration error, {count} problems:"
     print("\n  - ".join([heading, *error.problems]) if count > 1 else f"{heading} {error}", file=sys.stderr, flush=True)
     return REFUSED
+
+
+# Packages that only some commands and settings need: the extras of the distribution.
+
+
+DISTRIBUTION = "composable-trainer"
+"""The name under which pip knows the project, as in pyproject.toml."""
+
+
+@contextmanager
+def requires_extra(extra: str, what: str) -> Iterator[None]:
+    """Around the imports of an extra's packages; raises `ConfigError` with the command that installs them."""
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(
+            f"{what} needs {error.name or extra}, which is not installed: pip install '{DISTRIBUTION}[{extra}]'"
+        ) from None

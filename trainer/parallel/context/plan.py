@@ -21,10 +21,9 @@ from trainer.config.model import AttentionSpec, ModelSpec
 from trainer.config.registry import ATTENTION
 from trainer.config.schema import BatchConfig
 from trainer.parallel.tensor.plan import divides_heads
-from trainer.planning.cost.masks import block_size
-from trainer.planning.cost.parameters import layer_specs
-from trainer.planning.documents import USUAL, DocumentLengths, computed_keys, draw_documents
+from trainer.planning.documents import USUAL, DocumentLengths, block_size, computed_keys, draw_documents
 from trainer.planning.layer import ATTENTION_BACKWARD, attention_flops, registered_blocks, seen_keys
+from trainer.planning.parameters import layer_specs
 from trainer.planning.plan import Feature, Plan, check_degrees, check_mesh, resolve_batch
 
 # Context parallelism, decided: which ranks exchange heads and which gather keys, who holds which tokens, what is

@@ -7,16 +7,15 @@ from pathlib import Path
 
 from trainer.config import ActivationConfig, Config, ConfigError, ParallelConfig, PipelineConfig
 from trainer.config.model import ModelSpec
-from trainer.planning.cost.parameters import head_rows
 from trainer.planning.layer import ATTENTION_BACKWARD, embedding_program, head_program, model_programs
+from trainer.planning.parameters import head_rows
 from trainer.planning.plan import BatchPlan, Feature, Plan
 from trainer.planning.recompute import left_by_recompute
 from trainer.planning.schedules import ir
-from trainer.planning.schedules.costs import LayerCosts
+from trainer.planning.schedules.costs import LayerCosts, even_split, explicit_split, partition_layers
 from trainer.planning.schedules.ir import Schedule
-from trainer.planning.schedules.partition import even_split, explicit_split, partition_layers
+from trainer.planning.schedules.lower import validate_schedule
 from trainer.planning.schedules.templates import TEMPLATES, build_greedy, build_schedule, place_stages
-from trainer.planning.schedules.validate import validate_schedule
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from trainer.planning.schedules.ir import COMPUTE, Action, Schedule
 from trainer.planning.schedules.lower import lower_schedule
 from trainer.planning.schedules.simulate import ActionSpan
 from trainer.planning.schedules.templates import forward_only
-from trainer.util.trace_labels import WAIT
+from trainer.util.tables import WAIT
 
 if TYPE_CHECKING:
     from trainer.data.batches import MicroBatch

@@ -21,7 +21,7 @@ from trainer.distributed.copy_engine import CopyEngineGroup
 from trainer.distributed.fused_kernels import FusedKernelGroup
 from trainer.distributed.mesh import World
 from trainer.distributed.tensors import local_values
-from trainer.model.axes import DeclaredModule
+from trainer.model.initial import DeclaredModule
 from trainer.model.layers import Linear
 from trainer.model.stage import Stage
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from trainer.config import Config, ParallelConfig
 from trainer.config.fields import list_divisors
 from trainer.config.model import ModelSpec
-from trainer.planning.cost.parameters import layer_specs
 from trainer.planning.layer import registered_blocks
+from trainer.planning.parameters import layer_specs
 from trainer.planning.plan import Feature, Plan
 
 

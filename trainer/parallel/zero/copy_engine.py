@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.distributed.symmetric_memory import buffers_of, other_ranks
-from trainer.planning.cost.memory import MAX_IN_FLIGHT
+from trainer.planning.states import MAX_IN_FLIGHT
 
 SMALL = 2**20
 """Size in bytes below which copies are batched into one kernel instead of given to a copy engine each."""
@@ -177,10 +177,10 @@ def cast_tensors(sources: Sequence[Tensor], firsts: Sequence[Tensor], seconds: S
     """Copies each source to two places, cast to the types of these."""
     large, small = by_size(firsts, sources, seconds)
     if large:
-        from trainer.kernels import shards  # Triton, which is needed on a GPU only
+        from trainer.kernels import multi_tensor  # Triton, which is needed on a GPU only
 
         for first, source, second in large:
-            shards.cast_twice(source, first, second)
+            multi_tensor.cast_twice(source, first, second)
     if small:
         firsts, sources, seconds = zip(*small)
         copy_together(firsts, sources)
@@ -192,10 +192,10 @@ def add_up(owns: Sequence[Tensor], arrived: Sequence[Tensor], totals: Sequence[T
     arrived: [ranks - 1, n] each, of the ranks after this one in turn."""
     large, small = by_size(owns, arrived, totals)
     if large:
-        from trainer.kernels import shards
+        from trainer.kernels import multi_tensor
 
         for own, rest, total in large:
-            shards.add_up(own, rest, total, rank)
+            multi_tensor.add_up(own, rest, total, rank)
     if small:
         owns, arrived, totals = zip(*small)
         size = len(arrived[0]) + 1

@@ -10,7 +10,7 @@ nothing of tensor parallelism, of pipelines, or of who runs backward. Gradients 
 step, until when the parameters accumulate them in fp32; in stage 2 from hooks. Stage 3 (`PartitionedZero`): DeepSpeed's
 own hooks gather each layer and reduce its gradients.
 
-`trainer.parallel.zero.deepspeed.import_engine` imports this module, and with it DeepSpeed.
+`trainer.parallel.zero.fsdp.import_engine` imports this module, and with it DeepSpeed.
 """
 
 from __future__ import annotations
@@ -41,11 +41,16 @@ from trainer.model.stage import Stage
 from trainer.optim.optimizer import ParameterPolicy
 from trainer.parallel.compress.reduction import NoCompression
 from trainer.parallel.tensor.apply import SharedParameters, is_split
-from trainer.parallel.zero.deepspeed_base import DeepSpeedScaler, DeepSpeedZero, NoSharding, prepare_deepspeed
-from trainer.parallel.zero.deepspeed_config import generate_config
-from trainer.planning.cost.parameters import ParameterInfo
+from trainer.parallel.zero.deepspeed_base import (
+    DeepSpeedScaler,
+    DeepSpeedZero,
+    NoSharding,
+    generate_config,
+    prepare_deepspeed,
+)
+from trainer.planning.parameters import ParameterInfo
 from trainer.planning.plan import Plan
-from trainer.precision.dtypes import DTYPES
+from trainer.precision.products import DTYPES
 
 
 def check_deepspeed(config: Config, device: torch.device) -> None:

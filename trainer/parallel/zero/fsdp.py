@@ -18,25 +18,26 @@ memory, wait for the copy, and add on the host.
 
 from __future__ import annotations
 
+import importlib
+import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from trainer.config import Config
+from trainer.config import Config, ConfigError
 from trainer.distributed.mesh import World
 from trainer.distributed.tensors import Fragment
-from trainer.model.axes import ParameterInfo
-from trainer.model.initial import Weights, fill_parameters
+from trainer.model.initial import ParameterInfo, Weights, fill_parameters
 from trainer.model.stage import Stage
 from trainer.optim.optimizer import Optimizer, ParameterPolicy
 from trainer.parallel.compress.reduction import Compression, NoCompression, compression_of
 from trainer.parallel.pipeline.runtime import StageSharding
 from trainer.parallel.tensor.apply import SharedParameters
-from trainer.parallel.zero import deepspeed
-from trainer.parallel.zero.float8_all_gather import gather_in_float8
 from trainer.parallel.zero.fsdp_internals import (
     accumulate_gradients,
     cast_shards,
@@ -44,15 +45,38 @@ from trainer.parallel.zero.fsdp_internals import (
     end_backward,
     end_reductions_in_forward,
     fsdp_units,
+    gather_in_float8,
     is_set_up,
     reduce_accumulated,
     unit_tensors,
 )
-from trainer.planning.cost.memory import sums_on_device
-from trainer.planning.cost.updates import UpdateSettings
+from trainer.planning.parameters import UpdateSettings
 from trainer.planning.plan import Plan
-from trainer.precision.dtypes import DTYPES
+from trainer.planning.states import sums_on_device
+from trainer.precision.products import DTYPES
 from trainer.precision.scaler import GradScaler, LossScale
+
+if TYPE_CHECKING:
+    import torch
+
+
+# ZeRO by DeepSpeed: its engine, imported only where `parallel.zero.engine=deepspeed` asks for it.
+
+
+def import_engine(device: torch.device) -> ModuleType:
+    """`engine.py`, imported for the kind of the run's device: DeepSpeed settles on one when it is imported, and left
+    to itself on a GPU where there is one. Raises `ConfigError` if it has been imported for another."""
+    if "deepspeed" not in sys.modules:
+        os.environ["DS_ACCELERATOR"] = device.type
+    module = importlib.import_module("trainer.parallel.zero.deepspeed_engine")
+    if (kind := module.get_accelerator().device_name()) != device.type:
+        raise ConfigError(
+            [
+                f"run.device={device.type}: DeepSpeed has already been imported in this process, for "
+                f"run.device={kind}; set that, or run in a process of its own"
+            ]
+        )
+    return module
 
 
 class FSDP:
@@ -316,7 +340,7 @@ class Engine(Protocol):
 
 ENGINES: dict[str, Callable[[torch.device], type[Any]]] = {
     "torch": lambda device: FSDP,
-    "deepspeed": lambda device: deepspeed.import_engine(device).DeepSpeed,
+    "deepspeed": lambda device: import_engine(device).DeepSpeed,
 }
 """`parallel.zero.engine` -> function that loads its class for the kind of the run's device."""
 

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 from trainer.config import Config, ParallelConfig
 from trainer.config.fields import list_divisors
-from trainer.planning.cost.updates import UpdateSettings
-from trainer.planning.float8_settings import float8_setting
+from trainer.planning.parameters import UpdateSettings, float8_setting
 from trainer.planning.plan import Feature, Plan
 
 FLAG, COUNT, SIZE, NAMES = "true or false", "a whole number from 0 on", "a whole number from 1 on", "a list of names"

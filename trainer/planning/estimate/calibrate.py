@@ -12,10 +12,10 @@ from trainer.config import Config
 from trainer.config.hardware import AchievedConfig, HardwareConfig, LinkConfig
 from trainer.config.schema import ActivationConfig, BatchConfig, ParallelConfig
 from trainer.parallel.context.plan import KERNELS
-from trainer.planning.cost.devices import peak_flops, product_type
-from trainer.planning.cost.memory import ELEMENT_BYTES
 from trainer.planning.estimate.timing import time_units
+from trainer.planning.hardware import peak_flops, product_type
 from trainer.planning.resolve import Layout, resolve_layout
+from trainer.planning.states import ELEMENT_BYTES
 
 LEAST_BAND = 0.05
 """Parts of a step that are predicted exactly do not make the whole exact."""

@@ -1,6 +1,6 @@
 """Memory of a device over one step, by category: the schedule's program is replayed, action by action, layer by layer.
 
-States that stay (parameters, optimizer) are those of `planning/cost/memory.py`, activations those of
+States that stay (parameters, optimizer) are those of `planning/states.py`, activations those of
 `planning/layer.py`. Between them a step has what comes and goes: gathered parameters, gradients, which grow while
 activations shrink, buffers of reductions and transfers, and what a layer's backward pass needs at once.
 
@@ -17,30 +17,83 @@ from functools import cached_property, lru_cache
 from math import prod
 
 from trainer.config import Config
+from trainer.config.model import AttentionSpec
 from trainer.parallel.compress.plan import reduces_at_step_end
+from trainer.parallel.context.plan import attention_kernel, gathered_elements
 from trainer.parallel.pipeline.plan import estimated_costs
-from trainer.planning.cost.feedback import feedback_bytes
-from trainer.planning.cost.memory import (
-    ELEMENT_BYTES,
-    MASTER_BYTES,
-    MAX_IN_FLIGHT,
-    LocalParameters,
-    StateBytes,
-    local_parameters,
-    rank_states,
-    sums_on_device,
-    symmetric_buffer_bytes,
-)
-from trainer.planning.cost.parameters import head_rows
-from trainer.planning.cost.updates import UpdateSettings
-from trainer.planning.estimate.attention_bytes import gathered_keys, groups_of_heads, mask_bytes_by_layer
+from trainer.planning.documents import mask_bytes
 from trainer.planning.float8 import gathered_in_float8
 from trainer.planning.layer import Program, head_program, model_programs
+from trainer.planning.parameters import UpdateSettings, head_rows, layer_specs
 from trainer.planning.plan import Plan
 from trainer.planning.recompute import RecomputeEffect, left_by_recompute
 from trainer.planning.resolve import Layout
 from trainer.planning.schedules.ir import COMPUTE, Action, Schedule, split_overlaps
 from trainer.planning.schedules.lower import lower_all
+from trainer.planning.states import (
+    ELEMENT_BYTES,
+    MASTER_BYTES,
+    MAX_IN_FLIGHT,
+    LocalParameters,
+    StateBytes,
+    feedback_bytes,
+    local_parameters,
+    rank_states,
+    sums_on_device,
+    symmetric_buffer_bytes,
+)
+
+# Bytes that attention takes beside what a layer saves: keys that ranks gather, and masks.
+
+
+PLACE = 8
+"""Bytes of a place in a sequence."""
+
+
+def gathered_keys(layout: Layout, element: int) -> list[float]:
+    """Bytes of the gathered keys and values of each layer. Its backward pass has those of a group of heads and of the
+    next one; gradients, before and behind their way into the ranks' order; and of two groups those that all ranks have
+    sent, until they are added up."""
+    size, layers = element * layout.batch.micro_size, layer_specs(layout.spec)
+    if layout.context is None:
+        return [0.0] * layout.spec.depth
+    length, tp = layout.batch.sequence_length, layout.plan.tp
+    return [size * gathered_elements(layer.attention, layout.context, length, tp) for layer in layers]
+
+
+def groups_of_heads(layout: Layout) -> list[int]:
+    """In how many groups of heads each layer attends."""
+    context, tp, length = layout.context, layout.plan.tp, layout.batch.sequence_length
+    return [1 if context is None else context.parts(layer.attention, tp, length) for layer in layer_specs(layout.spec)]
+
+
+def mask_bytes_by_layer(layout: Layout, masked: bool) -> list[float]:
+    """Bytes of the masks of a micro-batch on a GPU, at the first layer of a stage that takes each: layers with one
+    window and soft cap share theirs. masked: whether documents are."""
+    layers, found = [layer.attention for layer in layer_specs(layout.spec)], [0.0] * layout.spec.depth
+    for stage in layout.pipeline.split:
+        kinds = {(layers[index].window, layers[index].soft_cap): index for index in reversed(stage)}
+        for index in kinds.values():
+            found[index] = mask_of(layout, layers[index], masked)
+    return found
+
+
+def mask_of(layout: Layout, attention: AttentionSpec, masked: bool) -> float:
+    """Bytes of what `model.context.ContextGroup.build_mask`, or `model.attention.build_mask`, returns on a GPU."""
+    context, length = layout.context, layout.batch.sequence_length
+    batch, tables = (
+        layout.batch.micro_size if masked else 1,
+        attention_kernel(attention, context, length, masked) == "block_mask",
+    )
+    if context is None:
+        return mask_bytes(batch, length, length) * tables
+    order = 2.0 * PLACE * length  # of tokens over ranks, there and back
+    if before := context.fetched(attention.window, length):
+        run = context.run(length)
+        halo = PLACE * context.rows(length) * (2 * before + run)
+        return order + halo + context.rows(length) * mask_bytes(batch, run, before + run)
+    return order + mask_bytes(batch, length // context.outer, length) * tables
+
 
 CATEGORIES = (
     "parameters",

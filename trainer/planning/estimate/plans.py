@@ -21,22 +21,20 @@ from trainer.parallel.compress.plan import enabled_codecs
 from trainer.parallel.context.plan import ContextPlan, resolve_context
 from trainer.parallel.pipeline.plan import PipelinePlan, check_pipeline, estimated_costs, resolve_split
 from trainer.parallel.zero.plan import check_settings
-from trainer.planning.cost.memory import ELEMENT_BYTES, state_bytes
-from trainer.planning.cost.updates import UpdateSettings
 from trainer.planning.decide import MemoryLimit, decide, memory_choices
+from trainer.planning.estimate.rates import DeviceRates
 from trainer.planning.estimate.recompute import with_uniform_save
-from trainer.planning.estimate.seconds import update_bytes
 from trainer.planning.estimate.step import GIB, StepEstimate, estimate_within
-from trainer.planning.estimate.throughput import DeviceRates
-from trainer.planning.estimate.timing import ModelTiming, time_units
+from trainer.planning.estimate.timing import ModelTiming, time_units, update_bytes
 from trainer.planning.features import check_plan
 from trainer.planning.float8 import check_float8
-from trainer.planning.float8_settings import float8_settings
 from trainer.planning.layer import parameter_counts
 from trainer.planning.neighbours import RECOMPUTE, SCHEDULES, TILE
+from trainer.planning.parameters import UpdateSettings, float8_settings
 from trainer.planning.plan import BatchPlan, Plan, build_plan
 from trainer.planning.resolve import Layout
 from trainer.planning.schedules.ir import Schedule
+from trainer.planning.states import ELEMENT_BYTES, state_bytes
 
 IN_FLIGHT = {"v_half": 1 / 2, "v_min": 1 / 3}
 """Activations that a rank holds, over those of one micro-batch in the whole model, where they are fewer."""

@@ -24,15 +24,14 @@ from typing import Any, NamedTuple
 from trainer.config import Config
 from trainer.config.hardware import HardwareConfig
 from trainer.parallel.pipeline.plan import resolve_pipeline
-from trainer.planning.cost.memory import ELEMENT_BYTES
 from trainer.planning.estimate.memory import FRAGMENTS, find_peaks
-from trainer.planning.estimate.seconds import step_seconds
-from trainer.planning.estimate.throughput import DeviceRates
-from trainer.planning.estimate.timing import time_units
+from trainer.planning.estimate.rates import DeviceRates
+from trainer.planning.estimate.timing import step_seconds, time_units
 from trainer.planning.layer import Program, model_programs
 from trainer.planning.recompute import ALL, entries_of
 from trainer.planning.resolve import Layout
 from trainer.planning.schedules.ir import split_overlaps
+from trainer.planning.states import ELEMENT_BYTES
 
 SavedOperations = tuple[str, ...]
 """Operations whose results a layer keeps; `(ALL,)`: of which nothing is recomputed."""

@@ -13,9 +13,8 @@ from trainer.config.hardware import HardwareConfig
 from trainer.planning.decide import GIB, MemoryLimit, decide
 from trainer.planning.documents import USUAL, DocumentLengths, are_unknown, with_documents
 from trainer.planning.estimate.memory import MemoryPeak, find_peaks
-from trainer.planning.estimate.seconds import step_seconds, step_terms
-from trainer.planning.estimate.throughput import DeviceRates
-from trainer.planning.estimate.timing import AXES, time_units
+from trainer.planning.estimate.rates import DeviceRates
+from trainer.planning.estimate.timing import AXES, step_seconds, step_terms, time_units
 from trainer.planning.layer import flops_per_token
 from trainer.planning.resolve import Layout
 from trainer.planning.schedules.simulate import Simulation

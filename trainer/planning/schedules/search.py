@@ -15,9 +15,16 @@ import yaml
 
 from trainer.config import ConfigError
 from trainer.config.fields import list_divisors
-from trainer.planning.schedules.costs import LayerCosts, StageCosts
+from trainer.planning.schedules.costs import (
+    LayerCosts,
+    Split,
+    StageCosts,
+    boundary_moves,
+    even_split,
+    improve_split,
+    partition_layers,
+)
 from trainer.planning.schedules.ir import Schedule
-from trainer.planning.schedules.partition import Split, boundary_moves, even_split, improve_split, partition_layers
 from trainer.planning.schedules.simulate import Simulation, simulate_schedule
 from trainer.planning.schedules.templates import TEMPLATES, build_greedy, build_schedule, place_stages
 

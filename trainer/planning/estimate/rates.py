@@ -1,8 +1,9 @@
-"""Seconds of tensor-parallel products together with their collectives, by each way of `parallel.tp_overlap`.
+"""How long computation, collectives and their overlap take on a kind of machine.
 
-A way here is what the class of that name in `distributed/` does: which parts travel while which are multiplied. With r
-the collective's time over the product's, hiding makes a product at most (1 + r) / max(1, r) times as fast; what is left
-open at the ends follows from the order of the parts."""
+An operation takes the time of its arithmetic at the share of the peak that large operations reach, or that of its
+bytes at the share of the memory's bandwidth (a smooth maximum of the two, the root of the sum of their squares), and
+the fixed time of a kernel.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +11,69 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from trainer.config import Config, ConfigError, PrecisionConfig
+from trainer.config.hardware import HardwareConfig, LinkConfig
+from trainer.parallel.compress.plan import enabled_codecs, reduction_routes
+from trainer.parallel.context.plan import KERNELS
+from trainer.planning.hardware import peak_flops, product_type
 from trainer.planning.layer import Program
+from trainer.planning.parameters import float8_settings
+from trainer.planning.plan import Plan
+
+# Quantised gradients in predictions: bytes on their way, and what encoding takes.
+
+
+CODE_BYTES = {"bf16": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5}
+"""Of an element of quantised gradients, less the scales."""
+
+PLAIN = 4
+"""Bytes of an element before it is encoded, and of sums."""
+
+
+@dataclass(frozen=True)
+class WireFormat:
+    """How gradients travel over a route of `ranks`. width: bytes of an element on its slowest hop; codec: there."""
+
+    ranks: int
+    width: float
+    codec: str
+
+    def encoding(self, elements: float) -> float:
+        """Bytes that move in memory to encode so many elements: read for their scales, read again, and written."""
+        return elements * (PLAIN * (1 + (self.codec != "bf16")) + self.width) if self.codec else 0.0
+
+    def decoding(self, elements: float, sums: float) -> float:
+        """The same to decode elements into fewer sums."""
+        return elements * self.width + sums * PLAIN if self.codec else 0.0
+
+    def scatter(self, elements: float) -> float:
+        """Bytes that coding moves in a reduce-scatter of elements on each rank."""
+        return self.encoding(elements) + self.decoding(elements, elements / self.ranks)
+
+    def reduce(self, elements: float) -> float:
+        """The same in an all-reduce, whose sums are encoded once more."""
+        return self.scatter(elements) + self.encoding(elements / self.ranks) + self.decoding(elements, elements)
+
+
+def wire_formats(config: Config, plan: Plan, node: int, plain: float) -> tuple[WireFormat, WireFormat]:
+    """Of the reduce-scatter among ranks that share states, and of the all-reduce among replicas. plain: bytes of an
+    element that is not encoded."""
+    settings, sizes = config.parallel.grad_comm, (plan.shard, plan.replicate)
+    if not enabled_codecs(settings):
+        return WireFormat(sizes[0], plain, ""), WireFormat(sizes[1], plain, "")
+    found = []
+    for route, ranks in zip(reduction_routes(plan, node), sizes):
+        codec = getattr(settings, route.hops[-1][0]).codec if route else "none"
+        known = codec in CODE_BYTES
+        found.append(WireFormat(ranks, CODE_BYTES[codec] if known else plain, codec if known else ""))
+    return found[0], found[1]
+
+
+# Seconds of tensor-parallel products together with their collectives, by each way of `parallel.tp_overlap`. A way
+# here is what the class of that name in `distributed/` does: which parts travel while which are multiplied. With r
+# the collective's time over the product's, hiding makes a product at most (1 + r) / max(1, r) times as fast; what is
+# left open at the ends follows from the order of the parts.
+
 
 GATHERED, SENT = (1.135, 20e-6), (1.07, 130e-6)
 """Triton: times of its products over cuBLAS's, and seconds that each takes besides, where input is gathered and where
@@ -192,3 +255,96 @@ def hidden_behind_gemm(way: CollectiveOverlap, product: float) -> OverlapTime:
 
 def sum_times(parts: Iterable[OverlapTime]) -> OverlapTime:
     return OverlapTime(*map(sum, zip(OverlapTime(0.0), *parts)))
+
+
+@dataclass(frozen=True)
+class DeviceRates:
+    """Rates of one device. peak, products: FLOP/s; attention: the same by kernel (`context.attention_kernel`); float8:
+    of those products in fp8, None if there are none; memory, optimizer, copy: bytes/s; kernel, launch: seconds of one,
+    on the device and on the host; hidden: share of hidden communication that is free."""
+
+    peak: float
+    products: float
+    float8: float | None
+    attention: Mapping[str, float]
+    memory: float
+    optimizer: float
+    copy: float
+    kernel: float
+    launch: float
+    hidden: float
+
+    @classmethod
+    def of(cls, hardware: HardwareConfig, precision: PrecisionConfig) -> DeviceRates:
+        """Raises `ConfigError` where the peak in the type of the products is not known."""
+        kind, reached = product_type(precision), hardware.achieved
+        peak, float8 = peak_of(hardware, kind, "precision.compute"), None
+        if settings := float8_settings(precision):
+            float8 = peak_of(hardware, "fp8", next(iter(settings))) * reached.product * reached.float8
+        bandwidth, attention = hardware.bandwidth * 1e9, peak * reached.attention
+        return cls(
+            peak=peak,
+            products=peak * reached.product,
+            float8=float8,
+            attention={name: attention * reached.of_attention(name) for name in KERNELS},
+            memory=bandwidth * reached.memory,
+            optimizer=bandwidth * reached.optimizer,
+            copy=bandwidth * reached.copy,
+            kernel=hardware.kernel * 1e-6,
+            launch=hardware.launch * 1e-6,
+            hidden=reached.hidden,
+        )
+
+    def exposed(self, communication: float, computation: float) -> float:
+        """Seconds that communication adds to the computation that it runs behind."""
+        behind = min(communication, computation)
+        return communication - self.hidden * behind
+
+
+def peak_of(hardware: HardwareConfig, kind: str, setting: str) -> float:
+    """FLOP/s of a device in a type. Raises `ConfigError` where they are not known."""
+    given = hardware.peak.get(kind)
+    peak = given * 1e12 if given else peak_flops(hardware.device, kind)
+    if peak is None:
+        raise ConfigError(
+            f"hardware.device={hardware.device} has no known peak in {kind}; set hardware.peak.{kind}=TFLOP/s, or "
+            f"another {setting}"
+        )
+    return peak
+
+
+@dataclass(frozen=True)
+class RingTimes:
+    """A group of ranks that gather and reduce. bandwidth: bytes/s into a device; latency: seconds of a step."""
+
+    ranks: int
+    bandwidth: float
+    latency: float
+
+    @classmethod
+    def of(cls, hardware: HardwareConfig, plan: Plan, dimension: str) -> RingTimes:
+        """The groups of a dimension of the mesh. Those that span nodes use all adapters of their ranks on a node."""
+        return cls.among(hardware, plan.groups(dimension)[0])
+
+    @classmethod
+    def among(cls, hardware: HardwareConfig, ranks: list[int]) -> RingTimes:
+        """The group of these global ranks."""
+        size, node = len(ranks), hardware.devices
+        local = sum(rank // node == ranks[0] // node for rank in ranks)
+        if local == size:
+            return cls(size, link_bandwidth(hardware.node), hardware.node.latency * 1e-6)
+        between = min(link_bandwidth(hardware.node), local * link_bandwidth(hardware.network))
+        return cls(size, between, hardware.network.latency * 1e-6)
+
+    def seconds(self, size: float) -> float:
+        """Of an all-gather or reduce-scatter whose whole tensor has `size` bytes; an all-reduce takes twice as long."""
+        return (self.ranks - 1) * (self.latency + size / self.ranks / self.bandwidth)
+
+    def transfer(self, size: float) -> float:
+        """Of `size` bytes from one rank to the next."""
+        return self.latency + size / self.bandwidth
+
+
+def link_bandwidth(link: LinkConfig) -> float:
+    """Bytes per second that large transfers reach."""
+    return link.bandwidth * 1e9 * link.achieved

@@ -1,16 +1,53 @@
-"""Bytes of parameters, gradients and optimizer state that a plan leaves to each rank (ZeRO, arXiv 1910.02054)."""
+"""What each rank holds of a model's states under a plan: parameters, gradients, optimizer state and error feedback, and
+the collectives that gather and reduce them (ZeRO, Rajbhandari et al., arXiv 1910.02054)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
+from typing import NamedTuple
 
-from trainer.config import Config
+from trainer.config import Config, GradCommConfig, TypePolicy
 from trainer.config.model import ModelSpec
+from trainer.parallel.compress.plan import BLOCK, ReductionRoute, enabled_codecs, reduction_routes
 from trainer.parallel.pipeline.plan import PipelinePlan
-from trainer.planning.cost.parameters import Table, by_value, layer_tables, outer_tables
-from trainer.planning.cost.updates import UpdateSettings, moment_count
+from trainer.planning.parameters import Table, UpdateSettings, by_value, layer_tables, moment_count, outer_tables
 from trainer.planning.plan import BatchPlan, Plan
+
+# Which collectives a plan's data-parallel ranks run for the states of a unit (a layer; or embedding, final norm and
+# head together), and how many bytes they move. Those of tensor-parallel ranks: `planning/estimate/rates.py`.
+
+
+class StateCollective(NamedTuple):
+    """Collectives of one kind: how many in each micro-batch and once a step, and bytes of the whole tensor of each."""
+
+    each: int
+    once: int
+    size: float
+
+    def calls(self, microbatches: int) -> int:
+        """In a step."""
+        return self.each * microbatches + self.once
+
+
+def of_states(
+    plan: Plan, gathered: float, reduced: float, outer: bool, once: bool = False
+) -> dict[str, StateCollective]:
+    """By kind: `gather` and `scatter` among the ranks that share states, `reduce`, an all-reduce, among replicas.
+
+    gathered, reduced: bytes of a unit's parameters, and of its gradients, as they travel. outer: whether it is that of
+    embedding and head, which ZeRO-3 keeps gathered between the passes of a micro-batch. once: whether gradients are
+    reduced once a step whatever the ZeRO stage."""
+    every, again = plan.stage >= 2 and not once, plan.stage == 3
+    return {
+        "gather": StateCollective(again * (1 if outer else 2), plan.stage in (1, 2), gathered),
+        "scatter": StateCollective(every, plan.stage >= 1 and not every, reduced),
+        "reduce": StateCollective(0, plan.replicate > 1, reduced / plan.shard),
+    }
+
+
+# Bytes of parameters, gradients and optimizer state that a plan leaves to each rank (ZeRO, arXiv 1910.02054).
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Size of an element by the name of its type in the settings."""
@@ -253,3 +290,80 @@ def sums_on_device(plan: Plan, fp32: bool) -> bool:
     is good enough.
     """
     return plan.offload and plan.stage >= 2 and (plan.replicate > 1 or (fp32 and not plan.sum_on_host))
+
+
+# Bytes of error feedback: what quantised gradients have left out, which waits on each rank for the next step. FSDP
+# passes one message for each unit (each layer, and embedding, final norm and head together), with a row for each rank
+# that shares states. A hop with error feedback keeps the errors of the blocks that it encodes twice: those of earlier
+# steps, and those of the step in progress, which count only if it is not skipped. See `parallel/compress/`.
+
+
+class ReductionHop(NamedTuple):
+    """A hop of a reduction. ranks: that it joins; block: elements that share a scale, None where nothing is encoded;
+    feedback: the kind of error feedback."""
+
+    ranks: int
+    block: int | None
+    feedback: str
+
+    def keeps(self, elements: int) -> int:
+        """Bytes of the errors of so many elements, which fill blocks."""
+        if self.block is None or self.feedback == "none":
+            return 0
+        eighths = elements + MASTER_BYTES * (elements // self.block)  # in 8 bits, and the scale of each block
+        return 2 * (MASTER_BYTES * elements if self.feedback == "classic" else eighths)
+
+
+def feedback_bytes(config: Config, spec: ModelSpec, plan: Plan, pipeline: PipelinePlan, node: int) -> list[int]:
+    """Of each pipeline rank, on nodes of `node` processes."""
+    settings, kept = config.parallel.grad_comm, [0] * plan.pp
+    if all(hop.error_feedback == "none" for hop in enabled_codecs(settings).values()):
+        return kept
+    updates, layers = UpdateSettings.of(config), layer_tables(spec)
+    for part, place in zip(pipeline.split, pipeline.schedule.placement, strict=True):
+        before, behind = outer_tables(spec, part.start == 0, part.stop == spec.depth)
+        units: list[Table] = [{**before, **behind}]
+        units += [{f"layers.{index}.{name}": info for name, info in layers[index].items()} for index in part]
+        kept[place] += sum(_of_unit(unit, updates.policies(unit), settings, plan, node) for unit in units)
+    return kept
+
+
+def _of_unit(unit: Table, policies: Mapping[str, TypePolicy], settings: GradCommConfig, plan: Plan, node: int) -> int:
+    """Of the message of one unit."""
+    sizes = {name: info.row(plan.tp, plan.shard) for name, info in unit.items()}
+    coded, chunk = [size for name, size in sizes.items() if policies[name].quantise], sum(sizes.values())
+    scattered, reduced = (_hops(route, settings) for route in reduction_routes(plan, node))
+    total = 0
+    if coded and MASTER_BYTES * chunk * plan.shard >= settings.min_size:
+        total += _of_path(scattered, coded * plan.shard, plan.shard, scatters=True)
+    if coded and MASTER_BYTES * chunk >= settings.min_size:
+        total += _of_path(reduced, coded, plan.replicate, scatters=False)
+    return total
+
+
+def _hops(route: ReductionRoute | None, settings: GradCommConfig) -> list[ReductionHop]:
+    found = []
+    for kind, ranks in route.hops if route else ():
+        hop = getattr(settings, kind)
+        block = None if hop.codec == "none" else hop.block or BLOCK[hop.codec]
+        found.append(ReductionHop(ranks, block, hop.error_feedback))
+    return found
+
+
+def _of_path(hops: Sequence[ReductionHop], segments: Sequence[int], rows: int, scatters: bool) -> int:
+    """Of a reduce-scatter of `rows` rows over hops, and unless it only `scatters`, of the all-gather on the way back,
+    which the last hop that has a codec encodes. segments: elements of the parameters, each of which fills blocks."""
+    blocks = [hop.block for hop in hops if hop.block is not None]
+    if not blocks:
+        return 0
+    grain = max(blocks)
+    length = -(-sum(-(-size // grain) for size in segments) // rows) * grain  # elements of a row
+    left, total = rows, 0
+    for hop in hops:
+        total += hop.keeps(left * length)
+        left //= hop.ranks
+    if not scatters:
+        encoder = max(place for place, hop in enumerate(hops) if hop.block is not None)
+        behind = prod(hop.ranks for hop in hops[encoder + 1 :])
+        total += hops[encoder].keeps(left * behind * length)
+    return total
