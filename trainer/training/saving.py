@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,9 +19,6 @@ from trainer.config import CheckpointConfig, Config, ConfigError, GenerateConfig
 from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.mesh import World
 from trainer.distributed.tensors import Fragment, local_values
-from trainer.generate.sampling import SamplingOptions
-from trainer.generate.sharded_model import ShardedModel, kv_group
-from trainer.generate.text import continue_prompts
 from trainer.optim.optimizer import PREFIX
 from trainer.planning.plan import BatchPlan
 from trainer.planning.resolve import Layout
@@ -30,6 +27,9 @@ from trainer.training.session import list_launchers
 from trainer.training.state import TrainState
 from trainer.util.lines import STARTS, STATUS
 from trainer.util.reading import Malformed, read_json
+
+if TYPE_CHECKING:
+    from trainer.generate.sharded_model import ShardedModel
 
 DROPPED = "what quantisation had left out of the gradients belongs to the checkpoint's plan, and is dropped"
 
@@ -251,7 +251,9 @@ TOP_K = 50
 
 
 def sharded_model(state: TrainState) -> ShardedModel:
-    """The model in training, under its plan. Ranks that share sequences share the slots of a cache."""
+    """The model in training, under its plan. Ranks that share sequences share the KV cache."""
+    from trainer.generate.sharded_model import ShardedModel, kv_group  # few runs write samples
+
     return ShardedModel(
         state.spec,
         state.runtime.stages,
@@ -270,6 +272,9 @@ def draw_samples(state: TrainState, settings: GenerateConfig, tokenizer: Tokeniz
     changes: weights, gradients, and the state of random numbers.
 
     No backward pass follows that would drop the gathered parameters, so they are dropped here."""
+    from trainer.generate.sampling import SamplingOptions
+    from trainer.generate.text import continue_prompts
+
     sampling = SamplingOptions(settings.temperature, TOP_K)
     texts = continue_prompts(sharded_model(state), tokenizer, settings.prompts, settings.tokens, sampling, [])
     for stage in state.stages:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
 from trainer.planning.decide import describe_measures, describe_recompute
 from trainer.planning.estimate.memory import MemoryPeak, MemoryReplay, ModelBytes, programs_of
-from trainer.planning.estimate.plans import PlanRanking
 from trainer.planning.estimate.step import GIB, ErrorBand, StepEstimate
 from trainer.planning.estimate.timing import AXES
 from trainer.planning.features import communication_summary, communication_table
@@ -19,6 +18,9 @@ from trainer.planning.layer import parameter_counts
 from trainer.planning.resolve import collect_warnings
 from trainer.planning.schedules.ir import COMPUTE
 from trainer.util import tables
+
+if TYPE_CHECKING:
+    from trainer.planning.estimate.plans import PlanRanking
 
 DAY = 86400.0
 
