@@ -355,7 +355,7 @@ def main(out: str, *words: str) -> None:
     config = Config()
     config.parallel.cp = size
     plan, device = resolve_plan(config.parallel, size), local_device(config.run)
-    world = join_world(plan.mesh, device, cp=plan.cp)
+    world = join_world(plan, device)
     parts: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
         "exact": lambda: exact(world, plan),
         "tables": lambda: build_tables(world, plan, lengths),

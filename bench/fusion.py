@@ -36,6 +36,7 @@ from trainer.distributed.collectives import TensorGroup
 from trainer.distributed.copy_engine import CopyEngineGroup, PendingGather, copy_stream
 from trainer.distributed.fused_kernels import FusedKernelGroup
 from trainer.distributed.mesh import World, join_world, local_device
+from trainer.planning.plan import Plan
 from trainer.precision.products import GEMMRole, matmul, matmul_into
 
 OUTPUT = GEMMRole.OUTPUT
@@ -198,7 +199,7 @@ def main(out: str, *chosen: str) -> None:
     settings |= {"scale": "1", "repeats": "50", "most": "16384"} | dict(one.split("=", 1) for one in chosen)
     tokens, scale, repeats, most = (int(settings[name]) for name in ("tokens", "scale", "repeats", "most"))
     device, count = local_device(RunConfig()), int(os.environ["WORLD_SIZE"])
-    world = join_world({"pp": 1, "replicate": 1, "shard": 1, "tp": count}, device)
+    world = join_world(Plan(tp=count), device)
     generator, clock = torch.Generator(device).manual_seed(world.rank), Clock(device, repeats)
 
     def draw(*shape: int) -> Tensor:

@@ -86,7 +86,7 @@ def main() -> None:
     batch = BatchPlan(length, micro * accumulation * plan.dp, micro, accumulation)
     pipeline = resolve_pipeline(config, spec, plan, batch)
     torch.set_float32_matmul_precision(config.precision.matmul)
-    world, started = join_world(plan.mesh, device, cp=plan.cp), time.perf_counter()
+    world, started = join_world(plan, device), time.perf_counter()
     decision = decide_together(
         config, Layout(spec, plan, batch, pipeline), world, node_size(world_size), find_hardware(config, device)
     )

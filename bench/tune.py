@@ -114,7 +114,7 @@ def measure(plan: SearchPlan, worlds: dict[tuple, World], device: torch.device, 
     config, layout = plan.found.config, plan.found.layout
     shape = tuple(layout.plan.mesh.items())
     if shape not in worlds:
-        worlds[shape] = join_world(layout.plan.mesh, device, cp=layout.plan.cp)
+        worlds[shape] = join_world(layout.plan, device)
     world, began = worlds[shape], time.monotonic()
     torch._dynamo.reset()
     state = TrainState.build(config, layout.spec, layout.plan, layout.pipeline, world)

@@ -18,9 +18,9 @@ from trainer.parallel.compress.reduction import compression_of
 from trainer.parallel.zero.fsdp import ENGINES, FSDPSharding
 from trainer.parallel.zero.fsdp_internals import fsdp_units, is_set_up, parameter_group, sharded_sizes
 from trainer.planning.features import resolve_plan
+from trainer.planning.plan import Plan
 
 PACKAGE = Path(__file__).parents[2] / "trainer"
-MESH = {"pp": 1, "replicate": 1, "shard": 1, "tp": 1}
 
 
 def test_every_engine_that_can_be_asked_for_is_there():
@@ -45,7 +45,7 @@ def test_what_carries_a_plan_out_does_not_ask_for_an_engine():
 def test_a_step_does_not_look_for_units_among_all_modules(monkeypatch):
     """FSDP's setters would, which takes longer than launching the layers' kernels."""
     joined, walks = dist.is_initialized(), []
-    world = join_world(MESH, torch.device("cpu"))
+    world = join_world(Plan(), torch.device("cpu"))
     try:
         model = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.ReLU()) for _ in range(3)))
         for module in [*model, model]:
@@ -73,7 +73,7 @@ def test_a_step_does_not_look_for_units_among_all_modules(monkeypatch):
 def test_fsdp_has_the_private_names_that_are_used():
     """Of a unit before and after its first forward and backward pass; what a version of torch lacks is named."""
     joined = dist.is_initialized()
-    world = join_world(MESH, torch.device("cpu"))
+    world = join_world(Plan(), torch.device("cpu"))
     try:
         model = fully_shard(nn.Linear(3, 5), mesh=world.mesh["shard"])
         assert not is_set_up(model)

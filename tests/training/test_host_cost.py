@@ -61,7 +61,7 @@ def counted(depth: int, micro_batches: int, mode: str, compute: str) -> tuple[in
     config = settings(activation__mode=mode, precision__compute=compute)
     plan = resolve_plan(config.parallel, 1, spec)
     pipeline = resolve_pipeline(config, spec, plan, BatchPlan(16, 2 * micro_batches, 2, micro_batches))
-    state = TrainState.build(config, spec, plan, pipeline, join_world(plan.mesh, torch.device("cpu")))
+    state = TrainState.build(config, spec, plan, pipeline, join_world(plan, torch.device("cpu")))
     batches = [random_batch(number, 2, 16, spec.vocab_size, False) for number in range(micro_batches)]
 
     def step() -> None:

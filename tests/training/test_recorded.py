@@ -42,7 +42,7 @@ def test_replayed_steps_on_a_gpu_train_alike(process: None, compute: str, stage:
     config.precision.loss_scale = 2.0**23
     plan = resolve_plan(config.parallel, 1, spec)
     pipeline = resolve_pipeline(config, spec, plan, BatchPlan(16, 4, 2, 2))
-    world, found = join_world(plan.mesh, device), []
+    world, found = join_world(plan, device), []
     for recorded in (False, True):
         state = TrainState.build(config, spec, plan, pipeline, world)
         step = CUDAGraphStep(state) if recorded else partial(train_step, state)

@@ -28,7 +28,7 @@ def step():
             config.precision.compute, config.precision.float8 = "bf16", Float8Config(float8, ends=0)
         plan = resolve_plan(config.parallel, 1, spec)
         pipeline = resolve_pipeline(config, spec, plan, BatchPlan(16, 4, 2, 2))
-        state = TrainState.build(config, spec, plan, pipeline, join_world(plan.mesh, device))
+        state = TrainState.build(config, spec, plan, pipeline, join_world(plan, device))
         batches = [random_batch(number, 2, 16, spec.vocab_size, False, device) for number in range(2)]
         return (lambda: train_step(state, batches, False)), state
 

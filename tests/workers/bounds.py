@@ -83,7 +83,7 @@ CASES = {
 def main(root: str, *names: str) -> None:
     """names: of `CASES` and `CAUSES`; all of the first without, and those of the second that are `LAUNCHED`;
     `recorded`: all of the second, with as many steps as are recorded."""
-    join_world(resolve_plan(trainer.Config().parallel, 2).mesh, torch.device("cpu"))
+    join_world(resolve_plan(trainer.Config().parallel, 2), torch.device("cpu"))
     StepProfiler.read = lambda self, number, ranks: None  # a process for each profiled step would take a second
     mixed = {name: values for name, (_, values) in CAUSES.items()}
     wanted = [*CAUSES] if names == ("recorded",) else names or [*LAUNCHED, *CASES]

@@ -13,6 +13,7 @@ import random
 import sys
 import weakref
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -360,8 +361,8 @@ def generated(worlds: dict[int, World]) -> list[dict[str, Any]]:
 
 
 def main(out: str) -> None:
-    mesh = resolve_plan(Config().parallel, RANKS).mesh
-    worlds = {size: join_world(mesh, CPU, cp=size) for size in (2, 4)}
+    plan = resolve_plan(Config().parallel, RANKS)
+    worlds = {size: join_world(replace(plan, cp=size), CPU) for size in (2, 4)}
     results = {
         "ways": measure(worlds),
         "recompute": recomputed(worlds[4]),

@@ -30,6 +30,7 @@ from trainer.distributed.symmetric_memory import SymmetricBuffers
 from trainer.distributed.tensors import local_values
 from trainer.model.linear import DeferredGrads
 from trainer.parallel.parallelize import multiply_in_float8
+from trainer.planning.plan import Plan
 from trainer.precision.products import Float8Multiply, GEMMRole, Multiply, matmul
 
 EPOCHS = 40
@@ -123,7 +124,7 @@ def others_than_off(world: World) -> dict[str, list[str]]:
 
 def main(out: str) -> None:
     size = int(os.environ["WORLD_SIZE"])
-    world = join_world({"pp": 1, "replicate": 1, "shard": 1, "tp": size}, local_device(RunConfig(device="cpu")))
+    world = join_world(Plan(tp=size), local_device(RunConfig(device="cpu")))
     rank = world.place("tp")
     place = world.dimensions["tp"].get_group().group_name, rank, size
     calls, copied, seeds = Calls(*place), CopyEngineGroup(*place), range(EPOCHS)

@@ -133,7 +133,7 @@ class Worlds(dict[tuple, World]):
         return self.setdefault((plan.pp, plan.replicate, plan.shard, plan.tp), None) or self._made(plan)
 
     def _made(self, plan: Any) -> World:
-        world = self[plan.pp, plan.replicate, plan.shard, plan.tp] = join_world(plan.mesh, torch.device("cpu"))
+        world = self[plan.pp, plan.replicate, plan.shard, plan.tp] = join_world(plan, torch.device("cpu"))
         return world
 
 
@@ -372,7 +372,7 @@ def eight() -> dict[str, Any]:
 def main(root: Path) -> None:
     import_engine(torch.device("cpu"))
     fork()
-    join_world(resolve_plan(Config().parallel, int(os.environ["WORLD_SIZE"])).mesh, torch.device("cpu"))
+    join_world(resolve_plan(Config().parallel, int(os.environ["WORLD_SIZE"])), torch.device("cpu"))
     results = four(root) if dist.get_world_size() == 4 else eight()
     if dist.get_rank() == 0:
         (root / f"{dist.get_world_size()}.json").write_text(json.dumps(results))

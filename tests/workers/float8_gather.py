@@ -62,7 +62,7 @@ def train(stage: int, compiled: bool, gather: bool, world: World) -> tuple[list[
 
 def main(out: str, kind: str = "cpu") -> None:
     device = torch.device("cpu") if kind == "cpu" else shared_device()
-    world = join_world(resolve_plan(settings(parallel__zero__stage=3).parallel, 2).mesh, device)
+    world = join_world(resolve_plan(settings(parallel__zero__stage=3).parallel, 2), device)
     found = {}
     for stage, compiled in ((2, False), (3, False), *(((3, True),) if kind == "cuda" else ())):
         runs = (train(stage, compiled, gather, world) for gather in (False, True))

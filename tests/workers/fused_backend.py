@@ -87,7 +87,7 @@ def compare_slots(world: World) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    world = join_world(resolve_plan(settings(2).parallel, 2).mesh, torch.device("cpu"))
+    world = join_world(resolve_plan(settings(2).parallel, 2), torch.device("cpu"))
     symmetric_memory.allocate_symmetric, fused_kernels.shape_of = share, shape_of
     count_by_tensors()
     for name in ("gather_matmul", "matmul_scatter", "sum_received"):

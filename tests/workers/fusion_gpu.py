@@ -35,6 +35,7 @@ from trainer.distributed.symmetric_memory import SymmetricMemory, allocate_symme
 from trainer.kernels import decode
 from trainer.parallel.context.apply import make_member
 from trainer.parallel.zero.copy_engine import CopyEngineShards, wait_for_event
+from trainer.planning.plan import Plan
 from trainer.precision.products import Float8Multiply, GEMMRole, Multiply, matmul
 
 WIDTH, QUERIES, KEYS, HIDDEN = 4096, 4096, 1024, 14336
@@ -163,7 +164,7 @@ def share_states(world: World, epochs: int, late: random.Random) -> None:
 
 def main(out: str, epochs: int = 40, *some: int, kernels: bool = False) -> None:
     size, device = int(os.environ["WORLD_SIZE"]), shared_device()
-    world = join_world({"pp": 1, "replicate": 1, "shard": 1, "tp": size}, device)
+    world = join_world(Plan(tp=size), device)
     name, rank = world.dimensions["tp"].get_group().group_name, world.place("tp")
     symmetric_memory.allocate_symmetric = poisoned
     late, worst = random.Random(rank), {}

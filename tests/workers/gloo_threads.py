@@ -9,6 +9,7 @@ from support.launch import fork
 
 from trainer.distributed.collectives import TensorGroup
 from trainer.distributed.mesh import join_world
+from trainer.planning.plan import Plan
 
 ROUNDS, AT_ONCE = 150, 64
 
@@ -19,7 +20,7 @@ def threads() -> set[int]:
 
 fork()
 before = threads()
-world = join_world({"pp": 1, "replicate": 1, "shard": 1, "tp": 1}, torch.device("cpu"))
+world = join_world(Plan(), torch.device("cpu"))
 group = world.dimensions["tp"].get_group()
 for made in (group, dist.group.WORLD, dist.new_group(backend="gloo")):
     print("threads", made._get_backend(torch.device("cpu")).options._threads)

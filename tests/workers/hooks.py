@@ -175,7 +175,7 @@ def scenarios(root: Path):
 
 
 def main(root: str) -> None:
-    join_world(resolve_plan(trainer.Config().parallel, 2).mesh, torch.device("cpu"))
+    join_world(resolve_plan(trainer.Config().parallel, 2), torch.device("cpu"))
     results = dict(scenarios(Path(root)))
     if dist.get_rank() == 0:
         (Path(root) / "results.json").write_text(json.dumps(results))

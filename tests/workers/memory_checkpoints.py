@@ -18,6 +18,7 @@ from trainer.checkpointing.manifest import list_checkpoints, step_folder
 from trainer.checkpointing.memory import MemoryCheckpointer, MemoryNodes, fetch_files, find_in_memory
 from trainer.config import CheckpointConfig, ConfigError
 from trainer.distributed.mesh import join_world
+from trainer.planning.plan import Plan
 
 NODE_OF_RANK = (0, 0, 1, 1, 2)
 
@@ -63,8 +64,7 @@ def lose_node(nodes, number):
 
 
 def main(folder):
-    shape = {"pp": 1, "replicate": 1, "shard": 5, "tp": 1}
-    world = join_world(shape, torch.device("cpu"))
+    world = join_world(Plan(shard=5), torch.device("cpu"))
     mesh = world.mesh["shard"]
     root = folder / f"node-{NODE_OF_RANK[world.rank]}"
     root.mkdir(exist_ok=True)

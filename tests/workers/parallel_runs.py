@@ -291,7 +291,7 @@ def dies(arguments: list[str]) -> int:
 
 def main(what: str, root: Path) -> None:
     world = int(os.environ["WORLD_SIZE"])
-    join_world(resolve_plan(Config().parallel, world).mesh, torch.device("cpu"))
+    join_world(resolve_plan(Config().parallel, world), torch.device("cpu"))
     results = dict({"four": four, "two": two}[what](root))
     if dist.get_rank() == 0:
         (root / f"{what}.json").write_text(json.dumps(results))

@@ -56,7 +56,7 @@ class Case:
         plan = resolve_plan(self.config.parallel, dist.get_world_size(), self.spec)
         self.micro = SEQUENCES // plan.dp // micro_batches
         batch = BatchPlan(LENGTH, SEQUENCES, self.micro, micro_batches)
-        world = join_world(plan.mesh, torch.device("cpu"))
+        world = join_world(plan, torch.device("cpu"))
         pipeline = resolve_pipeline(self.config, self.spec, plan, batch)
         self.state = TrainState.build(self.config, self.spec, plan, pipeline, world)
         self.micro_batches, self.dp = micro_batches, plan.dp

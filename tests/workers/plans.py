@@ -205,7 +205,7 @@ class Worlds(dict[tuple, World]):
     def of(self, plan: Any, device: torch.device) -> World:
         shape = plan.pp, plan.replicate, plan.shard, plan.cp, plan.tp
         if shape not in self:
-            self[shape] = join_world(plan.mesh, device, cp=plan.cp)
+            self[shape] = join_world(plan, device)
         return self[shape]
 
 

@@ -40,7 +40,7 @@ if __name__ == "__main__":
     root = Path(sys.argv[1])
     fork()
     parallel = trainer.compose(RECIPE).parallel
-    join_world(resolve_plan(parallel, 2).mesh, torch.device("cpu"))
+    join_world(resolve_plan(parallel, 2), torch.device("cpu"))
     code = main([*RECIPE, "seconds=1", f"out={root / 'here.yaml'}"])
     steps = train(root)
     if dist.get_rank() == 0:

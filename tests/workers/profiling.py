@@ -38,7 +38,7 @@ RUNS = {
 
 
 def main(root: Path) -> None:
-    join_world(resolve_plan(trainer.Config().parallel, 2).mesh, torch.device("cpu"))
+    join_world(resolve_plan(trainer.Config().parallel, 2), torch.device("cpu"))
     files = [f"data.sources.text.path={root / 'corpus'}", f"data.cache={root / 'cache'}"]
     for name, changes in RUNS.items():
         trainer.run(trainer.compose([*COMMON, *files, *changes, f"run.dir={root / name}"]))

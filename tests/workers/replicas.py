@@ -287,7 +287,7 @@ def scenarios(root: Path, only: str) -> Any:
 
 def main(root: str, only: str = "") -> None:
     join_world(
-        resolve_plan(trainer.Config().parallel, int(os.environ["WORLD_SIZE"])).mesh,
+        resolve_plan(trainer.Config().parallel, int(os.environ["WORLD_SIZE"])),
         torch.device(DEVICE, *([int(os.environ["LOCAL_RANK"])] if DEVICE == "cuda" else [])),
     )
     results = dict(scenarios(Path(root), only))

@@ -27,6 +27,7 @@ from trainer.distributed.mesh import join_world, local_device
 from trainer.distributed.symmetric_memory import SymmetricBuffers
 from trainer.parallel.zero import copy_engine
 from trainer.parallel.zero.copy_engine import CopyEngineShards
+from trainer.planning.plan import Plan
 
 CALLS = 40
 LOOKS = 1000
@@ -87,7 +88,7 @@ def by_kernels(mine: CopyEngineShards) -> None:
 
 def main(out: str) -> None:
     size = int(os.environ["WORLD_SIZE"])
-    world = join_world({"pp": 1, "replicate": 1, "shard": size, "tp": 1}, local_device(RunConfig(device="cpu")))
+    world = join_world(Plan(shard=size), local_device(RunConfig(device="cpu")))
     group = world.dimensions["shard"].get_group()
     mine, wait, signal = CopyEngineShards(group), Without(SymmetricBuffers.wait), Without(SymmetricBuffers.signal)
     if "TRITON_INTERPRET" in os.environ:

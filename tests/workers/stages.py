@@ -79,7 +79,7 @@ def main(out: str) -> None:
         plan = resolve_plan(config.parallel, world_size)
         batch = BatchPlan(LENGTH, world_size * ACCUMULATION, 1, ACCUMULATION)
         pipeline = resolve_pipeline(config, spec, plan, batch)
-        state = TrainState.build(config, spec, plan, pipeline, join_world(plan.mesh, torch.device("cpu")))
+        state = TrainState.build(config, spec, plan, pipeline, join_world(plan, torch.device("cpu")))
         model, gradients, update = state.stages[0], [], state.optimizer.step
 
         def noting(*arguments: torch.Tensor) -> torch.Tensor:

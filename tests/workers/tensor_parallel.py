@@ -88,7 +88,7 @@ def settings(tp: int, stage: int = 0) -> Config:
 
 def enter(tp: int) -> World:
     """All four processes, in groups of `tp`."""
-    return join_world(resolve_plan(settings(tp).parallel, 4).mesh, CPU)
+    return join_world(resolve_plan(settings(tp).parallel, 4), CPU)
 
 
 def model_of(
@@ -387,9 +387,7 @@ def differing_weights(tp: int, stage: int) -> list[str]:
     config, spec = settings(tp, stage), spec_of(**UNEVEN)
     plan = resolve_plan(config.parallel, 4, spec)
     batch = resolve_batch(config.batch, plan.dp, plan.tp)
-    state = TrainState.build(
-        config, spec, plan, resolve_pipeline(config, spec, plan, batch), join_world(plan.mesh, CPU)
-    )
+    state = TrainState.build(config, spec, plan, resolve_pipeline(config, spec, plan, batch), join_world(plan, CPU))
     model = Transformer(spec)
     initialize_model(model, spec, config.run.seed, CPU)
     assert state.parameters.keys() == dict(model.named_parameters()).keys()

@@ -203,7 +203,7 @@ def scenarios(root: Path, world_size: int):
 
 def main(root: str) -> None:
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    join_world(resolve_plan(trainer.Config().parallel, world_size).mesh, torch.device("cpu"))
+    join_world(resolve_plan(trainer.Config().parallel, world_size), torch.device("cpu"))
     results = dict(scenarios(Path(root), world_size))
     if dist.get_rank() == 0:
         (Path(root) / f"results_{world_size}.json").write_text(json.dumps(results))

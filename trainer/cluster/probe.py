@@ -197,7 +197,7 @@ def probe_machine(
     config = replace(config, precision=without_float8(config.precision))
     known = known or load_hardware(shipped_for(device_name(device)))
     joined = dist.is_initialized()
-    world = join_world(layout.plan.mesh, device, 600.0, layout.plan.cp)
+    world = join_world(layout.plan, device, 600.0)
     torch.set_float32_matmul_precision(config.precision.matmul)
     measured = measure_recipe(config, layout, world, seconds or SECONDS[device.type], recipe)
     found = calibrate_hardware(measured, config, known)

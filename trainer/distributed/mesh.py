@@ -6,7 +6,7 @@ from __future__ import annotations
 import datetime
 import itertools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainer.config import ConfigError, RunConfig
 from trainer.distributed.c10d_internals import give_gloo_one_thread, interrupt_nobody, set_timeout
+from trainer.planning.plan import Plan
 
 T = TypeVar("T")
 
@@ -160,10 +161,9 @@ def own_group(groups: list[list[int]], timeout: datetime.timedelta, name: str) -
     return dist.new_subgroups_by_enumeration(groups, timeout=timeout, group_desc=f"mesh_{name}")[0]
 
 
-def join_world(shape: Mapping[str, int], device: torch.device, timeout: float = 1200.0, cp: int = 1) -> World:
-    """Starts torch.distributed (NCCL on GPUs, gloo on CPUs) unless it is running, and builds the mesh. shape: sizes of
-    its dimensions by name, the fastest last (`Plan.mesh`). timeout: of communication, in seconds. cp: number of
-    neighbours in replicate x shard that share sequences (`Plan.cp`).
+def join_world(plan: Plan, device: torch.device, timeout: float = 1200.0) -> World:
+    """Starts torch.distributed (NCCL on GPUs, gloo on CPUs) unless it is running, and builds the mesh of a plan.
+    timeout: of communication, in seconds.
 
     A plain `python -m trainer` is a world of one rank and needs no rendezvous.
     """
@@ -184,10 +184,10 @@ def join_world(shape: Mapping[str, int], device: torch.device, timeout: float = 
         dist.init_process_group(
             backend, timeout=limit, **rendezvous, device_id=device if device.type == "cuda" else None
         )
-    mesh = init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+    mesh = init_device_mesh(device.type, tuple(plan.mesh.values()), mesh_dim_names=tuple(plan.mesh))
     # Context parallelism is a second view of replicate x shard: for sharded states its ranks are ordinary data-parallel
     # ranks.
-    states, context = mesh["replicate", "shard"], None
+    states, context, cp = mesh["replicate", "shard"], None, plan.cp
     if cp > 1:
         everyone = gather_objects(states.mesh.flatten().tolist())
         runs = [list(ranks) for ranks in dict.fromkeys(map(tuple, everyone))]

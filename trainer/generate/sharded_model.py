@@ -162,7 +162,7 @@ def place_saved(
     except ConfigError as error:
         named = [problem.replace("parallel.tp", "tp").replace("parallel.cp", "cp") for problem in error.problems]
         raise ConfigError(named) from None
-    world = join_world(plan.mesh, device, cp=cp)
+    world = join_world(plan, device)
     # Ranks that share keys compute all tokens: what training shares sequences by is left out.
     alone = replace(plan, cp=1)
     model = parallelize(config, saved.spec, range(saved.spec.depth), alone, world, FrozenEngine(config, alone, world))

@@ -135,7 +135,7 @@ def compare_plans(
         plan, batch, pipeline = case.layout.plan, case.layout.batch, case.layout.pipeline
         mesh = plan.cp, *plan.mesh.values()
         if mesh not in worlds:
-            worlds[mesh] = join_world(plan.mesh, device, cp=plan.cp)
+            worlds[mesh] = join_world(plan, device)
         world = worlds[mesh]
         if rank == 0:
             print_notice(f"plan {number} of {len(legal)}: {'; '.join(case.describe())}")

@@ -29,12 +29,12 @@ class Plan:
     The ranks between `pp` and `tp` have two orders: `replicate` x `shard` says who shares the model's states, and dp x
     `cp`, with `cp` the faster, who shares sequences. Shards may be cut across both."""
 
-    pp: int
-    replicate: int
-    shard: int
-    tp: int
-    stage: int
-    offload: bool
+    pp: int = 1
+    replicate: int = 1
+    shard: int = 1
+    tp: int = 1
+    stage: int = 0
+    offload: bool = False
     engine: str = "torch"
     nvme: bool = False
     sum_on_host: bool = False

@@ -98,7 +98,7 @@ def run(config: Config) -> RunResult:
         flight.enable_recorder(folder / "flight")
     # The timeout is twice the watchdog's allowance: on a hang the watchdog has to report first, with the rank that
     # causes it.
-    world = join_world(layout.plan.mesh, device, max(1200.0, 2 * config.guard.stall_allowance), layout.plan.cp)
+    world = join_world(layout.plan, device, max(1200.0, 2 * config.guard.stall_allowance))
     try:
         decision = decide_together(config, layout, world, node, hardware)
     except ConfigError:  # raised on all ranks, so none waits in a collective
