@@ -309,12 +309,11 @@ def advise_shapes(config: Config, layout: Layout, device: str) -> list[ShapeAdvi
     """What is to be said of the shapes of a plan's products, the most wasteful first. device: its name."""
     spec, plan, batch = layout.spec, layout.plan, layout.batch
     element = ELEMENT_BYTES[config.precision.compute]
-    tokens = batch.micro_size * batch.sequence_length // plan.cp
     parts, attention = list_gemms(spec, plan, batch.sequence_length, element)
     found = [*_heads(spec, plan, attention)]
     for product in parts:
         if product.share >= MATTERS:
-            found += _filling(product, plan.tp, element, tokens, multiprocessor_count(device))
+            found += _filling(product, plan.tp, element, layout.tokens, multiprocessor_count(device))
     return sorted({one.text: one for one in found}.values(), key=lambda one: -one.waste)
 
 

@@ -133,7 +133,7 @@ def compare_plans(
     results = [PlanResult(case.text, "REFUSED", case.reasons) for case in cases]
     for number, (index, case) in enumerate(legal, start=1):
         plan, batch, pipeline = case.layout.plan, case.layout.batch, case.layout.pipeline
-        mesh = plan.cp, *plan.mesh.values()
+        mesh = *plan.degrees.values(), plan.shard
         if mesh not in worlds:
             worlds[mesh] = join_world(plan, device)
         world = worlds[mesh]

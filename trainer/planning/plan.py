@@ -75,10 +75,15 @@ class Plan:
         """Ranks that see different data."""
         return self.replicate * self.shard // self.cp
 
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The number of ranks that divide the work by each kind of parallelism."""
+        return {"dp": self.dp, "cp": self.cp, "tp": self.tp, "pp": self.pp}
+
     def describe(self) -> str:
-        parts = [f"{name}{size}" for name, size in (("cp", self.cp), ("tp", self.tp), ("pp", self.pp)) if size > 1]
+        parts = [f"{name}{size}" for name, size in self.degrees.items() if size > 1 or name == "dp"]
         return (
-            " x ".join([f"dp{self.dp}", *parts])
+            " x ".join(parts)
             + f", ZeRO-{self.stage}"
             + (f" over {self.shard} of {self.shard * self.replicate} ranks" * bool(self.stage and self.replicate > 1))
             + (", on a disk" if self.nvme else ", offloaded to host memory" if self.offload else "")

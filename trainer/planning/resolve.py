@@ -292,6 +292,11 @@ class Layout:
     pipeline: PipelinePlan
     context: ContextPlan | None = None
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch that a rank computes: ranks of one tensor group compute the same."""
+        return self.batch.sequence_length * self.batch.micro_size // self.plan.cp
+
 
 def resolve_layout(config: Config, world_size: int, spec: ModelSpec, node: int | None = None) -> Layout:
     """The layout that the configuration asks for on `world_size` processes.

@@ -243,10 +243,7 @@ def axes_of(found: StepEstimate) -> dict[str, float | str]:
     """Degrees and modes of a plan by name."""
     plan, pipeline = found.layout.plan, found.layout.pipeline.schedule
     return {
-        "dp": plan.dp,
-        "cp": plan.cp,
-        "tp": plan.tp,
-        "pp": plan.pp,
+        **plan.degrees,
         "zero": str(plan.stage),
         "shard": plan.shard,
         "micro": found.layout.batch.micro_size,
@@ -263,7 +260,7 @@ def axes_of(found: StepEstimate) -> dict[str, float | str]:
 def name_of(axes: Mapping[str, float | str]) -> str:
     """A name for the folder of a plan's trial, from its axes alone. What goes without saying is left out."""
     said = dict(axes)
-    for name in ("cp", "tp", "pp", "chunks"):
+    for name in axes.keys() - {"dp", "shard", "micro"}:
         if said[name] == 1:
             del said[name]
     if said["zero"] == "0" or said["shard"] == axes["dp"]:

@@ -181,7 +181,7 @@ class ModelBytes:
         self.feedback = feedback_bytes(config, spec, plan, layout.pipeline, node)
         once = reduces_at_step_end(config.parallel.grad_comm, plan, node)
         self.element = ELEMENT_BYTES[config.precision.compute]
-        self.tokens = batch.sequence_length * batch.micro_size // plan.cp
+        self.tokens = layout.tokens
         self.stream = self.element * self.tokens * spec.width / plan.tp
         costs = estimated_costs(config, spec, plan, batch, self.element)
         self.activation = costs.activation

@@ -138,7 +138,7 @@ class _Timer:
         self.pace, self.on_cpu = DeviceRates.of(hardware, config.precision), hardware.device == "CPU"
         self.documents = documents_of(config.data)
         self.element = ELEMENT_BYTES[config.precision.compute]
-        self.tokens = self.batch.sequence_length * self.batch.micro_size // self.plan.cp
+        self.tokens = layout.tokens
         self.context, first = layout.context, self.plan.groups("cp")[0]
         if self.context is not None:
             self.neighbours = RingTimes.among(hardware, first[: self.context.inner])
