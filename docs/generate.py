@@ -281,7 +281,7 @@ SCHEDULES = {
     "zb_v": "embedding and head on one rank",
     "v_half": "less memory, more bubble",
     "v_min": "least memory",
-    "dualpipe_v": "its order, without the overlap of communication that it was made for",
+    "dualpipe_v": "only the order of DualPipeV, without its overlap of communication",
     "greedy": "planned for the costs of these layers, within `parallel.pipeline.memory_cap`",
 }
 
