@@ -77,7 +77,7 @@ def exit_codes() -> str:
     body = ast.parse(Path(codes.__file__).read_text()).body
     rows = []
     for node, below in itertools.pairwise(body):
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, int):
             said = below.value.value if isinstance(below, ast.Expr) else f"{node.targets[0].id.capitalize()}."
             rows.append([str(node.value.value), said])
     return table(("code", "meaning"), rows, right=(0,))
@@ -281,7 +281,7 @@ SCHEDULES = {
     "zb_v": "embedding and head on one rank",
     "v_half": "less memory, more bubble",
     "v_min": "least memory",
-    "dualpipe_v": "its order, without the overlap of communication that it was made for",
+    "dualpipe_v": "only the order of DualPipeV, without its overlap of communication",
     "greedy": "planned for the costs of these layers, within `parallel.pipeline.memory_cap`",
 }
 

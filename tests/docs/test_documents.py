@@ -46,6 +46,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Unable to enable fault handler")
 
 NOT_RUN = {
     "source": "changes the shell that it is typed in",
+    "eval": "changes the shell that it is typed in",
     "pre-commit": "writes into .git",
     "ruff": "launch/test.sh runs it",
     "mypy": "launch/test.sh runs it",
