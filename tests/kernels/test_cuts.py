@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from trainer.kernels.experimental.tensor_parallel import TileShape, choose_tiles
+from trainer.kernels.experimental.tiles import TileShape, choose_tiles
 
 H200 = TileShape(programs=116, copiers=16)
 

@@ -18,7 +18,7 @@ from support.triton_ranks import Memory, be_late, compare, compile_for_hopper, d
 
 from trainer.kernels.exchange import check_error
 from trainer.kernels.experimental import tensor_parallel as kernels
-from trainer.kernels.experimental.tensor_parallel import RATES
+from trainer.kernels.experimental.tiles import RATES
 
 Late = tuple[float, float]
 """By how many seconds: to the gathered products, then to the reduced ones."""

@@ -271,11 +271,11 @@ def another_cut(
 def dies(arguments: list[str]) -> int:
     """The command line on this rank; rank 1 vanishes in the third step, in the forward pass of its third
     micro-batch. Rank 2 is slow to look why its transfers broke: rank 0, which holds the store, knows long before."""
-    forward, passes, told = Transformer.forward, [0], FailureStore.told
+    forward, passes, find_first = Transformer.forward, [0], FailureStore.find_first
 
-    def told_late(self: FailureStore, patience: float) -> str | None:
+    def find_late(self: FailureStore, patience: float) -> str | None:
         time.sleep(2)
-        return told(self, patience)
+        return find_first(self, patience)
 
     def counted(self: Transformer, *inputs: Any, **named: Any) -> Any:
         passes[0] += 1
@@ -285,7 +285,7 @@ def dies(arguments: list[str]) -> int:
 
     Transformer.forward = counted
     if os.environ["RANK"] == "2":
-        FailureStore.told = told_late
+        FailureStore.find_first = find_late
     return train.main(arguments)
 
 

@@ -32,7 +32,7 @@ def shape_of(
 ) -> Any:
     """How products `widths` wide are cut, of `tokens` of each of `size` ranks. waits: whether what multiplies waits for
     others. Tiles of 16-bit and of 32-bit numbers take the same memory."""
-    from trainer.kernels.experimental.tensor_parallel import TileShape, choose_tiles
+    from trainer.kernels.experimental.tiles import TileShape, choose_tiles
 
     programs, step = torch.cuda.get_device_properties(device).multi_processor_count - RESERVED, 128 // dtype.itemsize
     base = TileShape(step=step, programs=programs, copiers=RESERVED, limit=symmetric_memory.MAX_POLLS)
