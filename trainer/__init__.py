@@ -6,7 +6,7 @@ neither torch nor Hydra. `trainer.register` and `trainer.option` are for package
 
 import importlib
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 __all__ = ["Config", "ConfigError", "compose", "option", "register", "run"]
 
 _HOMES = {
