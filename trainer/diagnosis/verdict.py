@@ -113,6 +113,9 @@ def _rate(kernels: Sequence[KernelTotal], what: str) -> float | None:
     return sum(getattr(kernel, what) for kernel in kernels) / sum(k.seconds for k in kernels) if kernels else None
 
 
+# The diagnosis.
+
+
 FORMAT = 1
 """Of diagnosis.json."""
 

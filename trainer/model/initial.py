@@ -84,6 +84,9 @@ def parameter_infos(model: nn.Module) -> dict[str, ParameterInfo]:
     return {name: declared[name] for name, _ in model.named_parameters()}
 
 
+# Initial weights.
+
+
 Weights = Callable[[str, ParameterInfo], Tensor]
 """Global name and declaration of a parameter -> its whole value."""
 

@@ -168,6 +168,9 @@ def copy_parameters(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach().to("cpu", copy=True) for name, parameter in model.named_parameters()}
 
 
+# The errors of a plan, and how large they may be.
+
+
 class ErrorLimits(NamedTuple):
     """The largest relative errors: loss, gradient norm, any parameter's gradient, any parameter after the last step."""
 

@@ -99,6 +99,9 @@ def _way_out(config: Config, layout: Layout, world: int, node: int, memory: Mach
     return f"set parallel.zero.stage=3 and start {more} processes" if more else "take a smaller model"
 
 
+# What `auto` leaves open, decided so that a step fits into memory.
+
+
 GIB = 2**30
 
 SHARE = 0.92

@@ -109,6 +109,9 @@ def check_recording(config: Config, device: torch.device) -> None:
         )
 
 
+# The training loop.
+
+
 T = TypeVar("T")
 
 

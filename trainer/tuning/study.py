@@ -30,11 +30,6 @@ from trainer.util import tables
 from trainer.util.lines import BEST, REPORT, SEARCH, TRIALS
 from trainer.util.reading import make_printable, on_one_line, read_json, shorten_foreign, write_atomic
 
-# Which plan is measured next. Pure: what has been measured goes in, a plan comes out, or that none can win any more.
-# The choice is a function of all plans and of what has been measured. It keeps nothing from one call to the next, so
-# that a search that was interrupted goes on as if it had not been.
-
-
 # What measurements say about predictions: how much longer than predicted a plan takes, by its degrees and modes.
 
 
@@ -96,6 +91,11 @@ def _columns(known: Sequence[Axes]) -> list[tuple[str, str | None, float]]:
         else:
             found.append((name, None, float(numpy.mean(numpy.log2(values)))))
     return found
+
+
+# Which plan is measured next. Pure: what has been measured goes in, a plan comes out, or that none can win any more.
+# The choice is a function of all plans and of what has been measured. It keeps nothing from one call to the next, so
+# that a search that was interrupted goes on as if it had not been.
 
 
 RISKY = 1.05
@@ -271,6 +271,9 @@ def name_of(axes: Mapping[str, float | str]) -> str:
     words = ("recompute", "schedule", "blocks", "long")
     parts = (str(value) if name in words else f"{name.rpartition('.')[-1]}{value}" for name, value in said.items())
     return re.sub(r"[^\w.+-]+", "-", "_".join(filter(None, parts)))
+
+
+# The folder of a search.
 
 
 ENDED = ("done", "out_of_memory", "failed", "timeout")

@@ -150,6 +150,9 @@ def choose_tiles(base: TileShape, tokens: int, widths: Sequence[int], size: int,
     return replace(base, rows=rows, columns=columns)
 
 
+# The kernels.
+
+
 @triton.jit
 def _copy(
     x,

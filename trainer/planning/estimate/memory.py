@@ -95,6 +95,9 @@ def mask_of(layout: Layout, attention: AttentionSpec, masked: bool) -> float:
     return order + mask_bytes(batch, length // context.outer, length) * tables
 
 
+# What a device holds, replayed over a step.
+
+
 CATEGORIES = (
     "parameters",
     "optimizer",
