@@ -1,4 +1,4 @@
-"""The diagnosis of a run: what bounds it, what that costs, and what to override."""
+"""The diagnosis of a run: what bounds it, what that costs, and what to override; with the roofline of its kernels."""
 
 from __future__ import annotations
 

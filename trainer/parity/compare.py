@@ -1,4 +1,4 @@
-"""Compares a plan with the reference: errors, tolerances, verdicts, and the table of them."""
+"""The reference, and how a plan is compared with it: errors, tolerances, verdicts, and the table of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Decides what the settings leave open (`auto`) and memory answers: activation checkpointing, tiles, and offload.
+"""Refuses a plan whose states do not fit into memory, and decides what the settings leave open (`auto`) and memory
+answers: activation checkpointing, tiles, and offload.
 
 `decide` is called once, when the memory of all ranks is known: by a run after its process group exists, and by
 estimates, suggestions and the search for plans with the memory of the machine that they are about. Only

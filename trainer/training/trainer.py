@@ -1,4 +1,4 @@
-"""The training loop."""
+"""The training loop, and its steps as one CUDA graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A folder of a search: what it was begun with, and its trials. A trial is that of a sweep, and runs alone."""
+"""A search: the plans that it chooses from, which one is measured next, and its folder. A trial is that of a sweep, and
+runs alone."""
 
 from __future__ import annotations
 
