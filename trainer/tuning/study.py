@@ -385,7 +385,7 @@ class TuningStudy:
 
 def plan_overrides(plan: SearchPlan) -> list[str]:
     """What makes a recipe's run one of a plan."""
-    return [f"{name}={format_override(value)}" for name, value in plan.changes.items()]
+    return [f"{name}={format_hydra_value(value)}" for name, value in plan.changes.items()]
 
 
 def seconds_of(line: TrialResult, plan: SearchPlan) -> float | None:
@@ -394,12 +394,12 @@ def seconds_of(line: TrialResult, plan: SearchPlan) -> float | None:
     return plan.scale * seconds if seconds else None
 
 
-def format_override(value: Any) -> str:
+def format_hydra_value(value: Any) -> str:
     """A value of a setting as Hydra's grammar reads it."""
     if isinstance(value, str):
         return quote_value(value)
     if isinstance(value, list):
-        return f"[{','.join(map(format_override, value))}]"
+        return f"[{','.join(map(format_hydra_value, value))}]"
     return json.dumps(value)
 
 
