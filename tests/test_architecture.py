@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -162,3 +163,22 @@ def test_what_starts_runs_or_reads_of_them_needs_no_torch():
         subprocess.run([sys.executable, "-c", code + "sys.exit('torch' in sys.modules)"], cwd=PACKAGE.parent).returncode
         == 0
     )
+
+
+NAMED = re.compile(r"`((?:\w+/)*\w+\.py)`")
+"""A file that a comment or docstring names."""
+
+FOREIGN = {"modeling_rope_utils.py"}
+"""Files of other projects."""
+
+
+def test_files_that_comments_name_are_there():
+    """A name is a path from the repository, from the package, or from the folder of the file that has it."""
+    lost = [
+        f"{path.relative_to(PACKAGE)} names {name}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for name in NAMED.findall(path.read_text())
+        if name not in FOREIGN
+        and not any((folder / name).is_file() for folder in (PACKAGE.parent, PACKAGE, path.parent))
+    ]
+    assert not lost

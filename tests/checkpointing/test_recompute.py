@@ -15,6 +15,7 @@ from trainer.config import ActivationConfig, ConfigError
 from trainer.model.initial import initialize_model
 from trainer.model.transformer import Transformer
 from trainer.parallel.recompute import apply_recompute, check_recompute
+from trainer.planning.recompute import tile_problems
 
 needs_compiler = pytest.mark.skipif(not CAN_COMPILE, reason="needs a C++ compiler")
 
@@ -122,3 +123,18 @@ def test_names_that_match_nothing_are_refused(settings, words):
     with pytest.raises(ConfigError, match="activation") as caught:
         check_recompute(Transformer(tiny_spec()), ActivationConfig(mode="selective", **settings))
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("placement", ["pre", "post", "both"])
+@pytest.mark.parametrize("kind", ["gated", "plain"])
+def test_what_a_tile_recomputes_is_refused_as_a_module(kind, placement):
+    """Each module by its own name: those that hold what `Layer.feed` runs are refused, and no others."""
+    spec = tiny_spec(depth=2)
+    spec.feed_forward.kind, spec.norm.placement = kind, placement
+    for index, layer in Transformer(spec).layers.items():
+        tiled = {id(parameter) for parameter in layer.feed_parameters()}
+        for name, module in layer.named_modules():
+            if not name or not (held := {id(parameter) for parameter in module.parameters()}):
+                continue
+            modules = ActivationConfig(mode="selective", modules=[f"layers.{index}.{name}"], tile=8)
+            assert bool([*tile_problems(modules, spec)]) == bool(held & tiled), name

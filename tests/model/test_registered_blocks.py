@@ -14,10 +14,12 @@ from trainer.model.initial import initialize_model, parameter_infos
 from trainer.model.transformer import Transformer
 from trainer.parallel.parallelize import check_model
 from trainer.parallel.pipeline.plan import layer_costs
+from trainer.planning.estimate.memory import find_peaks
 from trainer.planning.features import check_plan
 from trainer.planning.layer import flops_per_token, model_programs, parameter_counts
 from trainer.planning.parameters import declare_parameters
-from trainer.planning.resolve import compose
+from trainer.planning.recompute import SaveEntry, is_saved
+from trainer.planning.resolve import compose, resolve_layout
 
 AVERAGE = """
 from dataclasses import dataclass
@@ -52,6 +54,17 @@ class Lying(Block):
     def __init__(self, settings, spec, width):
         super().__init__()
         self.up = Linear(width, width, ("mlp", "embed"))
+
+def four_matrices(settings, spec, width):
+    up, down = (linear_table(*shape, axes, False) for shape, axes in (
+        ((width, spec.width), ("mlp", "embed")), ((spec.width, width), ("embed", "mlp"))
+    ))
+    return join_tables([("a", up), ("b", down), ("c", up), ("d", down)])
+
+@register.feed_forward("twice", parameters=four_matrices, tensor_parallel=True)
+class Twice(Block):
+    def __init__(self, settings, spec, width):
+        super().__init__()
 
 @register.feed_forward("bare", parameters=lambda settings, spec, width: {})
 class Bare(torch.nn.Module):
@@ -111,3 +124,26 @@ def test_what_cannot_be_is_refused():
             check_model(config, config.model, torch.device("cpu"))
     with pytest.raises(ConfigError, match="model.attention.settings.average: .* is not chosen"):
         compose([*SMALL[:-2], "model.attention.settings.average.inner=3"], world_size=1)
+
+
+def test_the_operations_of_a_block_are_in_the_order_that_it_declares():
+    """`activation.save=[matmul/2]` keeps every second of them."""
+    config = compose([*SMALL, "model.feed_forward.kind=twice"], world_size=1)
+    (program, *_) = model_programs(config.model, 64, 1, 2)
+    assert [name for name in program.gemms if name.startswith("feed_forward")] == [
+        f"feed_forward.{name}" for name in "abcd"
+    ]
+    entries = [SaveEntry("matmul", 2, None)]
+    kept = [name for name in program.gemms if is_saved(program, name, entries)]
+    assert kept == ["attention.k", "attention.o", "feed_forward.b", "feed_forward.d"]
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+@pytest.mark.parametrize("tile", [0, 16])
+@pytest.mark.parametrize("kind", ["bare", "lying", "twice"])
+def test_memory_of_blocks_of_any_shape_is_predicted(kind, tile, mode):
+    """Of a block without matrices, with one that reads its input alone, and with several one after the other."""
+    settings = [f"model.feed_forward.kind={kind}", f"activation.tile={tile}", f"activation.mode={mode}"]
+    config = compose([*SMALL, *settings, "batch.sequence_length=64", "batch.micro_size=1"], world_size=1)
+    (peak,) = find_peaks(config, resolve_layout(config, 1, config.model))
+    assert peak.reserved > 0 and all(size >= 0 for size in peak.categories.values())

@@ -43,3 +43,35 @@ def test_a_feature_that_is_added_is_asked_everything(monkeypatch):
         resolve_layout(config, 4, config.model, 4)
     assert ("experts", "an all-to-all") in communication_table(config, layout.plan)
     assert collect_warnings(config, layout, 4)[-1] == "slow on 4"
+
+
+OUT_OF_RANGE = {"pipeline__memory_cap": -2.0, "pipeline__chunks": 0, "grad_comm__min_size": -1}
+"""Values that are out of their ranges, and leave the numbers of ranks as they are."""
+
+IMPOSSIBLE = {
+    "pp": (5, "parallel.pp=5 exceeds the 4 layers"),
+    "tp": (3, "parallel.tp=3 does not divide model.attention.heads"),
+    "tp_overlap": ("copy_engine", "parallel.tp_overlap=copy_engine is for the collectives"),
+    "dp": (3, "parallel.dp=3 needs 3 processes, but 4 run"),
+    "zero__nvme": ("/disk", "parallel.zero.nvme=/disk is for DeepSpeed"),
+}
+"""Values that features and the mesh refuse on four processes, and how each refusal begins."""
+
+
+@pytest.mark.parametrize("impossible", IMPOSSIBLE)
+@pytest.mark.parametrize("outside", OUT_OF_RANGE)
+def test_a_value_out_of_its_range_hides_no_other_problem(outside, impossible):
+    value, begins = IMPOSSIBLE[impossible]
+    given = {outside: OUT_OF_RANGE[outside], impossible: value}
+    config = settings(shipped("tiny"), **{f"parallel__{name}": value for name, value in given.items()})
+    problems = check_plan(config.parallel, 4, config.model)
+    path = f"parallel.{outside.replace('__', '.')}={OUT_OF_RANGE[outside]}"
+    assert any(problem.startswith(path) for problem in problems), problems
+    assert any(begins in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize(("name", "value"), [("tp", 0), ("pp", -1), ("cp", 0), ("dp", 0), ("dp", -2)])
+def test_a_degree_that_divides_no_processes_is_the_only_problem(name, value):
+    config = settings(shipped("tiny"), **{f"parallel__{name}": value, "parallel__tp_overlap": "copy_engine"})
+    problems = check_plan(config.parallel, 4, config.model)
+    assert problems and all(problem.startswith(f"parallel.{name}={value}") for problem in problems)

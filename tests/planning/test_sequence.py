@@ -175,7 +175,8 @@ def test_documented_balances_are_those_of_today():
         assert found == pytest.approx([float(cell) for cell in cells], abs=0.006)
 
 
-BLOCKS = ("", ".attention", ".feed_forward", ".attention.q", ".feed_forward.up", ".feed_forward.down", ".*", ".feed_*")
+BLOCKS = ("", ".attention", ".attention_norm", ".attention.q", ".*")
+BLOCKS += (".feed_forward", ".feed_forward_norm", ".feed_forward.up", ".feed_forward.down", ".feed_*")
 
 
 @pytest.mark.parametrize("pattern", [f"layers.{layer}{block}" for layer in ("*", "0") for block in BLOCKS])

@@ -422,6 +422,7 @@ SIZE = ["--ranks", "4", "--microbatches", "8"]
         (["--schedule", "1f1b", *SIZE, "--out", "x.png", "--trace", "/dev/null/x.json"], ["--trace", "cannot write"]),
         (["run", "--schedule", "1f1b", *SIZE], ["not both"]),
         (["run", "--ranks", "4"], ["--ranks goes with --schedule"]),
+        *((["run", f"--{name}", "0"], [f"--{name} goes with --schedule"]) for name in ("ranks", "chunks", "costs")),
     ],
 )
 def test_what_cannot_be_drawn_exits_with_2(arguments, words, tmp_path, monkeypatch, capsys):

@@ -1,1 +1,1 @@
-"""Checkpoints on disk, from which a run resumes; and activation checkpointing: what backward recomputes."""
+"""Checkpoints on disk and in the memory of hosts, from which a run resumes."""

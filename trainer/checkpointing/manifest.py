@@ -91,6 +91,9 @@ def format_foreign(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+# The manifest, which describes all files of a checkpoint.
+
+
 FORMAT = 2
 """Version of the format. Format 1, torch's distributed checkpoint, was written by version 0.1.0 only."""
 MANIFEST = "manifest.json"

@@ -90,6 +90,9 @@ class Stopwatch:
         return [before.seconds_to(after) / calls for before, after in itertools.pairwise(moments)]
 
 
+# What a device is measured with.
+
+
 SQUARES = {"cuda": (512, 1024, 2048, 4096, 8192), "cpu": (64, 256, 1024)}
 """Sides of the sweep's matrices."""
 

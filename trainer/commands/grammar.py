@@ -8,6 +8,7 @@ Imports neither torch nor Hydra: completion, `--help` and most refusals need non
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import io
@@ -287,12 +288,7 @@ class Command:
             if name not in given:
                 problems += [f"{name}=... is needed: {field.metadata['doc']}"] * (name in self.required)
                 continue
-            kind, text, choices, interval = (
-                self.hints[name],
-                given[name],
-                field.metadata["choices"],
-                field.metadata["range"],
-            )
+            kind, text, choices = self.hints[name], given[name], field.metadata["choices"]
             joined = text if isinstance(text, str) else ",".join(text)
             shown = f"{name}={joined}" if name in self.keys else f"{spell_flag(name)} {joined}"
             try:
@@ -350,9 +346,10 @@ def describe_option(name: str, field: dataclasses.Field, required: list[str]) ->
 
 
 def print_once(text: str, stream: typing.TextIO | None = None) -> int:
-    """Prints on the first rank alone. Returns the exit code."""
+    """Prints on the first rank alone, and is quiet where nobody reads on (`--schema | head`). Returns the exit code."""
     if process_rank() == 0:
-        print(text, file=stream or sys.stdout, flush=True)
+        with contextlib.suppress(BrokenPipeError):
+            print(text, file=stream or sys.stdout, flush=True)
     return DONE
 
 

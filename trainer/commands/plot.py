@@ -34,7 +34,7 @@ class PlotOptions:
         if bool(self.runs) == bool(self.schedule):
             yield "give a RUN or --schedule, not both" if self.runs else "give a RUN, or --schedule"
         for name in () if self.schedule else ("ranks", "microbatches", "chunks", "costs"):
-            if getattr(self, name):
+            if getattr(self, name) not in (None, ""):
                 yield f"--{name} goes with --schedule"
 
 

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trainer.commands.grammar import Command, LaunchOptions, RecipeOptions, print_once
@@ -33,6 +34,13 @@ class TrainOptions(LaunchOptions, RecipeOptions):
         """Pages and sweeps need one process."""
         count = super().count()
         return 1 if self.cfg or self.multirun or self.schema is not None else count
+
+    def list_problems(self) -> Iterator[str]:
+        if self.resolve and not self.cfg:
+            yield "--resolve goes with --cfg job; add that, or leave --resolve out"
+        for name in ("gpus", "processes"):
+            if self.multirun and getattr(self, name):
+                yield f"--multirun starts the processes of its trials; leave --{name} out"
 
 
 def check_plan(options: TrainOptions, processes: int) -> None:
@@ -97,8 +105,8 @@ def format_schema(options: TrainOptions) -> str:
 
 
 def format_configuration(options: TrainOptions) -> str:
-    """The composed configuration as YAML, once it is checked: with its plan where WORLD_SIZE says for how many
-    processes."""
+    """The composed configuration as YAML, once it is checked: with its plan where WORLD_SIZE, --gpus or --processes
+    says for how many processes."""
     from omegaconf import OmegaConf
 
     from trainer.config import typed
@@ -106,7 +114,8 @@ def format_configuration(options: TrainOptions) -> str:
     from trainer.planning.resolve import check_values
 
     values, problems = gather_values(options.overrides, options.config_dir)
-    config = check_values(values, problems, int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None)
+    world = int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else options.gpus or options.processes
+    config = check_values(values, problems, world)
     return (typed.to_yaml(config) if options.resolve else OmegaConf.to_yaml(OmegaConf.create(values))).rstrip()
 
 

@@ -159,6 +159,9 @@ def hold_out(documents: HubStream, tokenizer: Tokenizer, threshold: int, tokens:
             writer.append([*tokenizer.encode(text), tokenizer.end_id])
 
 
+# The corpus of a configuration, of all kinds of sources.
+
+
 FORMAT = 1
 """Part of every key of the cache; raised when the same input would be prepared differently."""
 

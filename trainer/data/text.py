@@ -1,4 +1,4 @@
-"""Text files in chunks of whole lines."""
+"""Text files in chunks of whole lines, and conversations as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token files, and the sequences packed out of them."""
+"""Token files, the sequences packed out of them, and the progress of their preparation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads a profiler's trace (Kineto, in Chrome's format) as plain events."""
+"""Reads a profiler's trace (Kineto, in Chrome's format) as plain events, and sums them up in the terms of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The diagnosis of a run: what bounds it, what that costs, and what to override."""
+"""The diagnosis of a run: what bounds it, what that costs, and what to override; with the roofline of its kernels."""
 
 from __future__ import annotations
 
@@ -111,6 +111,9 @@ def kernel_point(name: str, kernels: Sequence[KernelTotal], roof: RooflineCeilin
 def _rate(kernels: Sequence[KernelTotal], what: str) -> float | None:
     """FLOPs or bytes per second of kernels that are known to have some."""
     return sum(getattr(kernel, what) for kernel in kernels) / sum(k.seconds for k in kernels) if kernels else None
+
+
+# The diagnosis.
 
 
 FORMAT = 1

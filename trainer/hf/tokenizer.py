@@ -1,4 +1,5 @@
-"""Tokenizer folders of transformers. No code that comes with a folder is run, and no file outside it is opened."""
+"""Tokenizer folders of transformers, and their chat templates. No code that comes with a folder is run, and no file
+outside it is opened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Triton kernels that go once over many tensors: squared norms, and the updates of the optimizers.
+"""Triton kernels that go once over many tensors: squared norms, the updates of the optimizers, and copies and sums of
+shards.
 
 One launch takes all tensors of the same types. A program takes one tile of one tensor; tables on the device say which,
 and where the tensors lie. Sums have a fixed order: the same tensors give the same bits. Every product is rounded before

@@ -1,4 +1,4 @@
-"""Initial weights as a function of (seed, global parameter name) alone.
+"""The parameters that modules declare, and their initial weights as a function of (seed, global name) alone.
 
 Each parameter is drawn whole from its own generator and then sliced to what the rank holds, so every plan and world
 size starts from the same bits (on the same kind of device)."""
@@ -82,6 +82,9 @@ def parameter_infos(model: nn.Module) -> dict[str, ParameterInfo]:
         for name, info in module.declared.items()
     }
     return {name: declared[name] for name, _ in model.named_parameters()}
+
+
+# Initial weights.
 
 
 Weights = Callable[[str, ParameterInfo], Tensor]

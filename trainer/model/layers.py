@@ -73,6 +73,9 @@ def split_rows(rows: int, tile: int) -> Iterator[slice]:
     return (slice(begin, min(begin + tile, rows)) for begin in range(0, rows, tile))
 
 
+# The blocks of a model.
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,

@@ -1,5 +1,6 @@
 """The interface between a model and everything that runs it: what a plan may require of a model, and what a model
-returns. Parallelism, recompute, schedules and the step know a model by this interface only.
+returns. Parallelism, recompute, schedules and the step know a model by this interface only. And how its functions are
+compiled.
 
 `Transformer` implements it. Code that is not ours implements it by an adapter with these members; nothing else has to
 change. Parameters belong to modules that are `DeclaredModule`s, under names that do not depend on how the model is

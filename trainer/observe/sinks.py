@@ -201,6 +201,9 @@ class RichConsole:
         self.bar.stop()
 
 
+# The sinks, and the logger that writes to all of them.
+
+
 Notify = Callable[[str], None]
 
 

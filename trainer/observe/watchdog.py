@@ -163,6 +163,9 @@ def own_addresses() -> list[str]:
     return [*found, socket.gethostname()]
 
 
+# Heartbeats of all ranks, and the watchdog that reads them.
+
+
 STARTING, DATA, STEP, SCHEDULE, EVALUATING, SAVING, ENDING = (
     "starting",
     "waiting for data",

@@ -259,6 +259,9 @@ def json_lines(path: Path, shape: Shape, most: int) -> list[dict[str, Any]]:
     return [*found]
 
 
+# The folder of a run: what its files hold.
+
+
 NUMBER = (int, float, type(None))
 DIAGNOSIS_SHAPE: Shape = {
     "verdict": {"kind": str, "text": str},

@@ -1,4 +1,4 @@
-"""Compares a plan with the reference: errors, tolerances, verdicts, and the table of them."""
+"""The reference, and how a plan is compared with it: errors, tolerances, verdicts, and the table of them."""
 
 from __future__ import annotations
 
@@ -166,6 +166,9 @@ class ReferenceMuon(torch.optim.Optimizer):
 
 def copy_parameters(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach().to("cpu", copy=True) for name, parameter in model.named_parameters()}
+
+
+# The errors of a plan, and how large they may be.
 
 
 class ErrorLimits(NamedTuple):

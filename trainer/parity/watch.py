@@ -1,4 +1,5 @@
-"""Trains under a plan and records what reaches the optimizer on every rank, assembled to whole tensors."""
+"""The plans that are compared. Trains under one, and records what reaches the optimizer on every rank, assembled to
+whole tensors."""
 
 from __future__ import annotations
 

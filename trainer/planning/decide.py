@@ -1,4 +1,5 @@
-"""Decides what the settings leave open (`auto`) and memory answers: activation checkpointing, tiles, and offload.
+"""Refuses a plan whose states do not fit into memory, and decides what the settings leave open (`auto`) and memory
+answers: activation checkpointing, tiles, and offload.
 
 `decide` is called once, when the memory of all ranks is known: by a run after its process group exists, and by
 estimates, suggestions and the search for plans with the memory of the machine that they are about. Only
@@ -97,6 +98,9 @@ def _way_out(config: Config, layout: Layout, world: int, node: int, memory: Mach
     shared = {"parallel.zero.stage": 3}
     more = next((count for power in range(1, 13) if fits(shared, count := world * 2**power)), None)
     return f"set parallel.zero.stage=3 and start {more} processes" if more else "take a smaller model"
+
+
+# What `auto` leaves open, decided so that a step fits into memory.
 
 
 GIB = 2**30

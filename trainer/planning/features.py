@@ -12,7 +12,7 @@ from trainer.parallel.pipeline import plan as pipeline
 from trainer.parallel.tensor import plan as tensor
 from trainer.parallel.zero import plan as zero
 from trainer.planning import float8, recompute
-from trainer.planning.plan import Feature, Plan, build_plan, check_degrees, check_mesh
+from trainer.planning.plan import Feature, Plan, build_plan, can_divide, check_degrees, check_mesh
 
 FEATURES: tuple[Feature, ...] = tuple(
     one.FEATURE for one in (recompute, float8, tensor, context, pipeline, zero, compress)
@@ -28,7 +28,7 @@ def check_plan(
     """
     node = node or world
     problems = check_degrees(parallel, world)
-    if problems:
+    if not can_divide(parallel, world):
         return problems
     for feature in FEATURES:
         problems += feature.check_model(parallel, spec, world, node)

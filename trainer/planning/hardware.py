@@ -117,6 +117,9 @@ def known_devices() -> list[str]:
     return list(_BY_NAME)
 
 
+# Files that describe machines.
+
+
 MAX_PROBLEMS = 20
 """The most problems of a file that a message names."""
 

@@ -199,14 +199,18 @@ def layer_program(
             yield Op(
                 f"{name}.all_gather", "all_gather", deferred=stream, gemms=tuple(starts), sends=sends, axis="tensor"
             )
-        yield from (gemms[matrix] for matrix in starts)
         inner = INNER_OPS[kind] if own else registered_ops(kinds[kind].facts["saved"], name, stream)
-        yield from inner(layer, gemms, tp, keys)
-        for matrix in ends:
+        between = inner(layer, gemms, tp, keys)
+        for matrix in infos:  # in the order in which the block declares them, by which `activation.save` counts
+            if matrix in starts:
+                yield gemms[matrix]
+                continue
+            yield from between  # once, before the first
             yield gemms[matrix]
             yield Op(
                 f"{name}.reduce_scatter", "reduce_scatter", eager=partial, gemms=(matrix,), sends=sends, axis="tensor"
             )
+        yield from between
         yield from norm(f"{name}_post_norm", placement in ("post", "both"))
 
     ops = (

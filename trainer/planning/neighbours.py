@@ -29,6 +29,9 @@ LONG = 16384
 RECOMPUTE = ("none", "selective", "full")
 """Modes of activation checkpointing that are tried, from the fastest to the one that needs least memory."""
 
+UNSET = ("save", "modules")
+"""Settings of `activation` that `activation.mode=auto` chooses itself."""
+
 SCHEDULES = (
     ("1f1b", 1),
     ("interleaved", 2),
@@ -127,10 +130,6 @@ def generate_neighbours(config: Config, layout: Layout, moves: Iterable[str], fa
         ),
     }
     return (changes for move in moves for changes in known[move])
-
-
-UNSET = ("save", "modules")
-"""Settings of `activation` that `activation.mode=auto` chooses itself."""
 
 
 def divisors_below(degree: int) -> list[int]:

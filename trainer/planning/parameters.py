@@ -1,7 +1,8 @@
 """The parameters of a model as a table: names, shapes, axes and roles follow from the `ModelSpec`, without modules.
 
 The blocks of `trainer/model/` declare the same parameters; a test compares both for every shipped model. A new kind of
-block is one function here and one line in `ATTENTION` or `FEED_FORWARD`.
+block is one function here and one line in `ATTENTION` or `FEED_FORWARD`. By name and role it also follows how each is
+updated, and which matrices multiply in fp8.
 """
 
 from __future__ import annotations

@@ -121,6 +121,12 @@ def check_degrees(parallel: ParallelConfig, world: int) -> list[str]:
     return problems
 
 
+def can_divide(parallel: ParallelConfig, world: int) -> bool:
+    """Whether processes can be divided by the degrees at all, so that features can be asked about the plan."""
+    degrees = (parallel.tp, parallel.pp, parallel.cp, abs(parallel.dp))
+    return world <= MOST_PROCESSES and min(degrees) >= 1 and parallel.dp >= -1
+
+
 def check_mesh(parallel: ParallelConfig, world: int, node: int | None = None) -> list[str]:
     """What keeps legal degrees from making a mesh of `world` processes.
 

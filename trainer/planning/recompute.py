@@ -77,7 +77,8 @@ def tile_problems(config: ActivationConfig, spec: ModelSpec | None) -> Iterator[
     """What is recomputed twice: by `activation.modules`, and in tiles of tokens."""
     if spec is None or not config.tile or config.mode != "selective":
         return
-    parts = (name.split(".") for name in declare_parameters(spec) if ".feed_forward." in name)
+    # A tile also passes through the norms of the block, `feed_forward_norm` and `feed_forward_post_norm`.
+    parts = (name.split(".") for name in declare_parameters(spec) if ".feed_forward" in name)
     modules = dict.fromkeys(".".join(part[:end]) for part in parts for end in range(3, len(part)))
     for name in modules:
         if any(fnmatchcase(name, pattern) for pattern in config.modules):

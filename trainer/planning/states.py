@@ -3,7 +3,7 @@ the collectives that gather and reduce them (ZeRO, Rajbhandari et al., arXiv 191
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
@@ -140,52 +140,43 @@ class LocalParameters:
         return [outer, *self.layers[layers.start : layers.stop]]
 
 
+def sum_by_unit(spec: ModelSpec, size: Callable[[Table], int]) -> LocalParameters:
+    """The size of each unit of a model. size: of a table of parameters by global name."""
+    ends = [(first, last) for first in (True, False) for last in (True, False)]
+    layers = (
+        {f"layers.{index}.{name}": info for name, info in table.items()}
+        for index, table in enumerate(layer_tables(spec))
+    )
+    return LocalParameters(
+        layers=tuple(map(size, layers)), outer={end: sum(map(size, outer_tables(spec, *end))) for end in ends}
+    )
+
+
 @by_value
 def local_parameters(spec: ModelSpec, tp: int) -> LocalParameters:
     """What each of `tp` tensor-parallel ranks holds of a model."""
-
-    def held(*tables: Table) -> int:
-        return sum(info.held(tp) for table in tables for info in table.values())
-
-    ends = [(first, last) for first in (True, False) for last in (True, False)]
-    return LocalParameters(
-        layers=tuple(held(table) for table in layer_tables(spec)),
-        outer={end: held(*outer_tables(spec, *end)) for end in ends},
-    )
+    return sum_by_unit(spec, lambda table: sum(info.held(tp) for info in table.values()))
 
 
 @by_value
 def sent_parameters(spec: ModelSpec, tp: int, shards: int) -> LocalParameters:
     """What the first of `tp` tensor-parallel ranks sends of each unit that `shards` ranks gather and reduce: what it
     holds, and padding."""
-
-    def sent(*tables: Table) -> int:
-        return shards * sum(info.row(tp, shards) for table in tables for info in table.values())
-
-    ends = [(first, last) for first in (True, False) for last in (True, False)]
-    return LocalParameters(
-        layers=tuple(sent(table) for table in layer_tables(spec)),
-        outer={end: sent(*outer_tables(spec, *end)) for end in ends},
-    )
+    return sum_by_unit(spec, lambda table: shards * sum(info.row(tp, shards) for info in table.values()))
 
 
 @by_value
 def local_moments(spec: ModelSpec, tp: int, updates: UpdateSettings) -> LocalParameters:
     """Bytes of what the optimizers of a model keep on each of `tp` tensor-parallel ranks."""
 
-    def held(table: Table, prefix: str = "") -> int:
-        infos = {prefix + name: info for name, info in table.items()}
+    def held(table: Table) -> int:
         return sum(
-            infos[name].held(tp) * len(moment_count(policy.optimizer)) * ELEMENT_BYTES[policy.state_dtype]
-            for name, policy in updates.policies(infos).items()
+            table[name].held(tp) * len(moment_count(policy.optimizer)) * ELEMENT_BYTES[policy.state_dtype]
+            for name, policy in updates.policies(table).items()
             if policy.optimizer
         )
 
-    ends = [(first, last) for first in (True, False) for last in (True, False)]
-    return LocalParameters(
-        layers=tuple(held(table, f"layers.{index}.") for index, table in enumerate(layer_tables(spec))),
-        outer={end: sum(map(held, outer_tables(spec, *end))) for end in ends},
-    )
+    return sum_by_unit(spec, held)
 
 
 def state_bytes(

@@ -2,8 +2,8 @@
 
 A layer y = x W^T + b has three: its output, and in backward the gradients of its input and of its weight. The role of a
 product says what its operands are. Numbers that are narrower than the compute type are another implementation of
-`matmul` (`float8.py`): it knows by the role which range an operand needs and along which dimension it is summed over.
-A layer hands its own to whatever multiplies for it."""
+`matmul` (`Float8Multiply`): it knows by the role which range an operand needs and along which dimension it is summed
+over. A layer hands its own to whatever multiplies for it."""
 
 from __future__ import annotations
 
@@ -153,19 +153,23 @@ def weight_gradients(gradients: Sequence[Tensor], x: Tensor, multiply: Multiply 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-# GEMMs in fp8 with dynamic scaling: another implementation of `products.matmul` for linear layers. Each operand is
-# scaled so that its largest element becomes the largest number of its type, rounded to eight bits, and multiplied by
-# tensor cores that accumulate in fp32. The result is scaled back (Micikevicius et al., arXiv 2209.05433). The scales
-# are computed from the operands and stay on the device. Nothing saturates: an infinity or a NaN in an operand gives
-# one in every result that it contributes to, and the step is skipped like any other step whose gradient is not
-# finite. | recipe | a scale for | activations, weights | gradients | weight gradients | |---|---|---|---|---| |
-# tensorwise | each operand | e4m3 | e5m2 | fp8 | | rowwise | each row of an operand, a power of two | e4m3 | e4m3 |
-# fp8 | | rowwise_with_gw_hp | the same | e4m3 | e4m3 | in the compute type | A row is what one element of the result
-# is summed over, so an operand has different rows in different roles. These are the recipes of torchao. Its linear
-# layer is a module with its own autograd function and collectives. Here only the GEMM is replaced, so deferred weight
-# gradients, tensor parallelism and sharding stay as they are. Backward keeps activations in the compute type, as
-# without fp8: in another role the same numbers are scaled differently. Each rank of a tensor-parallel group scales
-# its operands by itself.
+# GEMMs in fp8 with dynamic scaling: another implementation of `matmul` for linear layers. Each operand is scaled so
+# that its largest element becomes the largest number of its type, rounded to eight bits, and multiplied by tensor cores
+# that accumulate in fp32. The result is scaled back (Micikevicius et al., arXiv 2209.05433). The scales are computed
+# from the operands and stay on the device. Nothing saturates: an infinity or a NaN in an operand gives one in every
+# result that it contributes to, and the step is skipped like any other step whose gradient is not finite.
+#
+# | recipe             | a scale for              | activations, weights | gradients | weight gradients    |
+# |--------------------|--------------------------|----------------------|-----------|---------------------|
+# | tensorwise         | each operand             | e4m3                 | e5m2      | fp8                 |
+# | rowwise            | each row, a power of two | e4m3                 | e4m3      | fp8                 |
+# | rowwise_with_gw_hp | each row, a power of two | e4m3                 | e4m3      | in the compute type |
+#
+# A row is what one element of the result is summed over, so an operand has different rows in different roles. These are
+# the recipes of torchao. Its linear layer is a module with its own autograd function and collectives. Here only the
+# GEMM is replaced, so deferred weight gradients, tensor parallelism and sharding stay as they are. Backward keeps
+# activations in the compute type, as without fp8: in another role the same numbers are scaled differently. Each rank of
+# a tensor-parallel group scales its operands by itself.
 
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -1,4 +1,4 @@
-"""Runs trials on this machine: each a torchrun of its own, on GPUs of its own."""
+"""Runs trials: on this machine, each a torchrun of its own on GPUs of its own, or as jobs of Slurm."""
 
 from __future__ import annotations
 

@@ -10,7 +10,9 @@ Not compared is what belongs to a rank alone: the error feedback of quantised gr
 0's are saved), random numbers (seeded from `run.seed`, the step and the rank before each step), copies of which
 DeepSpeed gives ranks runs of elements with different ends, and states that DeepSpeed keeps on a disk.
 
-A comparison reads each replicated byte once and reduces two integers for each set of ranks that hold the same parts."""
+A comparison reads each replicated byte once and reduces two integers for each set of ranks that hold the same parts.
+
+A step whose loss or gradient is not finite is compared with itself: `StepRepeats` runs it again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds, and how a run resumes from one."""
+"""What a checkpoint of a run holds, how a run resumes from one, and what the model writes while it is trained."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from trainer.planning.schedules.ir import Schedule
 from trainer.precision.products import DTYPES
 from trainer.precision.scaler import LossScale
 
-# What keeps steps behind a suspicious one from changing the state; see `repeats.py`.
+# What keeps steps behind a suspicious one from changing the state; see `StepRepeats` in `replicas.py`.
 
 
 class UpdateGate:

@@ -1,4 +1,4 @@
-"""The training loop."""
+"""The training loop, and its steps as one CUDA graph."""
 
 from __future__ import annotations
 
@@ -107,6 +107,9 @@ def check_recording(config: Config, device: torch.device) -> None:
         raise ConfigError(
             "run.cuda_graphs=true: this process runs on the CPU, which has none; set run.cuda_graphs=false"
         )
+
+
+# The training loop.
 
 
 T = TypeVar("T")

@@ -1,4 +1,5 @@
-"""A folder of a search: what it was begun with, and its trials. A trial is that of a sweep, and runs alone."""
+"""A search: the plans that it chooses from, which one is measured next, and its folder. A trial is that of a sweep, and
+runs alone."""
 
 from __future__ import annotations
 
@@ -29,11 +30,6 @@ from trainer.sweep.results import SweepResults, TrialResult
 from trainer.util import tables
 from trainer.util.lines import BEST, REPORT, SEARCH, TRIALS
 from trainer.util.reading import make_printable, on_one_line, read_json, shorten_foreign, write_atomic
-
-# Which plan is measured next. Pure: what has been measured goes in, a plan comes out, or that none can win any more.
-# The choice is a function of all plans and of what has been measured. It keeps nothing from one call to the next, so
-# that a search that was interrupted goes on as if it had not been.
-
 
 # What measurements say about predictions: how much longer than predicted a plan takes, by its degrees and modes.
 
@@ -96,6 +92,11 @@ def _columns(known: Sequence[Axes]) -> list[tuple[str, str | None, float]]:
         else:
             found.append((name, None, float(numpy.mean(numpy.log2(values)))))
     return found
+
+
+# Which plan is measured next. Pure: what has been measured goes in, a plan comes out, or that none can win any more.
+# The choice is a function of all plans and of what has been measured. It keeps nothing from one call to the next, so
+# that a search that was interrupted goes on as if it had not been.
 
 
 RISKY = 1.05
@@ -273,6 +274,9 @@ def name_of(axes: Mapping[str, float | str]) -> str:
     return re.sub(r"[^\w.+-]+", "-", "_".join(filter(None, parts)))
 
 
+# The folder of a search.
+
+
 ENDED = ("done", "out_of_memory", "failed", "timeout")
 """Statuses of trials that count: whatever became of them is a result."""
 
@@ -381,7 +385,7 @@ class TuningStudy:
 
 def plan_overrides(plan: SearchPlan) -> list[str]:
     """What makes a recipe's run one of a plan."""
-    return [f"{name}={format_override(value)}" for name, value in plan.changes.items()]
+    return [f"{name}={format_hydra_value(value)}" for name, value in plan.changes.items()]
 
 
 def seconds_of(line: TrialResult, plan: SearchPlan) -> float | None:
@@ -390,12 +394,12 @@ def seconds_of(line: TrialResult, plan: SearchPlan) -> float | None:
     return plan.scale * seconds if seconds else None
 
 
-def format_override(value: Any) -> str:
+def format_hydra_value(value: Any) -> str:
     """A value of a setting as Hydra's grammar reads it."""
     if isinstance(value, str):
         return quote_value(value)
     if isinstance(value, list):
-        return f"[{','.join(map(format_override, value))}]"
+        return f"[{','.join(map(format_hydra_value, value))}]"
     return json.dumps(value)
 
 

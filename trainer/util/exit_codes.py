@@ -1,4 +1,4 @@
-"""The exit codes of every command, and how a refused configuration is reported."""
+"""The exit codes of every command, and how a refused configuration or a missing package is reported."""
 
 from __future__ import annotations
 

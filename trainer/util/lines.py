@@ -1,4 +1,5 @@
-"""Files of lines that grow with a run: read as a stream, appended to by one process, cut at their end.
+"""Files of lines that grow with a run: read as a stream, appended to by one process, cut at their end. And the names of
+all that lies in the folder of a run.
 
 The time is linear in what is read, and the memory is that of the longest line."""
 

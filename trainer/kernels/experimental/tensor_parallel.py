@@ -1,5 +1,6 @@
 """Triton kernels that multiply while ranks of a node send each other what is multiplied, or its results: an all-gather
-with the product behind it, and a product with the reduce-scatter behind it. How they signal is in `exchange.py`.
+with the product behind it, and a product with the reduce-scatter behind it. How they signal is in
+`kernels/exchange.py`.
 
 Why nothing waits in a circle: what raises flags (the copiers of a gather, the product of a reduce-scatter) waits for
 nothing, and copiers are the programs that come to run first, whatever their numbers. And tiles are counted by `while`:
@@ -16,7 +17,7 @@ from torch import Tensor
 from trainer.kernels.exchange import SymmetricRegion, peer_address, signal_peer, wait_for_flag
 from trainer.kernels.experimental.tiles import TileShape
 
-# Products of tiles, as the kernels of `tensor_parallel.py` make them.
+# Products of tiles, as the kernels below make them.
 
 
 @triton.jit

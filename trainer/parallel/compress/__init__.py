@@ -1,1 +1,1 @@
-"""Quantised gradients: codecs, the links they travel over, and reductions."""
+"""Quantised gradients: codecs, and the reductions that send them."""

@@ -209,6 +209,9 @@ def gathered_elements(attention: AttentionSpec, context: ContextPlan, length: in
     return 2 * max(max(attention.kv_heads / tp, 1) / context.inner, 1) * attention.head_dim * length
 
 
+# What settings ask for, what `auto` takes, and what is refused with which way out.
+
+
 BETWEEN_NODES = 8.0
 """What a byte between nodes costs over one inside a node where no hardware is named: 370 over 45 GB/s, H200 with
 NVLink and 400 Gbit/s a GPU."""
@@ -496,6 +499,9 @@ def _halo(request: ContextRequest, chosen: ContextPlan) -> Iterator[ContextFault
     )
     longer = [{"batch.sequence_length": -(-needed // step) * step}] if windows else []
     yield ContextFault(text, [GATHER, longer, _smaller(request)])
+
+
+# What planning asks of every feature (`planning/features.py`).
 
 
 def check_blocks(parallel: ParallelConfig, spec: ModelSpec | None, world: int, node: int) -> list[str]:

@@ -1,8 +1,8 @@
 """Runs a schedule: the micro-batches of one optimizer step, forward and backward, on the stages that this rank holds.
 
 Every training step goes through here. A rank without a pipeline has one stage and the order F, B, F, B, and so on. The
-actions (F, B, I, W and the transfers between them) are those of `planning/schedules/ir.py`; `lower.py` derives this
-rank's program from the schedule.
+actions (F, B, I, W and the transfers between them) are those of `planning/schedules/ir.py`;
+`planning/schedules/lower.py` derives this rank's program from the schedule.
 """
 
 from __future__ import annotations

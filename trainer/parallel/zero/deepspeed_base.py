@@ -1,5 +1,5 @@
 """What both ways of running DeepSpeed share: our update behind its interface, its loss scale in our form, and fragments
-of its flat tensors by name. See `engine.py`."""
+of its flat tensors by name. See `deepspeed_engine.py`."""
 
 from __future__ import annotations
 

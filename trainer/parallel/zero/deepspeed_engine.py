@@ -2,7 +2,7 @@
 
 DeepSpeed keeps fp32 masters and moments, flat and cut without regard to rows, a part on each data-parallel rank; the
 model has its parameters in the compute type. It reduces gradients, judges overflows, moves the loss scale, clips and
-skips. The arithmetic of an update is ours (`base.py`), so that every optimizer and policy works, and nothing
+skips. The arithmetic of an update is ours (`deepspeed_base.py`), so that every optimizer and policy works, and nothing
 is compiled for a CPU.
 
 Stages 1 and 2 (`FlatZero`): DeepSpeed sees shadows of our parameters, plain tensors that share their memory, and knows

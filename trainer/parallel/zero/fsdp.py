@@ -64,8 +64,8 @@ if TYPE_CHECKING:
 
 
 def import_engine(device: torch.device) -> ModuleType:
-    """`engine.py`, imported for the kind of the run's device: DeepSpeed settles on one when it is imported, and left
-    to itself on a GPU where there is one. Raises `ConfigError` if it has been imported for another."""
+    """`deepspeed_engine.py`, imported for the kind of the run's device: DeepSpeed settles on one when it is imported,
+    and left to itself on a GPU where there is one. Raises `ConfigError` if it has been imported for another."""
     if "deepspeed" not in sys.modules:
         os.environ["DS_ACCELERATOR"] = device.type
     module = importlib.import_module("trainer.parallel.zero.deepspeed_engine")

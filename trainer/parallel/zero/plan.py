@@ -11,6 +11,9 @@ from trainer.config.fields import list_divisors
 from trainer.planning.parameters import UpdateSettings, float8_setting
 from trainer.planning.plan import Feature, Plan
 
+# What DeepSpeed's engine cannot run.
+
+
 FLAG, COUNT, SIZE, NAMES = "true or false", "a whole number from 0 on", "a whole number from 1 on", "a list of names"
 
 STAGE_3, OFFLOAD, NVME = "parallel.zero.stage=3", "parallel.zero.offload=true", "parallel.zero.nvme=FOLDER"
@@ -276,6 +279,9 @@ def check_settings(config: Config) -> Iterator[str]:
             "parallel.pipeline.schedule=auto may cut the model anew, which DeepSpeed cannot; name a schedule (a run "
             f"with {TORCH} finds one), such as interleaved"
         )
+
+
+# What sharding needs of ranks, whatever the engine.
 
 
 def check_zero(parallel: ParallelConfig, ranks: int, world: int, node: int) -> list[str]:

@@ -1,5 +1,5 @@
 """A machine as data, from what was measured of it: the constants of `HardwareConfig` with which the time model of
-`pace.py` and `timing.py` gives the measured times."""
+`rates.py` and `timing.py` gives the measured times."""
 
 from __future__ import annotations
 

@@ -95,6 +95,9 @@ def mask_of(layout: Layout, attention: AttentionSpec, masked: bool) -> float:
     return order + mask_bytes(batch, length // context.outer, length) * tables
 
 
+# What a device holds, replayed over a step.
+
+
 CATEGORIES = (
     "parameters",
     "optimizer",
@@ -249,7 +252,7 @@ class ModelBytes:
         working = self.tokens * max(computed, attending) + keys
         if not self.tile:
             return working
-        widest = max(gemm.result for gemm in second.gemms.values())
+        widest = max((gemm.result for gemm in second.gemms.values()), default=0.0)  # a registered block may have none
         tile = self.tile * self.plan.tp * (second.saved + (2 + whole) * stream + 2 * widest)
         weights = sum(prod(gemm.shape) for gemm in second.gemms.values())
         return max(working, 2 * self.stream + tile + MASTER_BYTES * weights)

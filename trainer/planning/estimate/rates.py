@@ -257,6 +257,9 @@ def sum_times(parts: Iterable[OverlapTime]) -> OverlapTime:
     return OverlapTime(*map(sum, zip(OverlapTime(0.0), *parts)))
 
 
+# What a device and its links sustain.
+
+
 @dataclass(frozen=True)
 class DeviceRates:
     """Rates of one device. peak, products: FLOP/s; attention: the same by kernel (`context.attention_kernel`); float8:

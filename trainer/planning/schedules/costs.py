@@ -1,7 +1,8 @@
-"""What pipeline stages cost: seconds and bytes by stage, summed from costs by layer.
+"""What pipeline stages cost, seconds and bytes by stage, summed from costs by layer; and which layers make a stage.
 
 `LayerCosts` knows nothing of a split, `StageCosts` nothing of layers: schedules are simulated on the second, splits are
-chosen on the first. Both are plain numbers; a measurement fills the same fields as the formulas of `layers.py`.
+chosen on the first. Both are plain numbers; a measurement fills the same fields as `layer_costs` of
+`parallel/pipeline/plan.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""From a schedule to what one rank executes: communication and work on parameters, from the order of computation.
+"""From a schedule to what one rank executes: communication and work on parameters, from the order of computation. And
+whether a schedule can run at all (`validate_schedule`).
 
 All ranks' computations and transfers are put in one order, a transfer being one event of both its ranks; the program of
 a rank is what is its own in this order. So no ranks wait for each other in a circle, whatever waits for whatever: the

@@ -1,4 +1,5 @@
-"""How long a schedule takes and how much memory it needs: an event simulation on the costs of stages.
+"""How long a schedule takes and how much memory it needs: an event simulation on the costs of stages. And the files of
+timelines, simulated or measured.
 
 A rank computes its actions in order, each as soon as its input has arrived. Transfers between ranks overlap with
 computation; what a rank sends, to whichever rank, waits until its link has sent what came before. Parameters are

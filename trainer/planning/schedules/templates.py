@@ -1,7 +1,7 @@
 """The known pipeline schedules by name, built for any number of ranks and micro-batches.
 
 A template gives each rank an order of forwards and backwards. Zero-bubble templates order F and I only, and state how
-many activations a rank may hold; `build_greedy.list_schedule` then places W, as if F, I and W took equally long."""
+many activations a rank may hold; `greedy.list_schedule` then places W, as if F, I and W took equally long."""
 
 from __future__ import annotations
 
