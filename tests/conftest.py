@@ -63,6 +63,9 @@ LONG = (
     "test_pipeline_runtime.py",
     "test_watchdog.py",
     "test_pipeline_defects.py",
+    "test_start.py",
+    "test_extreme_numbers.py",
+    "test_watch.py",
 )
 """Files that take longest, in the order in which pytest-xdist's workers take them: those that compute and those that
 mostly wait in turn, short ones last. All but those of `FAST` are marked slow."""
