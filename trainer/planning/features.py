@@ -1,4 +1,4 @@
-"""The features of a plan, in the order in which `parallel/parallelize.py` applies them, and what all of them say of it.
+"""The features of a plan in a fixed order, and what all of them say of it.
 
 A new mesh axis is one folder in `parallel/` and one entry here."""
 

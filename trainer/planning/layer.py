@@ -50,7 +50,7 @@ class Op:
     norm over the heads of several ranks, and the terms of a sum.
     deferred: bytes held for a deferred weight gradient, from the gradient of the input to that of the weight.
     read: whether backward reads the result.
-    sends: bytes of the whole tensor of a collective; axis: of the mesh, along which it is sent.
+    sends: bytes of the whole tensor of a collective among the tensor-parallel ranks; 0 where there is only one.
     gemms: the GEMMs that read what a collective gathers, or write what it sums; it can overlap with these.
     """
 
@@ -65,7 +65,6 @@ class Op:
     deferred: float = 0.0
     read: bool = True
     sends: float = 0.0
-    axis: str = ""
     gemms: tuple[str, ...] = ()
 
 
@@ -196,9 +195,7 @@ def layer_program(
             )
         yield from norm(f"{name}_norm", placement in ("pre", "both"))
         if starts:
-            yield Op(
-                f"{name}.all_gather", "all_gather", deferred=stream, gemms=tuple(starts), sends=sends, axis="tensor"
-            )
+            yield Op(f"{name}.all_gather", "all_gather", deferred=stream, gemms=tuple(starts), sends=sends)
         inner = INNER_OPS[kind] if own else registered_ops(kinds[kind].facts["saved"], name, stream)
         between = inner(layer, gemms, tp, keys)
         for matrix in infos:  # in the order in which the block declares them, by which `activation.save` counts
@@ -207,9 +204,7 @@ def layer_program(
                 continue
             yield from between  # once, before the first
             yield gemms[matrix]
-            yield Op(
-                f"{name}.reduce_scatter", "reduce_scatter", eager=partial, gemms=(matrix,), sends=sends, axis="tensor"
-            )
+            yield Op(f"{name}.reduce_scatter", "reduce_scatter", eager=partial, gemms=(matrix,), sends=sends)
         yield from between
         yield from norm(f"{name}_post_norm", placement in ("post", "both"))
 
@@ -273,7 +268,7 @@ def embedding_program(spec: ModelSpec, tp: int, element_bytes: int) -> Program:
     """The look-up of tokens, whose indices are kept. Each rank has a part of the vocabulary."""
     whole = float(element_bytes * spec.width)
     lookup = Op("embedding", "lookup", (spec.vocab_size / tp, spec.width), result=whole / tp, saved=8.0)
-    return Program((lookup, Op("embedding.reduce_scatter", "reduce_scatter", sends=whole, axis="tensor")))
+    return Program((lookup, Op("embedding.reduce_scatter", "reduce_scatter", sends=whole * (tp > 1))))
 
 
 def head_program(spec: ModelSpec, tp: int, element_bytes: int) -> Program:
@@ -284,7 +279,7 @@ def head_program(spec: ModelSpec, tp: int, element_bytes: int) -> Program:
     return Program(
         (
             Op("norm", "norm", saved=2 * whole / tp),
-            Op("head.all_gather", "all_gather", sends=whole, axis="tensor", gemms=("head",)),
+            Op("head.all_gather", "all_gather", sends=whole * (tp > 1), gemms=("head",)),
             Op("head", "gemm", shape, gemm_flops(matrix, tp), element_bytes * rows),
             Op("loss", "loss", saved=element_bytes * head_rows(rows)),
         )

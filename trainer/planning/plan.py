@@ -92,9 +92,10 @@ class Plan:
 
 
 class Feature(NamedTuple):
-    """One way to divide a model, its states or its data over ranks, or to compute it: what planning asks of each, in
-    the order of `planning.features.FEATURES`. Each has a folder in `parallel/` with a pure `plan.py`, which answers,
-    beside what applies it to a model. A question that a feature has nothing to say to is left out.
+    """One way to divide or to compute a model, as planning sees it. `planning.features.FEATURES` lists all of them.
+
+    A feature that divides work over ranks has a folder in `parallel/`: a pure `plan.py`, which answers the questions
+    below, and the code that applies it to a model. A question that does not concern a feature keeps its default.
 
     check_model: (settings of `parallel`, model where it is known, processes, processes of a node) -> what makes it
     impossible, one sentence each. check_ranks: (settings of `parallel`, ranks that hold the same part of the model,

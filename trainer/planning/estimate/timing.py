@@ -150,10 +150,11 @@ class _Timer:
             self.launch *= HOST[config.compile]
         if not self.on_cpu and not config.compile:
             self.repeated = REPEATED[recompute.mode == "selective" and bool(recompute.save) and not recompute.modules]
-        stream = self.element * self.tokens * self.spec.width
-        self.way, self.off = self._ways(hardware, stream)
+        self.lookup, scatter = embedding_program(self.spec, self.plan.tp, self.element).ops
+        self.stream = self.tokens * self.lookup.result  # bytes of a rank's part of the hidden states
+        self.way, self.off = self._ways(hardware, self.tokens * scatter.sends)
         self.apart = any(action.kind == "W" for order in layout.pipeline.schedule.orders for action in order)
-        self.transfer = self.rings["pp"].transfer(stream / self.plan.tp) if self.plan.pp > 1 else 0.0
+        self.transfer = self.rings["pp"].transfer(self.stream) if self.plan.pp > 1 else 0.0
         self.sent = sent_parameters(self.spec, self.plan.tp, self.plan.shard)
         node = min(self.plan.world, hardware.devices)
         self.scattered, self.summed = wire_formats(
@@ -161,16 +162,16 @@ class _Timer:
         )
         self.reduces_once = reduces_at_step_end(config.parallel.grad_comm, self.plan, node)
 
-    def _ways(self, hardware: HardwareConfig, stream: float) -> tuple[CollectiveOverlap, CollectiveOverlap]:
-        """How products and collectives of tensor-parallel ranks run. stream: bytes of the hidden states."""
+    def _ways(self, hardware: HardwareConfig, sent: float) -> tuple[CollectiveOverlap, CollectiveOverlap]:
+        """How GEMMs and collectives of tensor-parallel ranks run. sent: bytes of the tensor of each collective."""
         ring, near = self.rings["tp"], hardware.node.bandwidth * 1e9
         copies = near * (hardware.achieved.copies or hardware.node.achieved)
         link = TensorGroupLink(
             ranks=ring.ranks,
-            collective=ring.seconds(stream),
-            copied=(ring.ranks - 1) * stream / ring.ranks / copies,
+            collective=ring.seconds(sent),
+            copied=(ring.ranks - 1) * sent / ring.ranks / copies,
             call=hardware.signal * 1e-6,
-            adding=(1 + 1 / ring.ranks) * stream / self.pace.memory,
+            adding=(1 + 1 / ring.ranks) * sent / self.pace.memory,
             hidden=self.pace.hidden,
         )
         return OVERLAP_MODELS[self.config.parallel.tp_overlap](link), CollectiveOverlap(link)
@@ -292,8 +293,7 @@ class _Timer:
 
     def _embedding(self) -> UnitTimes:
         """The look-up, and the gradient of the whole table, most of which is zero."""
-        (lookup, _) = embedding_program(self.spec, self.plan.tp, self.element).ops
-        stream, table = self.tokens * lookup.result, prod(lookup.shape)
+        stream, table = self.stream, prod(self.lookup.shape)
         collective = self.off.moving
         forward = {"memory-bound kernels": 3 * stream / self.pace.memory, "tensor collectives": collective}
         weight = {
