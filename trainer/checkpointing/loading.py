@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
@@ -36,6 +36,9 @@ from trainer.optim.optimizer import PREFIX as EMA
 from trainer.planning.parameters import declare_parameters
 
 T = TypeVar("T")
+
+READERS = 4
+"""Files that a rank reads at a time. A rank writes as many for an in-memory checkpoint."""
 
 
 class PlannedRead(NamedTuple):
@@ -110,12 +113,19 @@ class CheckpointContents:
         return reads
 
     def fill(self, reads: list[PlannedRead]) -> None:
-        """Reads file by file, in the order of bytes, since sequential reads are the fastest."""
-        reads = sorted(reads, key=lambda read: (read.piece.chunk.file, read.piece.chunk.start))
-        for name, of_file in groupby(reads, key=lambda read: read.piece.chunk.file):
+        """Reads up to `READERS` files at a time, each in the order of bytes, since sequential reads are the fastest."""
+        by_file: dict[str, list[PlannedRead]] = {}
+        for read in sorted(reads, key=lambda read: read.piece.chunk.start):
+            by_file.setdefault(read.piece.chunk.file, []).append(read)
+
+        def fill_from(name: str) -> None:
             with open_inside(self.path, name) as file:
-                for read in of_file:
+                for read in by_file[name]:
                     self._guard(name, read_rows, file, read)
+
+        with ThreadPoolExecutor(READERS) as pool:
+            for _ in pool.map(fill_from, by_file):  # raises what a thread has raised
+                pass
 
     def _check_files(self, chunks: Iterable[tuple[str, Chunk]]) -> None:
         """Checks that files are as long as the manifest says and long enough for `chunks`. The chunks' lengths may not

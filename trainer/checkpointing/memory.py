@@ -385,14 +385,20 @@ def find_in_memory(
 def remove_damaged(path: Path, names: Sequence[str]) -> bool:
     """Removes those of the files of the checkpoint `path` that differ from their checksums, since another node may have
     a whole copy. Returns whether there were any."""
-    files, damaged = read_manifest(path)["files"] if names else {}, False
-    for name in names:
+    if not names:
+        return False
+    files = read_manifest(path)["files"]
+
+    def is_damaged(name: str) -> bool:
         try:
             verify_checksums(path, {name: files[name]})
         except DamagedCheckpoint:
             (path / name).unlink()
-            damaged = True
-    return damaged
+            return True
+        return False
+
+    with ThreadPoolExecutor(WRITERS) as pool:  # hashing releases the GIL
+        return any([*pool.map(is_damaged, names)])
 
 
 def fetch_files(nodes: MemoryNodes, path: Path, tensors: dict[str, Tensor | Fragment], world: World) -> None:
