@@ -55,7 +55,9 @@ def test_a_phase_keeps_to_its_weights(stages, limits, number):
     mixture = Mixture.plan(stages, limits)
     for phase, following in zip(mixture.phases, [*mixture.phases[1:], None]):
         end = following.start if following else phase.start + number * 100
-        total = sum([stage.weights for stage in stages if stage.start <= phase.start][-1][name] for name in phase.shares)
+        total = sum(
+            [stage.weights for stage in stages if stage.start <= phase.start][-1][name] for name in phase.shares
+        )
         for name, count in mixture.consumed(end, phase.start).items():
             share = [stage.weights for stage in stages if stage.start <= phase.start][-1][name] / total
             assert abs(count - (end - phase.start) * share) <= 1 + len(phase.shares) / 2 + 0.1

@@ -61,7 +61,9 @@ def test_stages_limits_and_other_weights(tmp_path):
     assert [phase[0] for phase in manifest["mixture"]] == [0, 8]
     assert line["epochs/b"] == pytest.approx(line["epochs/a"] * 5)  # 20 samples, and 4
     # All 20 samples that b may give are used.
-    with pytest.raises(ConfigError, match=r"max_tokens and max_epochs .* before step 7 of run.steps=8; set run.steps=6"):
+    with pytest.raises(
+        ConfigError, match=r"max_tokens and max_epochs .* before step 7 of run.steps=8; set run.steps=6"
+    ):
         run(compose(tmp_path, **stages, **{"run.steps": 8}))
     # Other weights take both sources on, and the limit of b leaves a alone from step 8 on.
     more = {"run.steps": 9, "data.sources.b.max_tokens": 352, "data.sources.b.weight": 1, "data.stages": "{}"}
