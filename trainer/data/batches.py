@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.data.mixture import Mixture
 from trainer.data.tokens import TokenSample
 from trainer.model.loss import IGNORE
 from trainer.planning.plan import BatchPlan
 
 if TYPE_CHECKING:
     from trainer.data.corpus import CorpusSide
+    from trainer.data.mixture import Mixture
 
 # The order of samples: a pure function of the seed, the mixture and the sample's number in the run. Sample g of the run
 # is sample n of one source, as the mixture says, and each epoch of a source has a random order of its own. Only g and
