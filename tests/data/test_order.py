@@ -4,7 +4,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.batches import PERIOD, SampleOrder, interleave_sources, permute_index, source_shares
+from trainer.data.batches import SampleOrder, permute_index
+from trainer.data.mixture import PERIOD, Mixture, MixtureStage, interleave_sources, source_shares
+
+
+def order_of(names, lengths, given_weights, seed):
+    mixture = Mixture.plan([MixtureStage(0, dict(zip(names, given_weights)))], {})
+    return SampleOrder(names, lengths, mixture, seed)
+
 
 weights = st.lists(st.floats(0.01, 100), min_size=1, max_size=6)
 
@@ -51,7 +58,7 @@ def test_every_prefix_keeps_to_the_weights(given_weights):
 @settings(max_examples=30, deadline=None)
 def test_each_epoch_of_each_source_reads_all_of_it_once(sources, seed):
     lengths, given_weights = map(list, zip(*sources))
-    order = SampleOrder([f"s{number}" for number in range(len(sources))], lengths, given_weights, seed)
+    order = order_of([f"s{number}" for number in range(len(sources))], lengths, given_weights, seed)
     source, index = order(np.arange(3000))
     for number, length in enumerate(lengths):
         read = index[source == number]
@@ -60,12 +67,12 @@ def test_each_epoch_of_each_source_reads_all_of_it_once(sources, seed):
 
 
 def test_epochs_and_sources_and_seeds_differ():
-    source, index = SampleOrder(["a", "b"], [500, 500], [1, 1], 0)(np.arange(4000))
+    source, index = order_of(["a", "b"], [500, 500], [1, 1], 0)(np.arange(4000))
     first, second = index[source == 0][:500], index[source == 0][500:1000]
     assert not np.array_equal(first, second)
     assert not np.array_equal(first, index[source == 1][:500])
-    assert not np.array_equal(first, SampleOrder(["a"], [500], [1], 1)(np.arange(500))[1])
-    assert np.array_equal(first, SampleOrder(["a"], [500], [1], 0)(np.arange(500))[1]), (
+    assert not np.array_equal(first, order_of(["a"], [500], [1], 1)(np.arange(500))[1])
+    assert np.array_equal(first, order_of(["a"], [500], [1], 0)(np.arange(500))[1]), (
         "other sources do not change a source's order"
     )
 
@@ -73,7 +80,7 @@ def test_epochs_and_sources_and_seeds_differ():
 @given(st.integers(0, 10**12), st.integers(1, 300))
 @settings(max_examples=30, deadline=None)
 def test_any_window_is_the_same_as_one_by_one(start, count):
-    order = SampleOrder(["a", "b", "c"], [1000, 7, None], [5, 1, 2], 3)
+    order = order_of(["a", "b", "c"], [1000, 7, None], [5, 1, 2], 3)
     numbers = start + np.arange(count)
     together = np.stack(order(numbers))
     alone = np.concatenate([np.stack(order(numbers[at : at + 1])) for at in range(count)], axis=1)
@@ -81,5 +88,5 @@ def test_any_window_is_the_same_as_one_by_one(start, count):
 
 
 def test_a_stream_is_read_in_its_own_order():
-    source, index = SampleOrder(["stream", "b"], [None, 9], [1, 3], 0)(np.arange(3 * PERIOD))
+    source, index = order_of(["stream", "b"], [None, 9], [1, 3], 0)(np.arange(3 * PERIOD))
     assert np.array_equal(index[source == 0], np.arange((source == 0).sum()))

@@ -30,6 +30,7 @@ from trainer.checkpointing.retention import find_newest
 from trainer.config import ConfigError
 from trainer.config.model import ModelSpec
 from trainer.config.typed import InvalidValue, Problems, build_typed
+from trainer.data.mixture import Mixture
 from trainer.distributed.mesh import gather_objects
 from trainer.distributed.tensors import Fragment
 from trainer.optim.optimizer import PREFIX as EMA
@@ -255,6 +256,11 @@ def read_states(path: Path) -> dict[str, Any]:
         counts["scaler._growth_tracker"] = scaler.get("_growth_tracker"), 2**31 - 1
     for name, (value, most) in counts.items():
         _demand(path, name, type(value) is int and 0 <= value <= most, value, "a whole number in its range")
+    if manifest.setdefault("mixture", None) is not None:
+        try:
+            Mixture.parse(manifest["mixture"])
+        except ValueError as error:
+            raise DamagedCheckpoint(f"{path / MANIFEST}: mixture {error}") from None
     compression = manifest.setdefault("compression", None)
     known = compression is None or isinstance(compression, dict) and _texts(compression.get("chosen"))
     _demand(path, "compression", known, compression, "null or a mapping with what was chosen")

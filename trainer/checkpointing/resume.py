@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.checkpointing.loading import read_launchers, read_states
 from trainer.checkpointing.manifest import WAY_OUT, DamagedCheckpoint, list_checkpoints, read_manifest
@@ -14,6 +14,9 @@ from trainer.config import CheckpointConfig, Config, ConfigError
 from trainer.config.model import ModelSpec
 from trainer.config.typed import flatten_values
 from trainer.planning.plan import BatchPlan
+
+if TYPE_CHECKING:
+    from trainer.data.corpus import Corpus
 
 
 def find_start(
@@ -65,13 +68,31 @@ def known_launchers(path: Path) -> set[str]:
         return set()
 
 
-def data_identity(fingerprint: str, seed: int, batch: BatchPlan) -> dict[str, Any]:
+CORPUS = "corpus (as cut into sequences)"
+
+
+def data_identity(corpus: Corpus, seed: int, batch: BatchPlan) -> dict[str, Any]:
     """The settings and content without which a position in the data means nothing."""
     return {
-        "corpus (as cut into sequences)": fingerprint,
+        CORPUS: corpus.fingerprint,
         "run.seed": seed,
         "batch.sequence_length": batch.sequence_length,
+        "sources": corpus.contents,
     }
+
+
+def find_changed_data(saved: dict[str, Any], data: dict[str, Any]) -> list[str]:
+    """The settings and sources in which the data of a run differ from those of a checkpoint in such a way that the
+    checkpoint's position means nothing. Both are `data_identity`. Other weights, and sources that were not there
+    before or are no longer there, are no such difference: every source continues where it stands."""
+    changed = [name for name in ("run.seed", "batch.sequence_length") if saved.get(name) != data[name]]
+    before, now = saved.get("sources"), data["sources"]
+    if not isinstance(before, dict):  # a checkpoint from before sources were recorded one by one
+        return [*changed, *([CORPUS] if saved.get(CORPUS) != data[CORPUS] else [])]
+    changed += [f"data.sources.{name}" for name in now if name in before and before[name] != now[name]]
+    gone = {before[name]: name for name in before if name not in now}
+    renamed = [(gone[key], name) for name, key in now.items() if name not in before and key in gone]
+    return [*changed, *(f"data.sources.{name} (the source {old} under another name)" for old, name in renamed)]
 
 
 def fitting_manifest(
@@ -96,8 +117,7 @@ def fitting_manifest(
             + ": set another run.name to train it beside the earlier run, or checkpoint.resume=none to train it here, "
             "which sets the earlier run aside"
         )
-    if manifest["data"] != data and config.checkpoint.data == "continue":
-        changed = [name for name, value in data.items() if manifest["data"].get(name) != value]
+    if config.checkpoint.data == "continue" and (changed := find_changed_data(manifest["data"], data)):
         problems.append(
             f"the data differ from the checkpoint's in {', '.join(changed)}, so its position means nothing here: set "
             "checkpoint.data=restart to train on from the first sample of the new data, or restore the old settings"

@@ -88,6 +88,25 @@ class SourceConfig(CorpusConfig):
     """One corpus to train on."""
 
     weight: float = option(1.0, "share of this source among all, before normalisation", range="[0, inf)")
+    max_tokens: int | None = option(
+        None,
+        "most tokens of this source over the run; then the other sources share its place; null: no limit",
+        unit="tokens",
+        range="[1, inf)",
+    )
+    max_epochs: float | None = option(
+        None, "most passes over this source, as max_tokens; not for a stream", unit="epochs", range="(0, inf)"
+    )
+
+
+@dataclass
+class StageConfig:
+    """A change of the mixture in the course of the run."""
+
+    start: int = option(1, "tokens of the run after which the stage begins", unit="tokens", range="[1, inf)")
+    weights: dict[str, float] = option(
+        {}, "weight of each source from then on, by name; a source that is not named has none"
+    )
 
 
 @dataclass
@@ -109,6 +128,7 @@ class DocumentsConfig:
 @dataclass
 class DataConfig:
     sources: dict[str, SourceConfig] = option({"stdlib": SourceConfig()}, "corpora by name, mixed by weight")
+    stages: dict[str, StageConfig] = option({}, "changes of the weights in the course of the run, by name")
     tokenizer: str = option(
         "bpe",
         "bpe (trained once on the sources; with model.from_hf, the tokenizer in that folder), bytes (256 bytes and an "

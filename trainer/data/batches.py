@@ -20,14 +20,12 @@ from trainer.planning.plan import BatchPlan
 
 if TYPE_CHECKING:
     from trainer.data.corpus import CorpusSide
+    from trainer.data.mixture import Mixture
 
-# The order of samples: a pure function of the seed and the sample's number in the run. Sample g of the run is sample
-# n of one source. Sources alternate in a fixed pattern that keeps to their weights, and each epoch of a source has a
-# random order of its own. Only g has to be stored, and the order does not depend on the number of ranks.
+# The order of samples: a pure function of the seed, the mixture and the sample's number in the run. Sample g of the run
+# is sample n of one source, as the mixture says, and each epoch of a source has a random order of its own. Only g and
+# the mixture have to be stored, and the order does not depend on the number of ranks.
 
-
-PERIOD = 1 << 16
-"""Samples after which the pattern of sources repeats; shares are multiples of one over this."""
 
 ROUNDS = 6
 GOLDEN = 0x9E3779B97F4A7C15
@@ -36,22 +34,18 @@ GOLDEN = 0x9E3779B97F4A7C15
 class SampleOrder:
     """Maps sample numbers of the run to samples of the sources.
 
-    lengths: sequences of each source, None for a stream, which is read in its own order. weights: shares before
-    normalisation. names: seed the order of each source, so that it is the same whatever other sources there are.
+    lengths: sequences of each source, None for a stream, which is read in its own order. names: seed the order of each
+    source, so that it is the same whatever other sources there are.
     """
 
-    def __init__(self, names: list[str], lengths: list[int | None], weights: list[float], seed: int):
-        self.lengths = lengths
+    def __init__(self, names: list[str], lengths: list[int | None], mixture: Mixture, seed: int):
+        self.names, self.lengths, self.mixture = names, lengths, mixture
         digests = [hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest() for name in names]
         self.keys = [int.from_bytes(digest, "little") for digest in digests]
-        self.counts = source_shares(weights)
-        self.pattern, self.rank = interleave_sources(self.counts)
 
     def __call__(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """numbers: int64 [n], from 0. Returns the source of each and its index there, both int64 [n]."""
-        period, slot = np.divmod(numbers, PERIOD)
-        source = self.pattern[slot]
-        index = period * self.counts[source] + self.rank[slot]
+        source, index = self.mixture.locate(numbers, self.names)
         for number, length in enumerate(self.lengths):
             mine = source == number
             if length is not None and mine.any():
@@ -59,22 +53,6 @@ class SampleOrder:
                 key = scramble_bits(np.uint64(self.keys[number]) + epoch.astype(np.uint64) * np.uint64(GOLDEN))
                 index[mine] = permute_index(within, length, key)
         return source, index
-
-
-def source_shares(weights: list[float]) -> np.ndarray:
-    """Samples of each source in a period, int64: by weight, rounded by largest remainder, at least one."""
-    exact = np.asarray(weights, np.float64) / sum(weights) * (PERIOD - len(weights))
-    counts = np.floor(exact).astype(np.int64)
-    counts[np.argsort(counts - exact, kind="stable")[: PERIOD - len(weights) - counts.sum()]] += 1
-    return counts + 1
-
-
-def interleave_sources(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """By slot of a period, int64: its source (evenly spread), and how many slots before it have the same source."""
-    source = np.repeat(np.arange(len(counts)), counts)
-    rank = np.concatenate([np.arange(count) for count in counts])
-    slots = np.argsort((rank + 0.5) / counts[source], kind="stable")
-    return source[slots], rank[slots]
 
 
 def permute_index(index: np.ndarray, length: int, key: np.ndarray) -> np.ndarray:
@@ -141,7 +119,8 @@ class BatchLoader:
 
     The step at position p consumes samples p to p + batch.global_size of the run, whatever the number of ranks and the
     accumulation. Only `position` has to be saved to resume, also with another number of ranks or global size.
-    position: samples consumed by the steps handed out, over all ranks. wait_seconds: how long the last `next` blocked.
+    mixture: what the samples are drawn by; of a new run if it is left out. position: samples consumed by the steps
+    handed out, over all ranks. wait_seconds: how long the last `next` blocked.
     prefetch: steps that a thread prepares ahead. An error in that thread is raised by `next`; the call may be repeated.
     """
 
@@ -157,11 +136,13 @@ class BatchLoader:
         mask_documents: bool = False,
         prefetch: int = 2,
         device: torch.device | str = "cpu",
+        mixture: Mixture | None = None,
     ):
         assert batch.global_size == batch.micro_size * batch.accumulation * dp_size
         self.samples, self.batch, self.position, self.wait_seconds = samples, batch, position, 0.0
         self.mask_documents, self.prefetch, self.device = mask_documents, prefetch, torch.device(device)
-        self._order = SampleOrder(samples.names, [source.length for source in samples.sources], samples.weights, seed)
+        self.mixture = mixture or samples.plan_mixture()
+        self._order = SampleOrder(samples.names, [source.length for source in samples.sources], self.mixture, seed)
         # [accumulation, micro]: micro-batch m of all ranks together is contiguous in the order
         first = (np.arange(batch.accumulation)[:, None] * dp_size + dp_rank) * batch.micro_size
         self._mine = first + np.arange(batch.micro_size)
@@ -172,6 +153,11 @@ class BatchLoader:
     def epoch(self) -> float | None:
         """Epochs consumed; None with a stream, whose length is unknown."""
         return None if self.samples.endless else self.position / len(self.samples)
+
+    @property
+    def epochs(self) -> dict[str, float]:
+        """Passes over each source, by name."""
+        return self.samples.count_epochs(self.mixture, self.position)
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         return self

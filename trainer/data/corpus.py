@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -23,6 +23,7 @@ import numpy as np
 
 from trainer.config import Config, ConfigError
 from trainer.data.documents import DocumentSource, HubStream, digest_text, held_out_threshold
+from trainer.data.mixture import Mixture, MixtureStage
 from trainer.data.shards import (
     SPLITS,
     TokeniseJob,
@@ -176,13 +177,31 @@ MakeCached = Callable[..., None]
 class CorpusSide:
     """The sequences of one side of the split, over all sources.
 
-    `len` is an epoch: the sequences of all sources together. A stream, whose length is unknown, adds none.
+    `len` is an epoch: the sequences of all sources together. A stream, whose length is unknown, adds none. weights:
+    of the sources at the start of a run. later: other weights later in the run. limits: the most sequences of a source
+    over a run, by name.
     """
 
-    def __init__(self, sources: list[TokenSequences], weights: list[float]):
+    def __init__(
+        self,
+        sources: list[TokenSequences],
+        weights: list[float],
+        later: Iterable[MixtureStage] = (),
+        limits: Mapping[str, int] | None = None,
+    ):
         self.sources, self.weights = sources, weights
         self.names = [source.name for source in sources]
+        self.stages, self.limits = [MixtureStage(0, dict(zip(self.names, weights))), *later], limits or {}
         self._ends = np.cumsum([source.length or 0 for source in sources], dtype=np.int64)
+
+    def plan_mixture(self, history: Mixture | None = None, position: int = 0) -> Mixture:
+        """By what a run draws its samples. history, position: of a run that is resumed, see `Mixture.plan`."""
+        return Mixture.plan(self.stages, self.limits, history, position)
+
+    def count_epochs(self, mixture: Mixture, position: int) -> dict[str, float]:
+        """Passes over each source, by name, when a run has drawn `position` samples; streams are left out."""
+        drawn = mixture.consumed(position)
+        return {source.name: drawn.get(source.name, 0) / source.length for source in self.sources if source.length}
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if self.sources else 0
@@ -210,13 +229,15 @@ class Corpus:
     """What a run trains on and is evaluated on.
 
     `fingerprint` identifies what sample numbers refer to: tokens, sequence length and weights. The seed is no part of
-    it. sets: what else is evaluated, by name; sets_fingerprint: identifies it. damaged: rows to train on that were left
-    out, None where none may be. notes: what is to be said of the data."""
+    it. contents: identifies the tokens of each source to train on, by its name. sets: what else is evaluated, by name;
+    sets_fingerprint: identifies it. damaged: rows to train on that were left out, None where none may be. notes: what
+    is to be said of the data."""
 
     tokenizer: Tokenizer
     train: CorpusSide
     eval: CorpusSide
     fingerprint: str
+    contents: dict[str, str]
     sets: dict[str, CorpusSide]
     sets_fingerprint: str
     damaged: int | None
@@ -259,7 +280,9 @@ def open_corpus(config: Config, prepare: bool = True) -> Corpus:
     )
     evaluated = {source.name: CorpusSide([one.held], [1.0]) for source, one in zip(sets, opened[len(sources) :])}
     weights = [source.config.weight for source in sources]
-    train, held = (CorpusSide([one[side] for one in opened[: len(sources)]], weights) for side in (0, 1))
+    trained, held_out = ([one[side] for one in opened[: len(sources)]] for side in (0, 1))
+    limits = {name: limit for name, limit in map(partial(_limit, config), trained) if limit is not None}
+    train, held = CorpusSide(trained, weights, _stages(config), limits), CorpusSide(held_out, weights)
     _check_sizes(config, train, held, evaluated)
     parts = [
         config.batch.sequence_length,
@@ -273,6 +296,7 @@ def open_corpus(config: Config, prepare: bool = True) -> Corpus:
         train,
         held,
         _key(parts),
+        {source.name: _key([one.content]) for source, one in zip(sources, opened)},
         evaluated,
         _key([[source.name, one.content] for source, one in zip(sets, opened[len(sources) :])]),
         sum(one.damaged for one in opened[: len(sources)]) if config.data.on_error == "skip" else None,
@@ -292,8 +316,12 @@ class OpenedSource(NamedTuple):
 
 
 def _sources(config: Config) -> tuple[list[DocumentSource], list[DocumentSource]]:
-    """The sources with a weight and the sets, by name: their order in the configuration means nothing."""
-    named = [(name, source) for name, source in sorted(config.data.sources.items()) if source.weight > 0]
+    """The sources that have a weight at some time of the run, and the sets, by name: their order in the configuration
+    means nothing."""
+    later = {name for stage in config.data.stages.values() for name, weight in stage.weights.items() if weight > 0}
+    named = [
+        (name, source) for name, source in sorted(config.data.sources.items()) if source.weight > 0 or name in later
+    ]
     if not named:
         raise ConfigError("data.sources names no corpus with a weight above 0; the default is data=stdlib")
     sets = sorted(config.eval.sets.items()) if config.eval.every else []
@@ -301,6 +329,33 @@ def _sources(config: Config) -> tuple[list[DocumentSource], list[DocumentSource]
     cache, skip = _cache(config), config.data.on_error == "skip"
     made = _collect(lambda entry=entry: DocumentSource(*entry, cache, skip) for entry in entries)
     return made[: len(named)], made[len(named) :]
+
+
+def _stages(config: Config) -> list[MixtureStage]:
+    """The stages of the configuration, in sequences. A stage begins with the first sequence after its tokens."""
+    length = config.batch.sequence_length
+    return [MixtureStage(-(-stage.start // length), stage.weights) for stage in config.data.stages.values()]
+
+
+def _limit(config: Config, source: TokenSequences) -> tuple[str, int | None]:
+    """The name of a source, and the most sequences of it over the run, None where it has no limit. Raises
+    `ConfigError` for one that cannot be kept."""
+    given, setting, limits = config.data.sources[source.name], f"data.sources.{source.name}", []
+    if given.max_tokens is not None:
+        limits.append(given.max_tokens // config.batch.sequence_length)
+        if not limits[0]:
+            raise ConfigError(
+                f"{setting}.max_tokens={given.max_tokens} is less than one sequence of batch.sequence_length="
+                f"{config.batch.sequence_length}; raise it, or leave the source out with {setting}.weight=0"
+            )
+    if given.max_epochs is not None:
+        if source.length is None:
+            raise ConfigError(
+                f"{setting}.max_epochs={given.max_epochs:g} needs the length of the source, and a stream has none; set "
+                f"{setting}.max_tokens instead"
+            )
+        limits.append(max(1, int(given.max_epochs * source.length)))
+    return source.name, min(limits, default=None)
 
 
 def _use_template(config: Config, sources: list[DocumentSource], tokenizer: Tokenizer) -> None:

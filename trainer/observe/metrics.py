@@ -23,6 +23,7 @@ METRICS: dict[str, str] = {
     "time": "when the line was written, in seconds since 1970",
     "tokens": "tokens trained on since the first step, over all ranks",
     "epoch": "passes over the training data, fractional",
+    "epochs/NAME": "the same over one source, where data.sources holds several",
     "loss": "mean loss per valid token of this step's global batch, in nats",
     "loss/NAME": "the same over the tokens of one source, where data.sources holds several",
     "targets/NAME": "valid tokens of that source in this step's global batch",

@@ -30,7 +30,7 @@ from trainer.planning.float8 import float8_linears, numeric_types
 from trainer.planning.hardware import load_hardware, peak_flops, product_type, shipped_for
 from trainer.planning.layer import flops_per_token, model_programs, parameter_counts
 from trainer.planning.parameters import Table, declare_parameters, layer_specs, layer_tables, outer_tables
-from trainer.planning.plan import node_size
+from trainer.planning.plan import BatchPlan, node_size
 from trainer.planning.recompute import left_by_recompute
 from trainer.planning.resolve import Layout, collect_warnings
 from trainer.planning.states import ELEMENT_BYTES, StateBytes
@@ -93,7 +93,7 @@ class StartReport:
 
 
 def start_report(
-    config: Config, layout: Layout, states: StateBytes, memory: MachineMemory, corpus: Any, world: World
+    config: Config, layout: Layout, states: StateBytes, memory: MachineMemory, corpus: Any, world: World, start: Any
 ) -> StartReport:
     """Model, plan, batch arithmetic, predicted memory of the states on the rank that holds most beside what there is,
     and of a step at its peak."""
@@ -151,6 +151,7 @@ def start_report(
                     )
                     + f", {tables.format_count(len(corpus.eval))} held out",
                 ),
+                *mixture_rows(corpus.train, start, config.run.steps, batch),
             ],
             "memory": [
                 ("counts", "the states of one rank, predicted; activations come on top"),
@@ -167,6 +168,19 @@ def start_report(
         ({"the model": model_table(spec)} if "model" in config.logging.show else {})
         | ({"parameter types": types_table(config, spec)} if "types" in config.logging.show else {}),
     )
+
+
+def mixture_rows(samples: Any, start: Any, steps: int, batch: BatchPlan) -> tables.Rows:
+    """How the sources are mixed over a run, where there are several, and how often each is read."""
+    end = start.samples + (steps - start.step) * batch.global_size
+    epochs = samples.count_epochs(start.mixture, end)
+    rows = [("epochs of the run", ", ".join(f"{name} {count:.3g}" for name, count in epochs.items()))]
+    if len(samples.names) > 1:
+        for phase in start.mixture.phases:
+            if phase.start < end:
+                tokens = tables.format_count(phase.start * batch.sequence_length)
+                rows.append((f"from {tokens} tokens" if phase.start else "mixture", phase.describe()))
+    return rows if epochs else rows[1:]
 
 
 def predict_run(config: Config, layout: Layout, corpus: Any, world: World, node: int) -> StepEstimate | None:

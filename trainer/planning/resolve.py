@@ -7,6 +7,7 @@ process group, so that every refusal comes before either exists.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -17,12 +18,14 @@ from trainer.config import (
     Config,
     ConfigError,
     CorpusConfig,
+    DataConfig,
     GenerateConfig,
     ModelSpec,
     SourceConfig,
     typed,
 )
 from trainer.config.compose import gather_values, to_config
+from trainer.config.fields import suggest_nearest
 from trainer.config.registry import ATTENTION, FEED_FORWARD, OPTIMIZERS, SCHEDULES, SOURCES, KindRegistry
 from trainer.config.typed import join_path, out_of_range
 from trainer.parallel.compress.plan import enabled_codecs
@@ -141,6 +144,7 @@ def _contradictions(config: Config) -> Iterator[str]:
     yield from _long_sequences(config)
     yield from _evaluations(config)
     yield from _conversations(config, corpora)
+    yield from _stages(config.data)
     if not data.sources:
         yield "data.sources is empty; name a corpus, such as data=stdlib"
     elif all(source.weight == 0 for source in data.sources.values()):
@@ -230,6 +234,25 @@ def _conversations(config: Config, corpora: dict[str, CorpusConfig]) -> Iterator
     yield from documents.length_problems(data)
     if data.chat_template and not chats:
         yield f"data.chat_template={data.chat_template} is for conversations, and no corpus has kind=chat; leave it out"
+
+
+def _stages(data: DataConfig) -> Iterator[str]:
+    starts: dict[int, str] = {}
+    for name, stage in data.stages.items():
+        setting = f"data.stages.{name}"
+        for unknown in stage.weights.keys() - data.sources.keys():
+            yield (
+                f"{setting}.weights names {unknown}, which is none of data.sources; "
+                f"{suggest_nearest(unknown, list(data.sources))}"
+            )
+        if any(not 0 <= weight < math.inf for weight in stage.weights.values()) or not any(stage.weights.values()):
+            yield f"{setting}.weights={stage.weights} must be at least 0, and one of them above; give a source a share"
+        if stage.start in starts:
+            yield (
+                f"{setting}.start={stage.start} is that of data.stages.{starts[stage.start]} too; give each stage a "
+                "start of its own"
+            )
+        starts[stage.start] = name
 
 
 def _recompute(config: Config) -> Iterator[str]:

@@ -106,6 +106,7 @@ class MetricsTracker:
             {
                 "tokens": tokens,
                 "epoch": loader.epoch,
+                "epochs": loader.epochs if len(self.sources) > 1 else {},
                 "data_seconds": loader.wait_seconds,
                 "ids": [sample for batch in batches for sample in batch.ids],
                 "times": state.runtime.times,
@@ -149,6 +150,7 @@ class MetricsTracker:
             "step": step,
             "tokens": host["tokens"],
             "epoch": host["epoch"],
+            **{f"epochs/{name}": value for name, value in host["epochs"].items()},
             "skipped": self.skipped,
             "repeated": self.repeated,
             "damaged": self.damaged,

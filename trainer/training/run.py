@@ -115,8 +115,9 @@ def run(config: Config) -> RunResult:
         # A resumed run takes the schedule that `schedule=auto` chose before, without measuring again.
         layout = saved_choice(folder, config, layout) or layout
         compare_ranks(config, layout, corpus, world)
-        start = RunStart.find(config, layout, corpus.fingerprint, world)
+        start = RunStart.find(config, layout, corpus, world)
         config = with_total_steps(config, layout.batch, start)
+        check_data_end(config, layout.batch, start)
         start = replace(start, notes=[*start.notes, *decision.notes])
         watchdog.total = config.run.steps
         if start.step >= config.run.steps:
@@ -164,6 +165,19 @@ def with_total_steps(config: Config, batch: BatchPlan, start: RunStart | None = 
     """The configuration with the number of steps that `run.tokens` means, counted from `start` on."""
     done = (start.step, start.tokens) if start else ()
     return replace(config, run=replace(config.run, steps=training_steps(config.run, batch, *done)))
+
+
+def check_data_end(config: Config, batch: BatchPlan, start: RunStart) -> None:
+    """Raises `ConfigError` where all sources reach their limits before the run ends."""
+    end, size = start.mixture.end, batch.global_size
+    needed = start.samples + (config.run.steps - start.step) * size
+    if end is not None and needed > end:
+        steps = start.step + max(0, end - start.samples) // size
+        raise ConfigError(
+            f"data.sources: max_tokens and max_epochs of all sources that have a weight end the data at token "
+            f"{end * batch.sequence_length}, before step {steps + 1} of run.steps={config.run.steps}; set "
+            f"run.steps={steps}, raise the limits, or add a source"
+        )
 
 
 def main(config: Config) -> int:

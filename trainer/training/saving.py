@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from trainer.checkpointing.manifest import list_checkpoints
 from trainer.checkpointing.memory import MemoryNodes, fetch_files, find_in_memory
 from trainer.checkpointing.resume import data_identity, find_start, fitting_manifest
 from trainer.config import CheckpointConfig, Config, ConfigError, GenerateConfig
+from trainer.data.mixture import Mixture, MixturePhase
 from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.mesh import World
 from trainer.distributed.tensors import Fragment, local_values
@@ -29,6 +30,7 @@ from trainer.util.lines import STARTS, STATUS
 from trainer.util.reading import Malformed, read_json
 
 if TYPE_CHECKING:
+    from trainer.data.corpus import Corpus, CorpusSide
     from trainer.generate.sharded_model import ShardedModel
 
 DROPPED = "what quantisation had left out of the gradients belongs to the checkpoint's plan, and is dropped"
@@ -50,15 +52,18 @@ class RunStart:
     """Where a run begins, the same on all ranks.
 
     path: the checkpoint that it resumes from, None for a new run. manifest: of that checkpoint. launchers: who started
-    the run. data: what its position in the data depends on. Both are for the checkpoints that it writes. notes:
-    messages for the log, such as checkpoints that were passed over. nodes: the ranks by the host memory that they
-    share. in_memory: whether `path` is an in-memory checkpoint of this run; its folder is that of this rank's node.
+    the run. data: what its position in the data depends on. Both are for the checkpoints that it writes. mixture: what
+    its samples are drawn by. samples: its position in the data. notes: messages for the log, such as checkpoints that
+    were passed over. nodes: the ranks by the host memory that they share. in_memory: whether `path` is an in-memory
+    checkpoint of this run; its folder is that of this rank's node.
     """
 
     path: Path | None
     manifest: dict[str, Any]
     launchers: list[str]
     data: dict[str, Any]
+    mixture: Mixture
+    samples: int
     notes: list[str]
     nodes: MemoryNodes
     in_memory: bool = False
@@ -74,10 +79,10 @@ class RunStart:
         return self.manifest["tokens"] if self.path else 0
 
     @classmethod
-    def find(cls, config: Config, layout: Layout, fingerprint: str, world: World) -> RunStart:
-        """Finds the start that `checkpoint.resume` asks for. fingerprint: of the corpus. All ranks call it together.
-        Raises `ConfigError` on all of them where the checkpoint is of another model or of other data."""
-        data, mine = data_identity(fingerprint, config.run.seed, layout.batch), list_launchers(world)
+    def find(cls, config: Config, layout: Layout, corpus: Corpus, world: World) -> RunStart:
+        """Finds the start that `checkpoint.resume` asks for. All ranks call it together. Raises `ConfigError` on all of
+        them where the checkpoint is of another model or of other data."""
+        data, mine = data_identity(corpus, config.run.seed, layout.batch), list_launchers(world)
         run = Path(config.run.dir)
         folder, nodes = run / "checkpoints", MemoryNodes.find(config.checkpoint, run, world)
         # Rank 0 reads the folder for all: on a shared file system, ranks may see different versions of it.
@@ -92,11 +97,27 @@ class RunStart:
         manifest: dict[str, Any] = {}
         if path:
             manifest = world.agree(lambda: fitting_manifest(path, config, layout.spec, layout.batch, data))
-        return cls(path, manifest, mine, data, warnings, nodes, newer)
+        start = cls(path, manifest, mine, data, corpus.train.plan_mixture(), 0, warnings, nodes, newer)
+        return start.continue_data(config, corpus.train) if path else start
 
-    def is_own(self, state: TrainState) -> bool:
-        """Whether the run itself wrote the checkpoint that it resumes from."""
-        own = Path(state.config.run.dir) / "checkpoints"
+    def continue_data(self, config: Config, samples: CorpusSide) -> RunStart:
+        """The start with the position and the mixture of its checkpoint, and messages on what changes."""
+        if config.checkpoint.data == "restart":
+            own = self.is_own(Path(config.run.dir)) and self.manifest.get("data_restarted") is True
+            if not own or self.manifest["data"] != self.data:
+                note = "checkpoint.data=restart: the data begin at their first sample"
+                return replace(self, notes=[*self.notes, note])
+        position, saved = self.manifest["samples"], self.manifest["mixture"]
+        history = Mixture.parse(saved) if saved else self.mixture
+        mixture, notes = samples.plan_mixture(history, position), []
+        if config.checkpoint.data == "restart":
+            notes = [f"checkpoint.data=restart took effect before: the data continue at sample {position}"]
+        notes += [describe_change(samples, mixture, phase) for phase in mixture.phases if phase.start == position > 0]
+        return replace(self, mixture=mixture, samples=position, notes=[*self.notes, *notes])
+
+    def is_own(self, run: Path) -> bool:
+        """Whether the run in the folder `run` wrote the checkpoint that it resumes from."""
+        own = run / "checkpoints"
         return self.in_memory or self.path is not None and self.path.resolve().parent == own.resolve()
 
     def resume(self, state: TrainState) -> tuple[RunProgress, list[str]]:
@@ -113,13 +134,6 @@ class RunStart:
         restore_state(state, self.path, manifest["step"], scaler, averaged)
         complete = resume_error_feedback(state, self.path, manifest)
         messages = [*self.notes, *([] if complete else [DROPPED]), f"resumed from {self.path} at step {state.step}"]
-        samples = manifest["samples"]
-        if state.config.checkpoint.data == "restart":
-            if self.is_own(state) and manifest.get("data_restarted") is True and manifest["data"] == self.data:
-                messages.append(f"checkpoint.data=restart took effect before: the data continue at sample {samples}")
-            else:
-                samples = 0
-                messages.append("checkpoint.data=restart: the data begin at their first sample")
         decay = state.config.optimizer.ema.decay
         if decay and not averaged:
             messages.append(f"the checkpoint has no average of the weights: it begins with those of step {state.step}")
@@ -128,7 +142,14 @@ class RunStart:
         if state.scaler.enabled and not scaler:
             first = state.config.precision.loss_scale
             messages.append(f"the checkpoint has no loss scale: it begins at precision.loss_scale={first:g}")
-        return RunProgress(samples, manifest["tokens"], manifest["skipped"], manifest["callbacks"]), messages
+        return RunProgress(self.samples, manifest["tokens"], manifest["skipped"], manifest["callbacks"]), messages
+
+
+def describe_change(samples: CorpusSide, mixture: Mixture, phase: MixturePhase) -> str:
+    """What is to be said where a phase of the mixture begins at the position where a run goes on."""
+    epochs = samples.count_epochs(mixture, phase.start)
+    ends = ", ".join(f"{name} after {epochs[name]:.3g} epochs" for name in phase.shares if name in epochs)
+    return f"the mixture changes at sample {phase.start} to {phase.describe()}; sources go on where they stood ({ends})"
 
 
 def find_newer(
@@ -237,6 +258,7 @@ def describe_checkpoint(
         "callbacks": progress.callbacks,
         "scaler": scaler,
         "data": start.data,
+        "mixture": start.mixture.to_json(),
         "data_restarted": state.config.checkpoint.data == "restart",
         "began_from": state.config.checkpoint.resume,
     }

@@ -140,7 +140,7 @@ class Trainer:
         self.clock, self.hooks = clock, Hooks(config, world)
         if world.rank == 0:
             states, memory = persistent_bytes(config, layout, node_size(world.size)), memory_of(world.device)
-            self.opening = start_report(config, layout, states, memory, corpus, world)
+            self.opening = start_report(config, layout, states, memory, corpus, world, self.start)
             if config.logging.console != "none":
                 self.opening.print()
         self.state = TrainState.build(config, layout.spec, layout.plan, layout.pipeline, world, weights)
@@ -499,6 +499,7 @@ class Trainer:
             mask_documents=self.config.data.mask_documents,
             prefetch=self.config.data.prefetch,
             device=self.world.device,
+            mixture=self.start.mixture,
         )
 
     def open_memory(self) -> MemoryCheckpointer | None:
