@@ -299,6 +299,8 @@ def test_checkpoints_of_the_bare_base_model_are_read(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     tokens, _ = batch()
     assert close(ours(tmp_path)(tokens), their_logits(reference, tokens))
+    (note,) = HFWeights(tmp_path, spec_from_hf(tmp_path)).notes
+    assert "h.0.attn.bias not read" in note
 
 
 def test_half_precision_export(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from trainer.planning.parameters import ParameterInfo, declare_parameters
 from trainer.util.reading import check_links, on_one_line, path_inside, read_json, shorten_foreign
 
 # Buffers that older versions of transformers saved among the weights.
-BUFFERS = re.compile(r"(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias|attention\.bias|attention\.masked_bias)$")
+BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.(masked_)?bias)$")
 
 STORED = ("F32", "BF16", "F16", "F64")
 """Types of tensors that are weights as they stand."""
@@ -95,8 +95,8 @@ class StoredTensors:
     """The tensors in the files of a transformers folder that transformers reads: `model.safetensors`, or without it the
     files that `model.safetensors.index.json` names. Files are memory-mapped.
 
-    files: tensor name -> name of the file that holds it. notes: sentences on files that are not read, and on an index
-    that contradicts its files. Raises `ConfigError`, which names the file.
+    files: tensor name -> name of the file that holds it. notes: sentences on files and tensors that are not read, and
+    on an index that contradicts its files. Raises `ConfigError`, which names the file.
     """
 
     def __init__(self, folder: str | Path, spec: ModelSpec):
@@ -136,11 +136,9 @@ class StoredTensors:
         self.note_unread({*read, INDEX} if listed else {*read})
         # Like transformers, trusts the files and not the index.
         if astray := [name for name in {**listed, **found} if listed and listed.get(name) != found.get(name)]:
-            self.notes.append(
-                self.message(
-                    f"{INDEX} does not name the file that holds {format_names(astray)}; each tensor was read from the "
-                    "file that holds it"
-                )
+            self.note(
+                f"{INDEX} does not name the file that holds {format_names(astray)}; each tensor is read from the file "
+                "that holds it"
             )
         return found
 
@@ -151,7 +149,7 @@ class StoredTensors:
         unread = [name for name in names if name.endswith(tuple(WEIGHTS)) and name not in read]
         if unread:
             found = INDEX if INDEX in read else SINGLE
-            self.notes.append(self.message(f"the weights are those of {found}; not read: {format_names(unread)}"))
+            self.note(f"the weights are those of {found}; not read: {format_names(unread)}")
 
     def has_own_head(self) -> bool:
         """Whether the head is stored beside the embedding with other values. transformers then keeps both, also where
@@ -196,6 +194,9 @@ class StoredTensors:
             return self.head
         return name if name in self.files else short
 
+    def note(self, text: str) -> None:
+        self.notes.append(self.message(text))
+
     def message(self, problem: str) -> str:
         return f"model.from_hf={self.folder}: {problem}"
 
@@ -233,9 +234,11 @@ class HFWeights(StoredTensors):
         stored = {self.stored_name(name) for name in shapes}
         allowed = {self.head} if self.tied else set()
         problems = []
+        if buffers := [name for name in self.files if BUFFERS.search(name)]:
+            self.note(f"{format_names(buffers)} not read, as config.json says what they hold")
         if missing := [name for name in shapes if self.stored_name(name) not in self.files]:
             problems.append(f"{format_names(missing)} missing from the weights")
-        if extra := [name for name in self.files if name not in stored | allowed and not BUFFERS.search(name)]:
+        if extra := [name for name in self.files if name not in stored | allowed | {*buffers}]:
             problems.append(
                 f"{format_names(extra)} in the weights, but not part of the model that config.json describes"
             )
