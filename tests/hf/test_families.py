@@ -299,6 +299,8 @@ def test_checkpoints_of_the_bare_base_model_are_read(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     tokens, _ = batch()
     assert close(ours(tmp_path)(tokens), their_logits(reference, tokens))
+    (note,) = HFWeights(tmp_path, spec_from_hf(tmp_path)).notes
+    assert "h.0.attn.bias not read" in note
 
 
 def test_half_precision_export(tmp_path: Path) -> None:
@@ -377,13 +379,15 @@ def test_damaged_folders_are_refused(tmp_path: Path) -> None:
     index, shard = folder / "model.safetensors.index.json", "model-00001-of-00001.safetensors"
     index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, shard)}))
     refused(shard, "cannot be read")
-    file.write_bytes(whole)
-    for elsewhere in ("../model/model.safetensors", str(file), "", "a\0b", ".."):
+    other = folder / "other.safetensors"
+    other.write_bytes(whole)
+    for elsewhere in ("../model/other.safetensors", str(other), "", "a\0b", ".."):
         index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, elsewhere)}))
         refused("is no name of a file in its folder")
     index.write_text("[]")
     refused(index.name)
     index.unlink()
+    other.unlink()
     save_file({**tensors, name: tensors[name].to(torch.int64)}, file)
     refused(name, "I64")
     torch.save(tensors, folder / "pytorch_model.bin")

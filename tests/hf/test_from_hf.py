@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -79,6 +81,28 @@ def test_training_starts_from_the_weights_and_keeps_the_tokenizer(pretrained, tm
         AutoTokenizer.from_pretrained(tmp_path / "out")(text)["input_ids"]
         == AutoTokenizer.from_pretrained(pretrained)(text)["input_ids"]
     )
+
+
+def test_a_head_stored_beside_a_tied_embedding_is_trained_by_itself(pretrained, tmp_path):
+    """From the folder to a resumed run and its export. The log says so, and names a file that is not read."""
+    folder = tmp_path / "in"
+    shutil.copytree(pretrained, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0).contiguous()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    shutil.copy(folder / "model.safetensors", folder / "consolidated.safetensors")
+    frozen = ["lr.peak=1e-30", "optimizer.weight_decay=0", "checkpoint.every=1"]
+    for steps in (1, 2):
+        done = trainer.run(settings(folder, tmp_path, *frozen, f"run.steps={steps}"))
+        assert done.code == 0 and len(done.metrics) == steps
+        log = (done.folder / "console.log").read_text()
+        assert log.count("lm_head.weight is stored with other values than model.embed_tokens.weight") == steps
+        assert log.count("not read: consolidated.safetensors") == steps
+    assert export.main([f"checkpoint={tmp_path}/run", f"out={tmp_path}/out", "dtype=fp32"]) == 0
+    exported = load_file(tmp_path / "out/model.safetensors")
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(exported[name], tensor, rtol=0, atol=1e-20, msg=name)
+    assert not AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.tie_word_embeddings
 
 
 def test_a_folder_without_a_tokenizer_asks_for_one(pretrained, tmp_path):

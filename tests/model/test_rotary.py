@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from trainer.config.model import RopeSpec
 from trainer.hf.config import ROPE_NAMES, ROPE_TYPES, SCALING_FIELDS
 from trainer.model.rotary import SCALINGS, Rotary, attention_factor, rope_frequencies
+from trainer.model.transformer import document_lengths, document_positions
 
 rope = pytest.importorskip("transformers.modeling_rope_utils")
 LlamaConfig = pytest.importorskip("transformers").LlamaConfig
@@ -75,7 +76,7 @@ def test_frequencies_are_those_of_transformers_to_the_bit(scaling, head_dim, len
     ids=lambda value: getattr(value, "scaling", ""),
 )
 def test_frequencies_follow_the_sequence_where_they_do(spec, limit):
-    """By its length alone: positions that restart at documents, or are a part of the sequence, change nothing."""
+    """By its length alone: positions that are a part of the sequence change nothing."""
     rotary = Rotary(spec, 8, 64)
     rotary.reset_buffers()
     part = torch.arange(8)
@@ -87,3 +88,25 @@ def test_frequencies_follow_the_sequence_where_they_do(spec, limit):
         assert torch.equal(cos, angles.cos()[None, :, None] * factor)
         assert torch.equal(sin, angles.sin()[None, :, None] * factor)
     assert torch.equal(rotary(part, 32)[0], rotary(part, 20)[0])
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.sampled_from(sorted(SCALINGS)),
+    st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=6), min_size=1, max_size=3),
+    st.sampled_from([1, 16, 24, 200]),
+)
+def test_a_packed_document_has_the_rotation_of_the_document_alone(scaling, rows, limit):
+    """To the bit, for every token of every document. Rows are padded with a document of their own."""
+    factors = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [1.0, 3.0, 5.0, 7.0]}
+    rotary = Rotary(RopeSpec(scaling=scaling, factor=4.0, original_length=max(2, limit), **factors), 8, limit)
+    rotary.reset_buffers()
+    width = max(map(sum, rows))
+    rows = [[*row, width - sum(row)] for row in rows]
+    documents = torch.stack([torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in rows])
+    found = rotary(document_positions(documents), document_lengths(documents))
+    for index, row in enumerate(rows):
+        alone = [rotary(torch.arange(length), length) for length in row]
+        for part, values in enumerate(found):
+            expected = torch.cat([one[part][0] for one in alone])
+            assert torch.equal(values[index], expected)

@@ -63,13 +63,19 @@ WAYS = {  # method, order, inner
     "hybrid contiguous": ("hybrid", "contiguous", 2),
     "hybrid blocks": ("hybrid", "blocks", 2),
 }
+LONGROPE = {
+    "scaling": "longrope",
+    "original_length": 6,
+    "short_factor": [1.0, 1.5, 2.0],
+    "long_factor": [1.0, 3.0, 5.0],
+}
 MASKS: dict[str, dict[str, Any]] = {  # window: beyond the run of tokens that a rank holds; of one more, all are fetched
     "causal": {},
-    "documents": {"documents": True},
+    "documents": {"documents": True, "rope": LONGROPE},
     "window": {"window": 1},
     "longer window": {"window": 2},
     "cap": {"soft_cap": 2.0},
-    "all": {"documents": True, "window": 0, "soft_cap": 2.0},
+    "all": {"documents": True, "window": 0, "soft_cap": 2.0, "rope": {"scaling": "dynamic", "factor": 4.0}},
 }
 
 
@@ -216,10 +222,11 @@ def measure(worlds: dict[int, World]) -> list[dict[str, Any]]:
     for case in cases():
         mask, world = MASKS[case.mask], worlds[case.size]
         attention = {"window": case.window, "soft_cap": mask.get("soft_cap", 0.0), "kv_heads": case.kv_heads}
+        attention["rope"] = mask.get("rope", {})
         data = "documents" in mask, case.batch, case.length
         kind, key = str(attention), str((attention, data))
         if kind not in models:
-            models[kind] = build(tiny_spec(depth=1, max_length=64, attention=attention))
+            models[kind] = build(tiny_spec(depth=1, max_length=6, attention=attention))
         model = models[kind]
         if key not in expected:
             expected[key] = numbers(model, *data)
@@ -261,8 +268,9 @@ def compiled(world: World) -> list[dict[str, Any]]:
         ("halo contiguous", {"window": 5}),
         ("ulysses", {}),
     ):
-        model = build(tiny_spec(depth=1, attention={"kv_heads": 4, "window": changes.get("window", 0)}))
         masked = "documents" in changes
+        attention = {"kv_heads": 4, "window": changes.get("window", 0), "rope": LONGROPE if masked else {}}
+        model = build(tiny_spec(depth=1, attention=attention))
         expected = numbers(model, masked)
         apply_recompute(model, ActivationConfig(mode=mode))
         share(model, world, way, masked)

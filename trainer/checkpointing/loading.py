@@ -385,8 +385,11 @@ def open_transformers(folder: str, weights: str) -> SavedModel:
     path = Path(folder).expanduser()
     from trainer.hf import HFWeights, spec_from_hf  # imported late: checkpoints of runs do not need it
 
-    spec = spec_from_hf(path)
+    notes: list[str] = []
+    spec = spec_from_hf(path, notes)
     values = HFWeights(path, spec)
+    for note in (*notes, *values.notes):
+        print(note, file=sys.stderr)
     tokenizer = path if (path / "tokenizer_config.json").is_file() else None
     return SavedModel(path, spec, lambda name: values(name, values.infos[name]), tokenizer, None)
 

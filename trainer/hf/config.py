@@ -46,6 +46,7 @@ OPTIONAL = ("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", 
 """Fields of `RopeSpec` that rope_parameters may lack; null and 0 stand there for what is the default here."""
 UNSUPPORTED = {
     "quantization_config": "quantised weights are not supported; supported: fp32, bf16, fp16",
+    "transformers_weights": "weights in another file than model.safetensors are not supported; rename the file",
     "per_layer_config": "options of single layers are not supported; supported: the same options for all layers",
 }
 

@@ -20,17 +20,28 @@ from trainer.hf.agreement import check_export, check_import, usual_config
 from trainer.hf.config import check_sizes, config_from_spec, spec_from_config
 from trainer.hf.families import FAMILIES
 from trainer.hf.tokenizer import SUFFIXES, TEMPLATES, named_files, open_tokenizer
-from trainer.hf.weights import write_weights
+from trainer.hf.weights import StoredTensors, write_weights
 from trainer.util.reading import check_links, on_one_line, read_json, shorten_foreign
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def spec_from_hf(folder: str | Path) -> ModelSpec:
+ADAPTER = "adapter_config.json"
+
+
+def spec_from_hf(folder: str | Path, notes: list[str] | None = None) -> ModelSpec:
     """The architecture in `folder`/config.json, as transformers understands it: a small model of it has computed the
-    same there and here. Raises `ConfigError` for what cannot be read or is not supported."""
+    same there and here. Weights are optional. A head that they store with other values than the embedding is not tied.
+
+    notes: a list that gets a sentence where the weights contradict config.json. Raises `ConfigError` for what cannot be
+    read or is not supported."""
     folder = Path(folder).expanduser()
     path = folder / "config.json"
+    if (folder / ADAPTER).is_file():
+        raise ConfigError(
+            f"model.from_hf={folder}: {ADAPTER}: adapters are not supported; merge the adapter into its model (peft: "
+            f"merge_and_unload, then save_pretrained), or remove {ADAPTER} where the weights have it already"
+        )
     if not path.is_file():
         raise ConfigError(
             f"model.from_hf={folder}: there is no {path.name} in it; give a folder as transformers saves it (a model "
@@ -49,7 +60,25 @@ def spec_from_hf(folder: str | Path) -> ModelSpec:
     except Exception as error:  # every class of error by which transformers refuses a field, or a field is of no use
         raise ConfigError(f"model.from_hf={folder}: {path.name} cannot be read: {shorten_foreign(error)}") from error
     spec.name = folder.resolve().name
+    if spec.tied:
+        untie_stored_head(folder, spec, [] if notes is None else notes)
     return spec
+
+
+def untie_stored_head(folder: Path, spec: ModelSpec, notes: list[str]) -> None:
+    """Makes `spec` an untied model, and says so in `notes`, where the weights in `folder` have a head of their own."""
+    try:
+        tensors = StoredTensors(folder, spec)
+        spec.tied = not tensors.has_own_head()
+    except ConfigError:
+        return  # who needs no weights needs no whole files; who reads them meets the same error
+    if not spec.tied:
+        notes.append(
+            tensors.message(
+                f"{tensors.head} is stored with other values than {tensors.embedding}, although config.json has "
+                "tie_word_embeddings=true; as in transformers, both are kept and the head is not tied"
+            )
+        )
 
 
 def model_from_hf(model: ModelConfig) -> ModelConfig:
@@ -110,11 +139,11 @@ def export_model(
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
     """Copies the files of a tokenizer, which may lie beside a model."""
-    model = ("config.json", "generation_config.json", "model.safetensors.index.json")
+    model = ("config.json", "generation_config.json", ADAPTER)
     for path in source.iterdir():
         if path.is_dir() and path.name == TEMPLATES:
             shutil.copytree(path, folder / path.name)
-        elif path.suffix in SUFFIXES and path.name not in model:
+        elif path.suffix in SUFFIXES and path.name not in model and not path.name.endswith(".index.json"):
             shutil.copy(path, folder)
 
 

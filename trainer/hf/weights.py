@@ -21,10 +21,16 @@ from trainer.planning.parameters import ParameterInfo, declare_parameters
 from trainer.util.reading import check_links, on_one_line, path_inside, read_json, shorten_foreign
 
 # Buffers that older versions of transformers saved among the weights.
-BUFFERS = re.compile(r"(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias|attention\.bias|attention\.masked_bias)$")
+BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.(masked_)?bias)$")
 
 STORED = ("F32", "BF16", "F16", "F64")
 """Types of tensors that are weights as they stand."""
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+"""The file of a model's weights, and the file that names several."""
+
+WEIGHTS = ".safetensors .bin .pt .pth .ckpt .gguf .h5 .msgpack .npz .onnx .index.json".split()
+"""Endings of files that may hold weights, or name such files."""
 
 SAVE = "save the model with transformers' save_pretrained, which writes safetensors"
 
@@ -85,52 +91,89 @@ def find_entry(spec: ModelSpec, theirs: str, ours: tuple[str, ...], rule: Module
     )
 
 
-class HFWeights:
-    """The weights of a transformers folder, each read when it is needed: `initial.fill_parameters(model,
-    HFWeights(...))`.
+class StoredTensors:
+    """The tensors in the files of a transformers folder that transformers reads: `model.safetensors`, or without it the
+    files that `model.safetensors.index.json` names. Files are memory-mapped.
 
-    Files are memory-mapped. Construction checks that every tensor is there with its shape, and that the files hold no
-    others; so errors come before any memory is allocated. Raises `ConfigError` naming the file and the tensors.
+    files: tensor name -> name of the file that holds it. notes: sentences on files and tensors that are not read, and
+    on an index that contradicts its files. Raises `ConfigError`, which names the file.
     """
 
     def __init__(self, folder: str | Path, spec: ModelSpec):
-        self.folder, self.infos = Path(folder).expanduser(), declare_parameters(spec)
-        self.tied, self.base = spec.tied, FAMILIES[spec.family].base
-        self.entries = {name: e for e in list_entries(spec, self.infos) for name in e.ours}
+        self.folder, self.tied = Path(folder).expanduser(), spec.tied
+        self.family = FAMILIES[spec.family]
+        names = {rule.ours[0]: f"{rule.theirs}.weight" for rule in self.family.rules}
+        self.embedding, self.head = names["embedding"], names["head"]
         self.handles: dict[str, Any] = {}
+        self.notes: list[str] = []
         self.files = self.find_files()
-        self.check()
-
-    def __call__(self, name: str, info: ParameterInfo) -> Tensor:
-        """The whole fp32 parameter `name`."""
-        name = "embedding.weight" if self.tied and name == "head.weight" else name
-        entry = self.entries[name]
-        stored = self.stored_name(entry.theirs)
-        try:
-            whole = self.open(self.files[stored]).get_tensor(stored)
-        except (SafetensorError, OSError) as error:
-            raise self.error(f"{self.files[stored]}: {stored} cannot be read: {error}") from error
-        return entry.take(whole, name, self.infos).float()
 
     def find_files(self) -> dict[str, str]:
-        """Tensor name -> file name, from the index or from the single file."""
-        index, single = self.folder / "model.safetensors.index.json", "model.safetensors"
         try:
             check_links(self.folder)
         except (OSError, ConfigError) as error:
             raise self.error(str(error)) from error
-        if index.is_file():
+        index = self.folder / INDEX
+        listed: dict[str, str] = {}
+        if (self.folder / SINGLE).is_file():
+            read = [SINGLE]
+        elif index.is_file():
             try:
-                return dict(read_json(index, {"weight_map": {str: str}}, SAVE)["weight_map"])
+                listed = read_json(index, {"weight_map": {str: str}}, SAVE)["weight_map"]
             except (OSError, ConfigError) as error:
-                raise self.error(
-                    f"{index.name} is not an index of safetensors files ({shorten_foreign(error)})"
-                ) from error
-        if not (self.folder / single).is_file():
+                raise self.error(f"{INDEX} is not an index of safetensors files ({shorten_foreign(error)})") from error
+            read = sorted(set(listed.values()))
+        else:
             others = sorted(path.name for path in self.folder.glob("*.bin"))
             pickled = f" ({format_names(others)} may hold weights, but as a pickle, which can run code and is not read)"
-            raise self.error(f"there is neither {single} nor {index.name}{pickled if others else ''}; {SAVE}")
-        return {name: single for name in self.open(single).keys()}
+            raise self.error(f"there is neither {SINGLE} nor {INDEX}{pickled if others else ''}; {SAVE}")
+        found: dict[str, str] = {}
+        for file in read:
+            for name in self.open(file).keys():
+                if name in found:
+                    raise self.error(f"{on_one_line(name)} is in {found[name]} and in {file}; {SAVE}")
+                found[name] = file
+        self.note_unread({*read, INDEX} if listed else {*read})
+        # Like transformers, trusts the files and not the index.
+        if astray := [name for name in {**listed, **found} if listed and listed.get(name) != found.get(name)]:
+            self.note(
+                f"{INDEX} does not name the file that holds {format_names(astray)}; each tensor is read from the file "
+                "that holds it"
+            )
+        return found
+
+    def note_unread(self, read: set[str]) -> None:
+        """Notes the files in the folder, and in the folders inside, that may hold weights and are not read."""
+        paths = sorted({*self.folder.glob("*"), *self.folder.glob("*/*")})
+        names = [path.relative_to(self.folder).as_posix() for path in paths if path.is_file()]
+        unread = [name for name in names if name.endswith(tuple(WEIGHTS)) and name not in read]
+        if unread:
+            found = INDEX if INDEX in read else SINGLE
+            self.note(f"the weights are those of {found}; not read: {format_names(unread)}")
+
+    def has_own_head(self) -> bool:
+        """Whether the head is stored beside the embedding with other values. transformers then keeps both, also where
+        config.json says that they are one."""
+        both = [self.stored_name(name) for name in (self.embedding, self.head)]
+        if not all(name in self.files for name in both):
+            return False
+        slices = [self.stored_slice(name) for name in both]
+        shape, other = (part.get_shape() for part in slices)
+        if shape != other or not shape:
+            return True  # `HFWeights` refuses the shape
+        try:
+            # By blocks of rows, because a whole vocabulary in fp32 takes gigabytes.
+            rows = (slice(first, first + 4096) for first in range(0, shape[0], 4096))
+            return not all(torch.equal(*(part[block].float() for part in slices)) for block in rows)
+        except (SafetensorError, OSError) as error:
+            raise self.error(f"{format_names(both)} cannot be read: {error}") from error
+
+    def stored_slice(self, name: str) -> Any:
+        """A stored tensor, not read yet."""
+        try:
+            return self.open(self.files[name]).get_slice(name)
+        except SafetensorError as error:
+            raise self.error(f"{self.files[name]}: {name} cannot be read: {error}") from error
 
     def open(self, file: str) -> Any:
         if file not in self.handles:
@@ -144,17 +187,58 @@ class HFWeights:
         return self.handles[file]
 
     def stored_name(self, name: str) -> str:
-        """The name in the files: checkpoints of a bare base model (the published GPT-2) leave the prefix out."""
-        return name if name in self.files else name.removeprefix(self.base)
+        """The name in the files: checkpoints of a bare base model (the published GPT-2) leave the prefix out. A tied
+        embedding may be stored as the head alone."""
+        short = name.removeprefix(self.family.base)
+        if self.tied and name == self.embedding and not {name, short} & self.files.keys():
+            return self.head
+        return name if name in self.files else short
+
+    def note(self, text: str) -> None:
+        self.notes.append(self.message(text))
+
+    def message(self, problem: str) -> str:
+        return f"model.from_hf={self.folder}: {problem}"
+
+    def error(self, problem: str) -> ConfigError:
+        return ConfigError(self.message(problem))
+
+
+class HFWeights(StoredTensors):
+    """The weights of a transformers folder, each read when it is needed: `initial.fill_parameters(model,
+    HFWeights(...))`.
+
+    Construction checks that every tensor is there with its shape, and that the files hold no others; so errors come
+    before any memory is allocated. Raises `ConfigError` naming the file and the tensors.
+    """
+
+    def __init__(self, folder: str | Path, spec: ModelSpec):
+        super().__init__(folder, spec)
+        self.infos = declare_parameters(spec)
+        self.entries = {name: e for e in list_entries(spec, self.infos) for name in e.ours}
+        self.check()
+
+    def __call__(self, name: str, info: ParameterInfo) -> Tensor:
+        """The whole fp32 parameter `name`."""
+        name = "embedding.weight" if self.tied and name == "head.weight" else name
+        entry = self.entries[name]
+        stored = self.stored_name(entry.theirs)
+        try:
+            whole = self.open(self.files[stored]).get_tensor(stored)
+        except (SafetensorError, OSError) as error:
+            raise self.error(f"{self.files[stored]}: {stored} cannot be read: {error}") from error
+        return entry.take(whole, name, self.infos).float()
 
     def check(self) -> None:
         shapes = {e.theirs: e.shape(self.infos) for e in self.entries.values()}
         stored = {self.stored_name(name) for name in shapes}
-        allowed = {"lm_head.weight", "embed_out.weight"} if self.tied else set()
+        allowed = {self.head} if self.tied else set()
         problems = []
+        if buffers := [name for name in self.files if BUFFERS.search(name)]:
+            self.note(f"{format_names(buffers)} not read, as config.json says what they hold")
         if missing := [name for name in shapes if self.stored_name(name) not in self.files]:
             problems.append(f"{format_names(missing)} missing from the weights")
-        if extra := [name for name in self.files if name not in stored | allowed and not BUFFERS.search(name)]:
+        if extra := [name for name in self.files if name not in stored | allowed | {*buffers}]:
             problems.append(
                 f"{format_names(extra)} in the weights, but not part of the model that config.json describes"
             )
@@ -166,25 +250,16 @@ class HFWeights:
             raise ConfigError([self.message(problem) for problem in problems[:5]])
 
     def differences(self, name: str, shape: tuple[int, ...]) -> Iterator[str]:
-        try:
-            stored = self.open(self.files[name]).get_slice(name)
-        except SafetensorError as error:
-            raise self.error(f"{self.files[name]}: {name} cannot be read: {error}") from error
+        stored = self.stored_slice(name)
         if (found := tuple(stored.get_shape())) != shape:
             yield f"{self.files[name]}: {name} has shape {list(found)}, but config.json asks for {list(shape)}"
         if (kind := stored.get_dtype()) not in STORED:
             yield f"{self.files[name]}: {name} holds {kind}; supported: {', '.join(STORED)}"
 
-    def message(self, problem: str) -> str:
-        return f"model.from_hf={self.folder}: {problem}"
-
-    def error(self, problem: str) -> ConfigError:
-        return ConfigError(self.message(problem))
-
 
 def format_names(names: list[str]) -> str:
     """The first names of a list, and how many there are."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return ", ".join(map(on_one_line, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def write_weights(
@@ -210,4 +285,4 @@ def write_weights(
         save_file(tensors, folder / file, {"format": "pt"})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +32,9 @@ class Rotary(nn.Module):
         self.frequencies.copy_(rope_frequencies(self.spec, self.size, self.max_length, 0))
 
     def forward(self, positions: Tensor, length: int | Tensor) -> tuple[Tensor, Tensor]:
-        """positions: [length] or [batch, length], of sequences of `length` tokens (int, or [batch], of each by itself),
-        of which they may be a part. Returns cos and sin, fp32, each [batch or 1, positions, 1, size / 2]."""
+        """positions: [positions] or [batch, positions]. length: tokens of the whole sequence or document that a
+        position belongs to: int, or [batch, positions or 1] where they differ. Returns cos and sin, fp32, each [batch
+        or 1, positions, 1, size / 2]."""
         angles = positions.float()[..., None] * (self.at(length) if isinstance(length, int) else self.each(length))
         angles = angles[None, :, None] if angles.dim() == 2 else angles[:, :, None]
         cos, sin = angles.cos(), angles.sin()
@@ -48,16 +50,23 @@ class Rotary(nn.Module):
         return self.stretched[length]
 
     def each(self, lengths: Tensor) -> Tensor:
-        """The same for sequences of different lengths [batch], which dynamic scaling has to leave within `reach`:
-        [size / 2], or [batch, 1, size / 2] where they differ. The host does not wait for the lengths."""
+        """The same for lengths that differ, [batch, positions or 1]: [batch, positions or 1, size / 2], or [size / 2]
+        where the frequencies do not depend on them. The host does not wait for the lengths."""
         if self.reach == math.inf:
             return self.frequencies
-        return torch.where(lengths[:, None, None] > self.reach, self.at(self.reach + 1), self.frequencies)
+        lengths = lengths[..., None]
+        if self.spec.scaling == "dynamic":
+            longer = rope_frequencies(self.spec, self.size, self.max_length, lengths)
+        else:
+            longer = self.at(self.reach + 1)
+        return torch.where(lengths > self.reach, longer, self.frequencies)
 
 
-def rope_frequencies(spec: RopeSpec, size: int, max_length: int, length: int) -> Tensor:
-    """Angles per position of `size` rotated dimensions, [size / 2], fp32, in sequences of `length` tokens."""
-    exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
+def rope_frequencies(spec: RopeSpec, size: int, max_length: int, length: int | Tensor) -> Tensor:
+    """Angles per position of `size` rotated dimensions, [size / 2], fp32, in sequences of `length` tokens. For
+    `dynamic` scaling, length may be a tensor [..., 1]; the result is then [..., size / 2]."""
+    device = length.device if isinstance(length, Tensor) else None
+    exponents = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size
     return SCALINGS[spec.scaling](spec, exponents, size, max_length, length)
 
 
@@ -70,10 +79,11 @@ def _linear(spec: RopeSpec, exponents: Tensor, size: int, max_length: int, lengt
     return 1.0 / spec.theta**exponents / spec.factor
 
 
-def _dynamic(spec: RopeSpec, exponents: Tensor, size: int, max_length: int, length: int) -> Tensor:
+def _dynamic(spec: RopeSpec, exponents: Tensor, size: int, max_length: int, length: int | Tensor) -> Tensor:
     """The base grows with the sequence, from the model's length on (dynamic NTK)."""
-    growth = spec.factor * max(length, max_length) / max_length - (spec.factor - 1)
-    return 1.0 / (spec.theta * growth ** (size / (size - 2))) ** exponents
+    longer = torch.as_tensor(length, dtype=torch.float64).clamp(min=max_length)
+    growth = spec.factor * longer / max_length - (spec.factor - 1)
+    return 1.0 / (spec.theta * growth ** (size / (size - 2))).float() ** exponents
 
 
 def _llama3(spec: RopeSpec, exponents: Tensor, size: int, max_length: int, length: int) -> Tensor:
@@ -110,7 +120,7 @@ def _longrope(spec: RopeSpec, exponents: Tensor, size: int, max_length: int, len
     return 1.0 / (torch.tensor(factors, dtype=torch.float32) * spec.theta**exponents)
 
 
-SCALINGS: dict[str, Callable[[RopeSpec, Tensor, int, int, int], Tensor]] = {
+SCALINGS: dict[str, Callable[[RopeSpec, Tensor, int, int, Any], Tensor]] = {
     "none": _none,
     "linear": _linear,
     "dynamic": _dynamic,

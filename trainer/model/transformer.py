@@ -198,14 +198,19 @@ class Transformer(nn.Module):
         positions = (
             document_positions(documents) if documents is not None else torch.arange(length, device=tokens.device)
         )
+        # Frequencies follow the length of a document only beyond `reach`, which no document of a short sequence has.
+        lengths: int | Tensor = length
+        if documents is not None and any(length > rotary.reach for rotary in self.rotaries):
+            lengths = document_lengths(documents)
         build = build_mask
         if self.context is not None:
             # Sequences are split here and not in the loader, so batches and the position in the data do not depend on
             # context parallelism.
             build, own = self.context.build_mask, self.context.own(length, tokens.device)
             tokens, positions = tokens[:, own], positions[..., own]
+            lengths = lengths[:, own] if isinstance(lengths, Tensor) else lengths
             shape, targets = tuple(tokens.shape), None if targets is None else targets[:, own]
-        rotations = [rotary(positions, length) for rotary in self.rotaries]
+        rotations = [rotary(positions, lengths) for rotary in self.rotaries]
         masks = {
             kind: build(documents, length, *kind, tokens.device)
             for kind in dict.fromkeys(k for _, k in self.kinds.values())
@@ -232,7 +237,7 @@ class Transformer(nn.Module):
         """
         shape = tuple(tokens.shape)
         entered = cache.enter(shape)
-        rotations = [rotary(entered.positions, entered.lengths) for rotary in self.rotaries]
+        rotations = [rotary(entered.positions, entered.lengths[:, None]) for rotary in self.rotaries]
         x = hidden
         if self.first:
             # Padding may lie beyond the last learned position.
@@ -268,3 +273,9 @@ class Transformer(nn.Module):
 def document_positions(documents: Tensor) -> Tensor:
     """Positions that restart at each document. documents, result: int [batch, length]."""
     return torch.arange(documents.shape[1], device=documents.device) - document_starts(documents)
+
+
+def document_lengths(documents: Tensor) -> Tensor:
+    """The number of tokens of each token's document, in this sequence. documents, result: int [batch, length]."""
+    after = document_starts(documents.flip(1)).flip(1)  # the number of tokens that follow the document
+    return documents.shape[1] - after - document_starts(documents)

@@ -89,7 +89,7 @@ def compare_plans(
     """Runs all plans, or without any every way to lay the model over the processes, and prints the table. Returns the
     exit code; raises `ConfigError`, also where all plans are refused. base: the configuration of `overrides`."""
     processes, rank = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0)))
-    spec, weights = starting_point(base)
+    spec, weights, notes = starting_point(base)
     check_reference(base, spec)
     device, size = local_device(base.run), global_size(base.batch, processes)
     cases = [
@@ -105,6 +105,8 @@ def compare_plans(
         )
     samples, expected, plain = open_corpus(base).train, Trajectory(), {}
     if rank == 0:
+        for note in notes:
+            print_notice(note)
         print_notice(f"reference: one process, fp32, {steps} steps")
         whole = resolve_batch(BatchConfig(base.batch.sequence_length, size), 1)
         with numeric_mode(dataclasses.replace(base, precision=PrecisionConfig())):

@@ -78,7 +78,7 @@ def run(config: Config) -> RunResult:
     # Python callers may have changed settings since they were composed and checked.
     if problems := check_config(config, world_size):
         raise ConfigError(problems)
-    spec, weights = starting_point(config)
+    spec, weights, notes = starting_point(config)
     layout, device = resolve_layout(config, world_size, spec), local_device(config.run)
     memory, node, hardware = memory_of(device), node_size(world_size), find_hardware(config, device)
     # These checks need no process group, so a faulty setting ends all processes at once instead of leaving some in a
@@ -118,7 +118,7 @@ def run(config: Config) -> RunResult:
         start = RunStart.find(config, layout, corpus, world)
         config = with_total_steps(config, layout.batch, start)
         check_data_end(config, layout.batch, start)
-        start = replace(start, notes=[*start.notes, *decision.notes])
+        start = replace(start, notes=[*notes, *start.notes, *decision.notes])
         watchdog.total = config.run.steps
         if start.step >= config.run.steps:
             report_done(config, start, world)
@@ -205,17 +205,20 @@ def main(config: Config) -> int:
         return FAILED
 
 
-def starting_point(config: Config) -> tuple[ModelSpec, Weights | None]:
-    """The spec of the model to train and, if a transformers folder is named, its weights. The weights are not read
-    yet."""
+def starting_point(config: Config) -> tuple[ModelSpec, Weights | None, list[str]]:
+    """The spec of the model to train and, if a transformers folder is named, its weights and notes on them. The weights
+    are not read yet."""
     if not config.model.from_hf:
-        return ModelSpec.from_dict({f.name: getattr(config.model, f.name) for f in dataclasses.fields(ModelSpec)}), None
+        spec = ModelSpec.from_dict({f.name: getattr(config.model, f.name) for f in dataclasses.fields(ModelSpec)})
+        return spec, None, []
     from trainer.hf import HFWeights, spec_from_hf
 
-    spec = extend_spec(spec_from_hf(config.model.from_hf), config.model.extend)
+    notes: list[str] = []
+    spec = extend_spec(spec_from_hf(config.model.from_hf, notes), config.model.extend)
     if spec.learned_positions and config.batch.sequence_length > spec.max_length:
         raise ConfigError(
             f"batch.sequence_length={config.batch.sequence_length} exceeds the {spec.max_length} learned positions of "
             f"model.from_hf={config.model.from_hf}"
         )
-    return spec, HFWeights(config.model.from_hf, spec)
+    weights = HFWeights(config.model.from_hf, spec)
+    return spec, weights, [*notes, *weights.notes]
