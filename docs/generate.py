@@ -147,6 +147,7 @@ RECEIPTS: dict[str, dict[str, tuple[int, ...]]] = {
     "gpt2_124m_h100x1": {"h100": (1, 8), "h200": (1, 8)},
     "tinyllama_1b_h100x1": {"h100": (1, 2, 8)},
     "tinyllama_1b_h200x1": {"h200": (1, 2, 8)},
+    "llama32_3b_h100x8": {"h100": (8, 64)},
     "llama3_8b_h100x1": {"h100": (1,), "h200": (1,)},
     "llama3_8b_h100x2": {"h100": (2,)},
     "llama3_8b_h100x4": {"h100": (4,)},
@@ -159,8 +160,13 @@ RECEIPTS: dict[str, dict[str, tuple[int, ...]]] = {
     "llama3_70b_h100x64": {"h100": (64, 256)},
     "llama3_70b_h200x16": {"h200": (16,)},
     "llama3_70b_h200x32": {"h200": (32, 128)},
+    "finetune_8b_h100x8": {"h100": (8,)},
+    "finetune_8b_h200x2": {"h200": (2,)},
 }
 """Recipes whose plan is for a kind of GPU, and the GPUs for which it is predicted."""
+
+TUNED = ["model=llama31_8b", "model.from_hf=null"]
+"""The model by which recipes for fine-tuning are predicted, which leave it open."""
 
 MEASURED = {
     ("llama3_8b_h200x2", "h200", 2): (
@@ -179,7 +185,8 @@ def predicted() -> dict[tuple[str, str, int], StepEstimate]:
     """Every recipe on its GPUs. Raises `ConfigError` for a plan that is not legal there."""
     found = {}
     for name, kinds in RECEIPTS.items():
-        config = compose_variant([f"+config={name}"], None, 1, corpus=False)
+        model = TUNED if name.startswith("finetune") else []
+        config = compose_variant([f"+config={name}", *model], None, 1, corpus=False)
         for kind, counts in kinds.items():
             hardware = load_hardware(kind)
             for count in counts:
