@@ -327,10 +327,8 @@ class ChatTemplate:
             raise ValueError(f"holds {shorten_foreign(value)} instead of a list of messages")
         options, unread = self._read_options(row or {})
         parsed = [self._parse(message, unread) for message in value]
-        messages, learned = (
-            [message for message, _ in parsed],
-            [number for number, (_, mark) in enumerate(parsed) if mark],
-        )
+        messages = [message for message, _ in parsed]
+        learned = [number for number, (_, mark) in enumerate(parsed) if mark]
         answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         if not answers:
             raise ValueError("holds nothing that the assistant says" if messages else "holds an empty list of messages")
@@ -379,11 +377,8 @@ class ChatTemplate:
         given = {key: part for key, part in message.items() if part is not None}
         if "from" in given and "role" not in given:
             given = convert_sharegpt(given)
-        role, content, calls = (
-            given.get("role"),
-            given.get("content"),
-            parse_text(given.get("tool_calls"), "tool_calls"),
-        )
+        role, content = given.get("role"), given.get("content")
+        calls = parse_text(given.pop("tool_calls", None), "tool_calls")
         if not isinstance(role, str):
             raise ValueError(f"holds a message whose role is {shorten_foreign(role)}")
         if role not in ROLES | self._quoted:
@@ -401,7 +396,6 @@ class ChatTemplate:
         elif isinstance(content, list) and not self.takes_parts:
             content = "".join(part["text"] for part in content)
         given |= {} if content is None else {"content": content}
-        given.pop("tool_calls", None)
         if calls:
             if "tool_calls" not in self._words:
                 raise ValueError("holds a message with tool_calls, which the chat template does not read")
@@ -453,7 +447,7 @@ class ChatTemplate:
                 return before
         except ValueError:
             pass
-        asked, (prompt, _) = self._render(PROBE[:1], options)[0], self._render(PROBE[:1], options, prompt=True)
+        (asked, _), (prompt, _) = (self._render(PROBE[:1], options, prompt=given) for given in (False, True))
         header = prompt.removeprefix(asked)
         if header not in through or header in ("", prompt):
             raise ValueError("begins with the assistant, and the chat template does not tell where its answer begins")
@@ -482,21 +476,25 @@ class ChatTemplate:
         return [span for span, owner in zip(spans, owners) if owner <= set(learned)]
 
     def _find_unread(self, messages: list[dict[str, Any]], text: str, options: Mapping[str, Any]) -> set[str]:
-        """Roles and keys of messages without which the template renders the same. Each is tried once."""
+        """Roles and keys of messages, and tools and documents, without which the template renders the same. Each is
+        tried once."""
         known = self._words.union(["role", "content"], () if self._words.isdisjoint(REASONING) else REASONING)
-        found: set[tuple[str | None, str | None]] = {(None, key) for one in messages for key in one.keys() - known}
-        found |= {(one["role"], None) for one in messages if one["role"] != "assistant" and one.get("content")}
+        found = {("key", key) for one in messages for key in one.keys() - known}
+        found |= {("role", one["role"]) for one in messages if one["role"] != "assistant" and one.get("content")}
+        found |= {("option", name) for name in ("tools", "documents") if options.get(name)}
         unread = set()
-        for role, key in found:
-            name = f"messages of role {role}" if role else f"messages[].{key}"
-            if name not in self._reads:
-                without = [{part: one[part] for part in one if part != key} for one in messages if one["role"] != role]
+        for kind, name in found:
+            shown = {"key": f"messages[].{name}", "role": f"messages of role {name}", "option": name}[kind]
+            if shown not in self._reads:
+                kept = [one for one in messages if kind != "role" or one["role"] != name]
+                kept = [{key: one[key] for key in one if kind != "key" or key != name} for one in kept]
+                others = {key: options[key] for key in options if kind != "option" or key != name}
                 try:
-                    self._reads[name] = self._render(without, options)[0] != text
+                    self._reads[shown] = self._render(kept, others)[0] != text
                 except ValueError:
-                    self._reads[name] = True
-            if not self._reads[name]:
-                unread.add(name)
+                    self._reads[shown] = True
+            if not self._reads[shown]:
+                unread.add(shown)
         return unread
 
 
