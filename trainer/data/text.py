@@ -387,7 +387,7 @@ class ChatTemplate:
                 "that the chat template names"
             )
         learned = take_mark(given, role)
-        if content is None and not calls or not isinstance(content, (str, list, type(None))):
+        if content is None and calls in (None, []) or not isinstance(content, (str, list, type(None))):
             raise ValueError(f"holds a message whose content is {shorten_foreign(content)} instead of text")
         if isinstance(content, list):
             content = [parse_part(part, unread) for part in content]
@@ -396,7 +396,7 @@ class ChatTemplate:
         elif isinstance(content, list) and not self.takes_parts:
             content = "".join(part["text"] for part in content)
         given |= {} if content is None else {"content": content}
-        if calls:
+        if calls not in (None, []):
             if "tool_calls" not in self._words:
                 raise ValueError("holds a message with tool_calls, which the chat template does not read")
             given["tool_calls"] = self._convert_calls(calls)
