@@ -538,10 +538,10 @@ def test_a_date_in_the_template_is_the_same_on_all_days(tmp_path, monkeypatch):
     (one, other) = ([*(tmp_path / day / "cache/tokens").glob("*/*.bin")] for day in "12")
     assert one[0].read_bytes() == other[0].read_bytes()
     text = first.tokenizer.decode(first.train.get(0).tokens)
-    assert text.startswith("26 Jul 2024|July 26, 2024|2024-07-26 00:00|Friday 208 07/26/24 %")
+    assert text.startswith("26 Jul 2024|July 26, 2024|2024-07-26 00:00|Friday 208 07/26/24 %|")
     assert first.notes[:2] == [
         "data.sources.chat: columns not read: id, source (3 rows)",
-        "data.sources.chat: the chat template prints the date, which is 26 Jul 2024 in every row",
+        "data.sources.chat: the chat template asks for the date of today, and gets 26 Jul 2024",
     ]
     again = opened(tmp_path / "2", rows, dated)
     assert again.notes == second.notes, "what is not read is also told of cached tokens"

@@ -411,9 +411,7 @@ def _open(
         )
         notes.append(f"{source.setting}: columns not read: {names}")
     if source.template and source.template.prints_date:
-        notes.append(
-            f"{source.setting}: the chat template prints the date, which is {FIXED_DATE:%d %b %Y} in every row"
-        )
+        notes.append(f"{source.setting}: the chat template asks for the date of today, and gets {FIXED_DATE:%d %b %Y}")
     sides = [_packed(config, source, tokenizer, runs[split]) for split in SPLITS]
     if source.template and (cut := sum(side.cut for side in sides)):
         notes.append(

@@ -245,7 +245,8 @@ FIXED_DATE = datetime(2024, 7, 26)
 """The date that templates print (strftime_now): else the same rows would give other tokens every day. It is the date
 that Llama 3.1's template has where it is given none."""
 
-DATE_CODES = [f"%{flag}{letter}" for flag in ("-", "") for letter in "aAbBcdDeFHIjmMpRSTuUVwWxXyY"]
+DATE_CODES = [*(f"%{flag}{letter}" for flag in ("-", "") for letter in "aAbBcCdDeFfgGhHIjlmMpPrRSTuUVwWxXyYzZ"), "%%"]
+"""What formats of dates may hold."""
 
 VARIES = re.compile(r"\|\s*random\b|\blipsum\b")
 """What makes a template render the same row in different ways, besides the date."""
