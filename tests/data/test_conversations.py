@@ -6,6 +6,7 @@ import copy
 import datetime
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow
@@ -19,8 +20,9 @@ from transformers import PreTrainedTokenizerFast
 
 from trainer.config import ConfigError, SourceConfig
 from trainer.data.corpus import Corpus, open_corpus
+from trainer.data.shards import TextPiece, _encoded
 from trainer.data.tables import JsonLines, ParquetRows
-from trainer.data.text import MARKS, ChatTemplate, TextDocument
+from trainer.data.text import LEARNED, MARKS, ChatTemplate, TextDocument
 from trainer.data.tokenizer import byte_tokenizer
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -116,6 +118,8 @@ GEMMA = (
 )
 
 TOKENIZER = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer().backend, **SPECIAL)
+
+BYTES = SimpleNamespace(chat=True, tokenizer=byte_tokenizer())
 
 TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "mistral": MISTRAL, "gemma": GEMMA}
 ENDS = {"chatml": "<|im_end|>\n", "llama3": "<|eot_id|>", "mistral": "</s>", "gemma": "<end_of_turn>\n"}
@@ -242,7 +246,11 @@ def test_rows_are_rendered_as_transformers_does_and_marked_answers_alone_are_lea
         messages, options = plain(row)
         wanted = TOKENIZER.apply_chat_template(messages, chat_template=text, tokenize=False, **options)
         assert document.text == wanted
-        assert list(document.spans) == expected(name, row, wanted)
+        spans = expected(name, row, wanted)
+        assert list(document.spans) == spans
+        ((ids, marks),) = _encoded(BYTES, [TextPiece(document.text, False, True, document.spans)])
+        said = bytes(token for token, mark in zip(ids, marks) if mark & LEARNED).decode()
+        assert bytes(ids).decode() == wanted and said == "".join(wanted[first:last] for first, last in spans)
     again, tally = read(folder, rows, template, "parquet")
     assert again == [document._replace(unread=()) for document in found] and tally.unread == {"id": len(rows)}
 
@@ -349,7 +357,9 @@ def test_arguments_of_tool_calls_are_given_as_the_template_expects_them(form, gi
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": given}}
     found = template.document([USER, {"role": "assistant", "tool_calls": [call]}])
     assert ("<city>Rome" if form == "items" else '{"city": "Rome"}') in found.text
-    for wrong in ('{"city', "5", [1], 5):
+    call["function"]["arguments"] = ""
+    assert template.document([USER, {"role": "assistant", "tool_calls": [call]}]).text
+    for wrong in ('{"city', "5", [1], [], 5, 0, False):
         call["function"]["arguments"] = wrong
         with pytest.raises(ValueError, match="arguments of a tool call"):
             template.document([USER, {"role": "assistant", "tool_calls": [call]}])

@@ -207,7 +207,7 @@ LEARNED, FIRST = 1, 2
 TEMPLATE = 1 << 20
 """Bytes of a template; the longest that are published have some 20 KiB."""
 
-SHAREGPT = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
+SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}
 """Roles of ShareGPT's {from, value} messages, where they differ from those of {role, content}."""
 
 ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
@@ -414,7 +414,7 @@ class ChatTemplate:
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):
                 raise ValueError(f"holds a tool call that is {shorten_foreign(call)} without a function's name")
             if (given := function.get("arguments")) is not None:
-                parsed = parse_text(given or {}, "arguments of a tool call")
+                parsed = parse_text("{}" if given == "" else given, "arguments of a tool call")
                 if not isinstance(parsed, dict):
                     raise ValueError(f"holds arguments of a tool call that are {shorten_foreign(parsed)}, no mapping")
                 if not self.takes_mapping:
