@@ -368,9 +368,29 @@ def test_arguments_of_tool_calls_are_given_as_the_template_expects_them(form, gi
     )
 
 
+@pytest.mark.parametrize("kept", ["none", "defined"])
+def test_messages_with_tool_calls_alone_have_the_content_that_the_template_expects(kept):
+    """As of DeepSeek R1, which tests for null, and of templates that add to content."""
+    lone = "message.content is none" if kept == "none" else "false"
+    text = (
+        "{% for message in messages %}<{{ message.role }}>{% if not "
+        + lone
+        + " %}{{ message.content + '.' }}{% endif %}"
+        "{% for call in message.tool_calls or [] %}{{ call.function.name + call.function.arguments }}{% endfor %}<end>"
+        "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    for answer in ({}, {"content": None}):
+        found = ChatTemplate(text, SPECIAL, "a template").document(
+            [USER, {"role": "assistant", "tool_calls": [call], **answer}]
+        )
+        assert learned(found) == [("" if kept == "none" else ".") + 'add{"a": 1}<end>']
+
+
 LISTED = "{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
 CONTENTS = {
     "text": "{{ message.content }}",
+    "first part": "{{ message.content if message.content is string else message.content[0].text }}",
     "parts": LISTED,
     "either": "{% if message.content is string %}{{ message.content }}{% else %}" + LISTED + "{% endif %}",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -275,9 +276,10 @@ def read_template(path: str) -> str:
 class ChatTemplate:
     """Makes documents of conversations. text: the template; special: the tokenizer's special tokens by name.
 
-    Templates expect content as text or as a list of parts, and arguments of tool calls as a mapping (transformers'
-    documentation) or as JSON text (OpenAI's format). Which of them it renders is tried once, and conversations are
-    converted to that. Raises `ConfigError` for a template that cannot render two messages."""
+    Templates expect content as text or as a list of parts, arguments of tool calls as a mapping (transformers'
+    documentation) or as JSON text (OpenAI's format), and beside tool calls no content, null or an empty text. Which of
+    them it renders is tried once, and conversations are converted to that. Raises `ConfigError` for a template that
+    cannot render two messages."""
 
     def __init__(self, text: str, special: dict[str, str], named: str):
         self.text, self.special = fix_date(text), special
@@ -296,25 +298,27 @@ class ChatTemplate:
         except ValueError as error:
             raise ConfigError(f"{named} cannot be used: {shorten_foreign(error)}; {way_out}") from None
         pieces = [[{"type": "text", "text": one} for one in message["content"].split()] for message in PROBE]
-        self.takes_text = self._shows("answer", content=PROBE[1]["content"])
-        self.takes_parts = self._shows("answer", content=pieces[1], asked=pieces[0])
+        self.takes_text = self._shows("answer", PROBE[1])
+        self.takes_parts = self._shows("answer", {"content": pieces[1]}, asked=pieces[0])
         if not self.takes_text and not self.takes_parts:
             raise ConfigError(f"{named} cannot be used: it leaves out what the assistant says; {way_out}")
         arguments = {"key": "value"}
-        self.takes_mapping = not self._shows("value", arguments=json.dumps(arguments)) or self._shows(
-            "value", arguments=arguments
+        calls = [
+            [{"id": "call00000", "type": "function", "function": {"name": "name", "arguments": given}}]
+            for given in (arguments, json.dumps(arguments))
+        ]
+        forms = itertools.product(({}, {"content": None}, {"content": ""}), (True, False))
+        self.no_content, self.takes_mapping = next(
+            (form for form in forms if self._shows("value", {**form[0], "tool_calls": calls[not form[1]]})), ({}, True)
         )
 
-    def _shows(self, word: str, content: Any = "", asked: Any = PROBE[0]["content"], arguments: Any = None) -> bool:
-        """Whether the template prints a word of an assistant's message, and no mapping as Python writes it."""
-        function = {"name": "name", "arguments": arguments}
-        calls = [{"id": "call00000", "type": "function", "function": function}]
-        message = {"role": "assistant", "content": content} | ({"tool_calls": calls} if arguments else {})
+    def _shows(self, word: str, answer: dict[str, Any], asked: Any = PROBE[0]["content"]) -> bool:
+        """Whether the template prints a word of an assistant's message, and no value as Python writes it."""
         try:
-            text, _ = self._render([{"role": "user", "content": asked}, message])
+            text, _ = self._render([{"role": "user", "content": asked}, {"role": "assistant", **answer}])
         except ValueError:
             return False
-        return word in text and "'type'" not in text and "'key'" not in text
+        return word in text and not any(written in text for written in ("'type'", "'key'", "None"))
 
     def _render(
         self, messages: list[dict[str, Any]], options: Mapping[str, Any] | None = None, prompt: bool = False
@@ -396,7 +400,7 @@ class ChatTemplate:
             content = [{"type": "text", "text": content}]
         elif isinstance(content, list) and not self.takes_parts:
             content = "".join(part["text"] for part in content)
-        given |= {} if content is None else {"content": content}
+        given |= self.no_content if content is None else {"content": content}
         if calls not in (None, []):
             if "tool_calls" not in self._words:
                 raise ValueError("holds a message with tool_calls, which the chat template does not read")
