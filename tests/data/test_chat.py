@@ -28,6 +28,7 @@ from trainer.model.loss import IGNORE
 from trainer.planning import resolve
 
 ROWS = conversations(40)
+UNREAD = "data.sources.chat: columns not read: id (40 rows)"
 
 
 @pytest.fixture
@@ -111,9 +112,10 @@ def test_a_conversation_longer_than_a_sequence_ends_there_and_is_counted(opened)
     whole, cut = opened(), opened(length=100)
     longer = [tokens for tokens in pieces(whole) if len(tokens) > 101 and 258 in tokens]
     assert longer and cut.notes == [
-        f"data.sources.chat: {len(longer)} conversations are longer than batch.sequence_length=100, and end there"
+        UNREAD,
+        f"data.sources.chat: {len(longer)} conversations are longer than batch.sequence_length=100, and end there",
     ]
-    assert {tokens[:101] for tokens in pieces(whole) if 258 in tokens} <= pieces(cut).keys() and whole.notes == []
+    assert {tokens[:101] for tokens in pieces(whole) if 258 in tokens} <= pieces(cut).keys() and whole.notes == [UNREAD]
 
 
 def test_conversations_are_held_out_whole(opened):
@@ -166,7 +168,8 @@ def test_templates_that_are_refused(opened, template, problem):
     [
         ("hello", "holds hello instead of a list of messages in data.sources.chat.messages=messages"),
         ([{"content": "a"}], "holds a message whose role is None"),
-        ([{"role": "user", "content": ["a"]}], "holds a message whose content is a list instead of text"),
+        ([{"role": "user", "content": ["a"]}], "holds a message with a part a that is no text"),
+        ([{"role": "user", "content": {"a": 1}}], "holds a message whose content is a mapping instead of text"),
         ([{"role": "user", "content": "a"}], "holds nothing that the assistant says"),
         ([{"role": "assistant", "content": "\ud800"}], "holds half of a surrogate pair"),
     ],
@@ -180,7 +183,7 @@ def test_rows_that_are_no_conversations_stop_or_are_left_out(opened, tmp_path, r
     made.data.on_error, made.data.max_damaged, made.data.eval_fraction = "skip", 0.1, 0.0
     corpus = open_corpus(made)
     assert corpus.damaged == 1 and pieces(corpus) == pieces(opened(PLAIN))
-    assert corpus.notes == ["data.sources.chat: 1 of 41 rows cannot be read and are left out"]
+    assert corpus.notes == ["data.sources.chat: 1 of 41 rows cannot be read and are left out", UNREAD]
 
 
 def test_settings_that_contradict_conversations(tmp_path):

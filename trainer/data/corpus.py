@@ -35,7 +35,7 @@ from trainer.data.shards import (
     tokenise_shards,
     write_manifest,
 )
-from trainer.data.text import ChatTemplate, PackedConversations, read_template
+from trainer.data.text import FIXED_DATE, ChatTemplate, PackedConversations, read_template
 from trainer.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_tokenizer
 from trainer.data.tokens import (
     DataError,
@@ -438,8 +438,8 @@ def _open(
     if source.streams:
         return _open_stream(config, source, tokenizer, fraction, once)
     key = [source.identity, tokenizer.digest, fraction]
-    # "blanks": earlier versions left blanks out of what is learned where a tokenizer trims offsets.
-    key += [source.template.digest, "blanks"] if source.template else []
+    # "rows": earlier versions read messages alone, and learned those that are marked as not to be learned.
+    key += [source.template.digest, "rows"] if source.template else []
     if source.config.kind in ("stdlib", "text") and cuts_documents(source.documents):
         key += ["whole"]  # earlier versions put end marks into these documents
     folder = _cache(config) / "tokens" / f"{source.name}-{_key([*key, 'skip'] if source.skip else key)}"
@@ -460,6 +460,13 @@ def _open(
         )
     damaged = f"{source.setting}: {tally.damaged} of {tally.rows} rows cannot be read and are left out"
     notes = [damaged] if tally.damaged else []
+    if unread := tally.unread:
+        names = ", ".join(
+            f"{', '.join(name for name in unread if unread[name] == rows)} ({rows} rows)" for rows in {*unread.values()}
+        )
+        notes.append(f"{source.setting}: columns not read: {names}")
+    if source.template and source.template.prints_date:
+        notes.append(f"{source.setting}: the chat template asks for the date of today, and gets {FIXED_DATE:%d %b %Y}")
     sides = [_packed(config, source, tokenizer, runs[split]) for split in SPLITS]
     if source.template and (cut := sum(side.cut for side in sides)):
         notes.append(

@@ -65,7 +65,12 @@ AGAIN = 3600.0
 MOST = 64 << 30
 """Bytes that are compared at a start, at some 0.7 GB/s a core on up to eight cores."""
 
-TALLY: Shape = {"rows": (int, NoneType), "damaged": (int, NoneType), "first": (str, NoneType)}
+TALLY: Shape = {
+    "rows": (int, NoneType),
+    "damaged": (int, NoneType),
+    "first": (str, NoneType),
+    "unread": (dict, NoneType),
+}
 """What is noted of the rows that were read. Earlier versions did not, and left out none."""
 
 
@@ -135,7 +140,11 @@ def tokenise_shards(job: TokeniseJob, name: str, workers: int) -> None:
 
 def tally_of(noted: dict[str, Any]) -> RowTally:
     """What a manifest or the description of a shard says of rows."""
-    return RowTally(noted.get("rows") or 0, noted.get("damaged") or 0, noted.get("first") or "")
+    tally = RowTally(noted.get("rows") or 0, noted.get("damaged") or 0, noted.get("first") or "")
+    for name, rows in (noted.get("unread") or {}).items():
+        if isinstance(rows, int):
+            tally.count_unread([name], rows)
+    return tally
 
 
 def write_manifest(folder: Path, dtype: str, files: dict[str, list[dict]], tally: RowTally | None = None) -> None:
@@ -258,7 +267,7 @@ def write_shard(job: TokeniseJob, number: int) -> None:
 def _goes_on(job: TokeniseJob, number: int, held: bool) -> bool:
     """Whether the document with which a shard ends goes on in a later shard, on the same side of the split. What is
     read for this is counted where it is tokenised."""
-    for text, _, _ in job.documents.read(job.shards[number][1], len(job.documents)):
+    for text, *_ in job.documents.read(job.shards[number][1], len(job.documents)):
         job.documents.take_tally()
         return bool(text) and (digest_text(text) < job.threshold) == held
     return False
@@ -295,7 +304,7 @@ def _marked(documents: Iterable[TextDocument], threshold: int) -> Iterator[TextP
     """The documents as pieces. Between two chunks of one document there is no end mark, unless the split puts them on
     different sides; nor is there one behind the last chunk, if the document goes on behind it."""
     waiting: TextPiece | None = None
-    for text, final, spans in documents:
+    for text, final, spans, _ in documents:
         if not text:  # the end of a file, whose lines were left out
             waiting = waiting and replace(waiting, mark=True)
             continue

@@ -20,7 +20,17 @@ import numpy as np
 
 from trainer.config import ConfigError, CorpusConfig
 from trainer.config.fields import suggest_nearest
-from trainer.data.text import LINE, ChatTemplate, DamagedRows, TextDocument, TextFiles, plain_text
+from trainer.data.text import (
+    LINE,
+    OPTIONS,
+    ChatTemplate,
+    DamagedRows,
+    RowTally,
+    TextDocument,
+    TextFiles,
+    check_names,
+    plain_text,
+)
 from trainer.util.reading import on_one_line, parse_json, read_bytes, replace_file, shorten_foreign
 
 EXPANSION = 100
@@ -61,9 +71,25 @@ class TableColumn(NamedTuple):
         name, field = (source.field, "field") if template is None else (source.messages, "messages")
         return cls(name, f"{setting}.{field}", template)
 
-    def document(self, value: Any) -> TextDocument:
-        """What is made of a value. Raises `ValueError` with what is wrong."""
-        return TextDocument(plain_text(value)) if self.template is None else self.template.document(value)
+    def documents(self, row: dict[str, Any], tally: RowTally) -> Iterator[TextDocument]:
+        """What is made of a row. What a conversation's row has besides is counted in `tally`. Raises `ValueError` with
+        what is wrong."""
+        value = row.get(self.name)
+        if self.template:
+            others = {name: item for name, item in row.items() if name != self.name}
+            document = self.template.document(value, others)
+            tally.count_unread(document.unread)
+            yield document
+        elif value:
+            yield TextDocument(plain_text(value))
+
+    def missing(self, path: str, names: list[str]) -> ConfigError:
+        """The error for a file that has other columns."""
+        return ConfigError(
+            f"{self.setting}={self.name} is no column of {path}; {suggest_nearest(self.name, names)}"
+            + "; a pair of prompt and answer is written as a list of messages of user and assistant"
+            * bool(self.template)
+        )
 
 
 class JsonLines(TextFiles):
@@ -99,16 +125,12 @@ class JsonLines(TextFiles):
             rows = list(self._rows(chunk))
             if rows and self.locate(chunk)[1] == 0 and not any(name in row for row, _ in rows):
                 names = list(dict.fromkeys(name for row, _ in rows for name in row))
-                raise ConfigError(
-                    f"{self.column.setting}={name} is no column of {self.original[rows[0][1][0]]}; "
-                    f"{suggest_nearest(name, names)}"
-                )
+                raise self.column.missing(self.original[rows[0][1][0]], names)
             for row, place in rows:
-                if value := row.get(name):
-                    try:
-                        yield self.column.document(value)
-                    except ValueError as error:
-                        self.leave_out(self._error(place, f"{error} in {self.column.setting}={name}"))
+                try:
+                    yield from self.column.documents(row, self.tally)
+                except ValueError as error:
+                    self.leave_out(self._error(place, f"{error} in {self.column.setting}={name}"))
 
     def _rows(self, chunk: int) -> Iterator[tuple[dict[str, Any], tuple[str, int]]]:
         """The object of each line that is not blank, and its file and byte."""
@@ -195,7 +217,7 @@ def _is_array(path: str) -> bool:
 
 
 class ParquetRows(DamagedRows):
-    """Parquet files, a document a row; only the column with the documents is read."""
+    """Parquet files, a document a row; only the column with the documents is read, and `OPTIONS` of conversations."""
 
     def __init__(
         self,
@@ -208,6 +230,7 @@ class ParquetRows(DamagedRows):
         super().__init__(skip)
         self.setting, self.column = setting, TableColumn.of(setting, source, template)
         self.groups: list[tuple[str, int]] = []
+        self.names: dict[str, list[str]] = {}
         rows, self.bytes = [], 0
         for path in paths:
             for group, (count, size) in enumerate(self._checked(path)):
@@ -231,6 +254,9 @@ class ParquetRows(DamagedRows):
             start = int(self._ends[group - 1]) if group else 0
             stop = min(last, int(self._ends[group]))
             self.tally.rows += stop - first
+            if self.column.template:
+                unread = set(self.names[self.groups[group][0]]) - set(self._read_columns(self.groups[group][0]))
+                self.tally.count_unread(sorted(unread), stop - first)
             yield from self._decoded(*self.groups[group], first - start, stop - start)
             first = stop
 
@@ -241,13 +267,15 @@ class ParquetRows(DamagedRows):
         row, held, most = 0, 0, allowed_bytes(path)
         try:
             with ParquetFile(path) as file:
-                for batch in file.iter_batches(ROWS, row_groups=[group], columns=[self.column.name], use_threads=False):
+                columns = self._read_columns(path)
+                for batch in file.iter_batches(ROWS, row_groups=[group], columns=columns, use_threads=False):
                     held += batch.nbytes
                     if held > most or batch.nbytes > ROWS * LINE:
                         raise self._error(path, f"expands to more than {most} bytes, more than any text does")
-                    values = batch.column(0)[max(0, first - row) : last - row] if row + len(batch) > first else ()
-                    for number, value in enumerate(values, max(row, first)):
-                        yield from self._document(value, f"{path}, row {number} of row group {group},")
+                    wanted = batch[max(0, first - row) : last - row] if row + len(batch) > first else batch[:0]
+                    for number in range(len(wanted)):
+                        place = f"{path}, row {max(row, first) + number} of row group {group},"
+                        yield from self._documents(wanted, number, place)
                     row += len(batch)
                     if row >= last:
                         return
@@ -257,12 +285,19 @@ class ParquetRows(DamagedRows):
             problem = self._error(path, f"has {row} rows in row group {group}, fewer than it says")
         self.leave_out(problem, last - max(row, first))
 
-    def _document(self, value: Any, place: str) -> Iterator[TextDocument]:
+    def _documents(self, batch: Any, number: int, place: str) -> Iterator[TextDocument]:
         try:
-            if found := value.as_py():
-                yield self.column.document(found)
+            try:
+                row = {name: plain_value(batch[name][number]) for name in batch.schema.names}
+            except ValueError as error:
+                raise ValueError(shorten_foreign(error)) from None
+            yield from self.column.documents(row, self.tally)
         except ValueError as error:
-            self.leave_out(self._error(place, f"{shorten_foreign(error)} in {self.column.setting}={self.column.name}"))
+            self.leave_out(self._error(place, f"{error} in {self.column.setting}={self.column.name}"))
+
+    def _read_columns(self, path: str) -> list[str]:
+        options = OPTIONS if self.column.template else ()
+        return [name for name in self.names[path] if name == self.column.name or name in options]
 
     def _checked(self, path: str) -> list[tuple[int, int]]:
         """Rows and bytes of each row group, after what the file says of itself has been checked."""
@@ -271,9 +306,10 @@ class ParquetRows(DamagedRows):
 
         try:
             with ParquetFile(path) as file:
-                self._check_column(path, file.schema_arrow)
+                self._check_columns(path, file.schema_arrow)
+                columns = tuple(f"{name}." for name in self._read_columns(path))
                 paths = [f"{file.schema.column(index).path}." for index in range(len(file.schema))]
-                leaves = [index for index, leaf in enumerate(paths) if leaf.startswith(f"{self.column.name}.")]
+                leaves = [index for index, leaf in enumerate(paths) if leaf.startswith(columns)]
                 groups = [file.metadata.row_group(group) for group in range(file.metadata.num_row_groups)]
                 found = [
                     (group.num_rows, sum(group.column(leaf).total_uncompressed_size for leaf in leaves))
@@ -286,20 +322,27 @@ class ParquetRows(DamagedRows):
             raise self._error(path, f"says that it expands to {size} bytes in {rows} rows, more than any text does")
         return found
 
-    def _check_column(self, path: str, schema: Any) -> None:
+    def _check_columns(self, path: str, schema: Any) -> None:
         from pyarrow import types
 
-        name = self.column.name
+        name, self.names[path] = self.column.name, schema.names
         named = f"{self.column.setting}={name}"
         if name not in schema.names:
-            raise ConfigError(f"{named} is no column of {path}; {suggest_nearest(name, schema.names)}")
-        if schema.names.count(name) > 1:
-            raise ConfigError(f"{named} names several columns of {path}; give each a name of its own")
+            raise self.column.missing(path, schema.names)
+        for several in self._read_columns(path):
+            if schema.names.count(several) > 1:
+                raise ConfigError(f"{named}: {path} has several columns {several}; give each a name of its own")
+        if self.column.template:
+            try:
+                check_names(set(schema.names) - {name})
+            except ValueError as error:
+                raise ConfigError(f"{named}: {path} {error}") from None
         kind = schema.field(name).type
         kind = kind.value_type if types.is_dictionary(kind) else kind
         wanted, instead = (types.is_string, types.is_large_string), "text"
         if self.column.template:
-            wanted, instead = (types.is_list, types.is_large_list), "a list of messages"
+            wanted = (types.is_list, types.is_large_list, types.is_list_view, types.is_large_list_view)
+            instead = "a list of messages"
         if not any(fits(kind) for fits in (*wanted, types.is_null)):
             raise ConfigError(
                 f"{named} holds {on_one_line(str(kind))} instead of {instead} in {path}; columns: "
@@ -311,3 +354,22 @@ class ParquetRows(DamagedRows):
             f"{self.setting}.path: {path} {problem}; each file must be valid Parquet; leave it out, write it anew, or "
             "leave out the rows that cannot be read with data.on_error=skip"
         )
+
+
+def plain_value(scalar: Any) -> Any:
+    """A value of a Parquet column without the nulls in structs. All structs of a column have the same keys, so that a
+    null says that the row has no such key. Nulls in lists and maps are kept."""
+    return drop_filled(scalar.as_py(maps_as_pydicts="strict"), scalar.type)
+
+
+def drop_filled(value: Any, kind: Any) -> Any:
+    """A value of an Arrow type without the nulls in structs."""
+    from pyarrow import types
+
+    if value is None:
+        return None
+    if types.is_struct(kind):
+        return {item.name: drop_filled(value[item.name], item.type) for item in kind if value[item.name] is not None}
+    if types.is_map(kind):
+        return {key: drop_filled(item, kind.item_type) for key, item in value.items()}
+    return [drop_filled(item, kind.value_type) for item in value] if isinstance(value, list) else value

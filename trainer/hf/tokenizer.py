@@ -116,12 +116,13 @@ MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def render_chat(
-    template: str, messages: list[dict[str, Any]], special: dict[str, str], prompt: bool = False
+    template: str, messages: list[dict[str, Any]], special: dict[str, Any], prompt: bool = False
 ) -> tuple[str, list[tuple[int, int]]]:
     """The text of a conversation, and the spans of characters that the template marks as the assistant's.
 
-    special: special tokens by name, such as eos_token. prompt: ends with what stands before an answer. Raises
-    `ValueError` for whatever the template raises."""
+    special: what else the template is given: special tokens by name, such as eos_token; tools, documents and further
+    arguments of transformers' apply_chat_template. prompt: ends with what stands before an answer. Raises `ValueError`
+    for whatever the template raises."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:
@@ -133,5 +134,5 @@ def render_chat(
             **special,
         )
     except Exception as error:  # anything that code of others runs into
-        raise ValueError(f"the chat template fails: {error}") from error
+        raise ValueError(f"the chat template fails: {shorten_foreign(error)}") from error
     return texts[0], [(start, end) for start, end in spans[0]] if spans else []
