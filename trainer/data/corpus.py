@@ -26,7 +26,6 @@ from trainer.data.documents import DocumentSource, HubStream, digest_text, held_
 from trainer.data.shards import (
     SPLITS,
     TokeniseJob,
-    cuts_documents,
     is_due,
     mark_verified,
     read_manifest,
@@ -34,7 +33,7 @@ from trainer.data.shards import (
     tokenise_shards,
     write_manifest,
 )
-from trainer.data.text import ChatTemplate, PackedConversations, read_template
+from trainer.data.text import ChatTemplate, PackedConversations, RowTally, read_template
 from trainer.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_tokenizer
 from trainer.data.tokens import (
     DataError,
@@ -164,6 +163,9 @@ def hold_out(documents: HubStream, tokenizer: Tokenizer, threshold: int, tokens:
 
 FORMAT = 1
 """Part of every key of the cache; raised when the same input would be prepared differently."""
+
+READING = 2
+"""Part of the name of every folder of tokens; raised when rows are read or counted in another way."""
 
 TRAINING_BYTES = 100 << 20
 """Text that a tokenizer is trained on, at most, over all sources."""
@@ -382,14 +384,12 @@ def _open(
         return OpenedSource(*(_packed(config, source, tokenizer, runs[split]) for split in SPLITS), content)
     if source.streams:
         return _open_stream(config, source, tokenizer, fraction, once)
-    key = [source.identity, tokenizer.digest, fraction]
-    # "blanks": earlier versions left blanks out of what is learned where a tokenizer trims offsets.
-    key += [source.template.digest, "blanks"] if source.template else []
-    if source.config.kind in ("stdlib", "text") and cuts_documents(source.documents):
-        key += ["whole"]  # earlier versions put end marks into these documents
-    folder = _cache(config) / "tokens" / f"{source.name}-{_key([*key, 'skip'] if source.skip else key)}"
+    key = [READING, source.identity, tokenizer.digest, fraction, source.template and source.template.digest]
+    folder = _cache(config) / "tokens" / f"{source.name}-{_key(key)}"
 
     def prepare() -> None:
+        if source.unread:
+            print_notice(source.unread)
         threshold = held_out_threshold(source.documents, fraction)
         dtype = token_dtype(tokenizer.vocab_size)
         job = TokeniseJob(source.documents, tokenizer, dtype, threshold, folder, chat=source.template is not None)
@@ -397,14 +397,14 @@ def _open(
 
     once(folder / "manifest.json", prepare, verified=True)
     runs, content, tally = read_manifest(folder)
-    if tally.damaged > config.data.max_damaged * max(tally.rows, tally.damaged):
-        raise ConfigError(
-            f"{source.setting}: {tally.damaged} of {tally.rows} rows cannot be read, more than "
-            f"data.max_damaged={config.data.max_damaged:g} allows; mend them, leave out the file, or raise it. The "
-            f"first: {tally.first}"
-        )
-    damaged = f"{source.setting}: {tally.damaged} of {tally.rows} rows cannot be read and are left out"
-    notes = [damaged] if tally.damaged else []
+    _check_damaged(config, source, tally)
+    counts = {
+        "rows cannot be read and are left out": tally.damaged,
+        "rows hold an empty text and are left out": tally.empty,
+        "lines end in CRLF, of which the carriage return is kept": tally.crlf,
+    }
+    notes = [source.unread] if source.unread else []
+    notes += [f"{source.setting}: {count} of {tally.rows} {what}" for what, count in counts.items() if count]
     sides = [_packed(config, source, tokenizer, runs[split]) for split in SPLITS]
     if source.template and (cut := sum(side.cut for side in sides)):
         notes.append(
@@ -412,6 +412,23 @@ def _open(
             f"{config.batch.sequence_length}, and end there"
         )
     return OpenedSource(*sides, content, tally.damaged, tuple(notes))
+
+
+def _check_damaged(config: Config, source: DocumentSource, tally: RowTally) -> None:
+    """Raises `ConfigError` unless so many rows may be left out."""
+    most, found = config.data.max_damaged, f"{source.setting}: {tally.damaged} of {tally.rows} rows cannot be read"
+    too_many = tally.damaged > most * max(tally.rows, tally.damaged)
+    if tally.damaged and not source.skip:
+        share = f", with data.max_damaged above {most:g}" if too_many else ""
+        raise ConfigError(
+            f"{found}; set data.on_error=skip{share} to leave them out, which tokenises nothing anew, or mend them. The "
+            f"first: {tally.first}"
+        )
+    if too_many:
+        raise ConfigError(
+            f"{found}, more than data.max_damaged={most:g} allows; mend them, leave out the file, or raise it. The "
+            f"first: {tally.first}"
+        )
 
 
 def _open_stream(

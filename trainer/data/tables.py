@@ -20,7 +20,7 @@ import numpy as np
 
 from trainer.config import ConfigError, CorpusConfig
 from trainer.config.fields import suggest_nearest
-from trainer.data.text import LINE, ChatTemplate, DamagedRows, TextDocument, TextFiles, plain_text
+from trainer.data.text import LINE, Absent, ChatTemplate, DamagedRows, TextDocument, TextFiles, plain_text
 from trainer.util.reading import on_one_line, parse_json, read_bytes, replace_file, shorten_foreign
 
 EXPANSION = 100
@@ -63,7 +63,11 @@ class TableColumn(NamedTuple):
 
     def document(self, value: Any) -> TextDocument:
         """What is made of a value. Raises `ValueError` with what is wrong."""
-        return TextDocument(plain_text(value)) if self.template is None else self.template.document(value)
+        if self.template is None:
+            return TextDocument(plain_text(value))
+        if value is None or value == []:
+            raise Absent("holds no messages")
+        return self.template.document(value)
 
 
 class JsonLines(TextFiles):
@@ -104,11 +108,11 @@ class JsonLines(TextFiles):
                     f"{suggest_nearest(name, names)}"
                 )
             for row, place in rows:
-                if value := row.get(name):
-                    try:
-                        yield self.column.document(value)
-                    except ValueError as error:
-                        self.leave_out(self._error(place, f"{error} in {self.column.setting}={name}"))
+                try:
+                    yield from self.keep(self.column.document(row.get(name)))
+                except ValueError as error:
+                    problem = self._error(place, f"{error} in {self.column.setting}={name}")
+                    self.leave_out(problem, absent=isinstance(error, Absent))
 
     def _rows(self, chunk: int) -> Iterator[tuple[dict[str, Any], tuple[str, int]]]:
         """The object of each line that is not blank, and its file and byte."""
@@ -259,10 +263,10 @@ class ParquetRows(DamagedRows):
 
     def _document(self, value: Any, place: str) -> Iterator[TextDocument]:
         try:
-            if found := value.as_py():
-                yield self.column.document(found)
+            yield from self.keep(self.column.document(value.as_py()))
         except ValueError as error:
-            self.leave_out(self._error(place, f"{shorten_foreign(error)} in {self.column.setting}={self.column.name}"))
+            problem = self._error(place, f"{shorten_foreign(error)} in {self.column.setting}={self.column.name}")
+            self.leave_out(problem, absent=isinstance(error, Absent))
 
     def _checked(self, path: str) -> list[tuple[int, int]]:
         """Rows and bytes of each row group, after what the file says of itself has been checked."""
@@ -297,9 +301,9 @@ class ParquetRows(DamagedRows):
             raise ConfigError(f"{named} names several columns of {path}; give each a name of its own")
         kind = schema.field(name).type
         kind = kind.value_type if types.is_dictionary(kind) else kind
-        wanted, instead = (types.is_string, types.is_large_string), "text"
-        if self.column.template:
-            wanted, instead = (types.is_list, types.is_large_list), "a list of messages"
+        texts = types.is_string, types.is_large_string, types.is_string_view
+        lists = [getattr(types, f"is_{size}") for size in ("list", "large_list", "fixed_size_list", "list_view")]
+        wanted, instead = (lists, "a list of messages") if self.column.template else (texts, "text")
         if not any(fits(kind) for fits in (*wanted, types.is_null)):
             raise ConfigError(
                 f"{named} holds {on_one_line(str(kind))} instead of {instead} in {path}; columns: "

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,8 +35,14 @@ class TextDocument(NamedTuple):
     spans: tuple[tuple[int, int], ...] | None = None
 
 
+class Absent(ValueError):
+    """A row has no value where its text should be."""
+
+
 def plain_text(value: Any) -> str:
-    """A value, if it is text. Raises `ValueError`."""
+    """A value, if it is text. Raises `ValueError`, and `Absent` for null."""
+    if value is None:
+        raise Absent("holds null or nothing instead of text")
     if not isinstance(value, str):
         raise ValueError(f"holds {shorten_foreign(value)} instead of text")
     try:
@@ -57,19 +64,24 @@ def is_text(data: bytes) -> bool:
 @dataclass
 class RowTally:
     """The rows of a source (lines, where it has no rows) that were read, and those of them that were left out as
-    damaged. first: what was wrong with the first of these."""
+    damaged. first: what was wrong with the first of these. empty: rows whose text has no characters, and which make no
+    document. crlf: lines of a text file that end in a carriage return and a line feed, both of which are kept."""
 
     rows: int = 0
     damaged: int = 0
     first: str = ""
+    empty: int = 0
+    crlf: int = 0
 
     def __add__(self, other: RowTally) -> RowTally:
-        return RowTally(self.rows + other.rows, self.damaged + other.damaged, self.first or other.first)
+        counts = self.rows + other.rows, self.damaged + other.damaged
+        return RowTally(*counts, self.first or other.first, self.empty + other.empty, self.crlf + other.crlf)
 
 
 class DamagedRows:
     """What a reader of rows does with one that cannot be read: it ends the reading (data.on_error=stop), or is left out
-    and counted in `tally` (skip)."""
+    and counted in `tally` (skip). A row without a text is counted under both; who opens the corpus then refuses it
+    under stop, and can name how many rows there are."""
 
     def __init__(self, skip: bool):
         self.skip, self.tally = skip, RowTally()
@@ -83,11 +95,18 @@ class DamagedRows:
         """Whether what `read` counts as document `number` begins inside of a document."""
         return False
 
-    def leave_out(self, problem: ConfigError, rows: int = 1) -> None:
-        """Raises `problem`, unless damaged rows are skipped."""
-        if not self.skip:
+    def leave_out(self, problem: ConfigError, rows: int = 1, absent: bool = False) -> None:
+        """Counts rows that are left out. Raises `problem`, unless damaged rows are skipped or the text is absent."""
+        if not self.skip and not absent:
             raise problem
         self.tally += RowTally(0, rows, str(problem))
+
+    def keep(self, document: TextDocument) -> Iterator[TextDocument]:
+        """The document, unless it is empty, which is counted."""
+        if document.text:
+            yield document
+        else:
+            self.tally.empty += 1
 
 
 class TextFiles(DamagedRows):
@@ -120,12 +139,27 @@ class TextFiles(DamagedRows):
         for chunk in range(first, last):
             file, number = self.locate(chunk)
             start, data = self.lines(file, number)
-            text, final = self._decoded(data, self.paths[file]), start + len(data) >= self.sizes[file]
+            final = start + len(data) >= self.sizes[file]
+            if start == 0:
+                data = self._without_mark(data, self.paths[file])
+            text = self._decoded(data, self.paths[file])
             if text or final and data:
                 yield TextDocument(text, final)
 
+    def _without_mark(self, data: bytes, path: str) -> bytes:
+        """The beginning of a file without the byte order mark of UTF-8. Raises `ConfigError` for UTF-16 and UTF-32, of
+        which many lines would pass as UTF-8 with NUL characters."""
+        head = data[:4096]
+        if self.strict and (head.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) or head.count(0) > len(head) // 8):
+            raise ConfigError(
+                f"{self.setting}.path: {path} is not UTF-8 text: it begins as UTF-16, UTF-32 or binary data does; "
+                "convert it to UTF-8, or leave it out with a glob such as 'folder/**/*.txt'"
+            )
+        return data.removeprefix(BOM_UTF8)
+
     def _decoded(self, data: bytes, path: str) -> str:
         self.tally.rows += data.count(b"\n")
+        self.tally.crlf += data.count(b"\r\n")
         try:
             return data.decode("utf-8", "strict" if self.strict else "replace")
         except UnicodeDecodeError as error:
