@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from trainer.config import ConfigError
-from trainer.data.tokens import TokenRun, TokenSample, check_vocabulary
+from trainer.data.tokens import TokenRun, TokenSample, check_vocabulary, shared_map
 from trainer.hf.tokenizer import MARKERS, render_chat
 from trainer.util.reading import read_bytes, shorten_foreign
 
@@ -322,7 +322,6 @@ class PackedConversations:
         self._length = np.minimum(whole, sequence_length + 1)
         self._order, self._ends = pack_lengths(self._length, sequence_length + 1)
         self.length = len(self._ends)
-        self._maps: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def get(self, index: int) -> TokenSample:
         """See `Sequences`. Raises `DataError` for a file that vanished or holds ids beyond the vocabulary."""
@@ -332,10 +331,8 @@ class PackedConversations:
         tokens, learned = np.full(self.size + 1, self.end_id, np.int64), np.zeros(self.size + 1, bool)
         documents, filled = np.full(self.size + 1, len(members), np.int32), 0
         for number, member in enumerate(members):
-            run, start, length = int(self._run[member]), int(self._start[member]), int(self._length[member])
-            if run not in self._maps:
-                self._maps[run] = self.runs[run].map(), self.runs[run].map_marks()
-            ids, marks = (part[start : start + length] for part in self._maps[run])
+            run, start, length = self.runs[self._run[member]], int(self._start[member]), int(self._length[member])
+            ids, marks = (shared_map(self, run, what)[start : start + length] for what in ("tokens", "marks"))
             place = slice(filled, filled := filled + length)
             tokens[place], learned[place], documents[place] = ids, marks & LEARNED > 0, number
         check_vocabulary(tokens, self.vocab_size, f"{self.name}:{index}")

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from trainer.config import ConfigError, CorpusConfig
-from trainer.util.reading import shorten_foreign, temporary_name
+from trainer.util.reading import temporary_name
 
-SCAN = 1 << 20
-"""Tokens looked at together in search of an end mark."""
-
+LIMIT = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+MAPS = 256 if LIMIT == resource.RLIM_INFINITY else max(8, min(256, LIMIT // 8))
+"""Files that stay mapped in a process, each of which is an open file too. How many a corpus has does not matter."""
 
 TOKEN_DTYPES = ("<u2", "<u4")
 """Types of the token files that are written here, little-endian."""
@@ -50,8 +52,9 @@ class TokenSequences(Protocol):
 @dataclass(frozen=True)
 class TokenRun:
     """`length` consecutive tokens of a file, from byte `offset` on. marks: of conversations, a file with a byte for
-    each token (`chat.LEARNED`, `chat.FIRST`). open: whether the last document goes on in the next run; if not, the next
-    run starts with a document."""
+    each token (`text.LEARNED`, `text.FIRST`). open: whether the last document goes on in the next run; if not, the next
+    run starts with a document. starts: a file of the tokens with which documents start, rising, int64, counted as the
+    file's tokens are, of which this run's first is number `first`."""
 
     path: str
     dtype: str
@@ -59,25 +62,37 @@ class TokenRun:
     length: int
     marks: str | None = None
     open: bool = False
+    starts: str | None = None
+    first: int = 0
 
     def cut(self, at: int) -> tuple[TokenRun, TokenRun]:
-        """The first `at` tokens, and the rest."""
+        """The first `at` tokens, and the rest, of a run without marks."""
         rest = self.offset + at * np.dtype(self.dtype).itemsize
-        return TokenRun(self.path, self.dtype, self.offset, at), TokenRun(self.path, self.dtype, rest, self.length - at)
+        return replace(self, length=at), replace(self, offset=rest, length=self.length - at, first=self.first + at)
 
     def map(self) -> np.ndarray:
         """The tokens, memory-mapped. Raises `DataError` if the file vanished or shrank."""
-        return self._map(self.path, self.dtype)
+        return self._map(self.path, self.dtype, self.offset, self.length)
 
     def map_marks(self) -> np.ndarray:
         """The marks of the tokens, in the same way."""
         assert self.marks is not None
-        return self._map(self.marks, "u1")
+        return self._map(self.marks, "u1", self.offset, self.length)
 
-    def _map(self, path: str, dtype: str) -> np.ndarray:
+    def map_starts(self) -> np.ndarray:
+        """The tokens of the whole file with which documents start, in the same way."""
+        assert self.starts is not None
+        return self._map(self.starts, "<i8", 0, None)
+
+    def _map(self, path: str, dtype: str, offset: int, length: int | None) -> np.ndarray:
         try:
-            return np.memmap(path, dtype, "r", self.offset, (self.length,))
+            return np.memmap(path, dtype, "r", offset, length)
         except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+                raise DataError(
+                    f"token file {path} cannot be opened: {error.strerror}; this process, or the machine, has too many "
+                    "files open (ulimit -n) or too little memory"
+                ) from error
             raise DataError(
                 f"token file {path} vanished or changed since the run started ({error}); start the run again, it "
                 "resumes and prepares what is missing"
@@ -94,7 +109,6 @@ class PackedSequences:
         self.name, self.runs, self.end_id = name, runs, end_id
         self.vocab_size, self.size = vocab_size, sequence_length
         self._ends = np.cumsum([run.length for run in runs], dtype=np.int64)
-        self._maps: dict[int, np.ndarray] = {}
         self.tokens = sum(run.length for run in runs)
         self.length = max(0, self.tokens - 1) // sequence_length
 
@@ -106,17 +120,24 @@ class PackedSequences:
         number = int(np.searchsorted(self._ends, index * self.size, "right"))
         while filled <= self.size:
             first = index * self.size + filled - int(self._ends[number]) + self.runs[number].length
-            part = self._map(number)[first : first + self.size + 1 - filled]
+            run = self.runs[number]
+            part = shared_map(self, run, "tokens")[first : first + self.size + 1 - filled]
             starts[filled] = number == 0 or not self.runs[number - 1].open
+            if run.starts:
+                known, place = shared_map(self, run, "starts"), run.first + first
+                low, high = np.searchsorted(known, [place, place + len(part)])
+                starts[known[low:high] - place + filled] = True
             tokens[filled : filled + len(part)] = part
             filled, number = filled + len(part), number + 1
         check_vocabulary(tokens, self.vocab_size, f"{self.name}:{index} in {self.runs[number - 1].path}")
         return TokenSample(tokens, number_documents(tokens, self.end_id, starts))
 
-    def _map(self, number: int) -> np.ndarray:
-        if number not in self._maps:
-            self._maps[number] = self.runs[number].map()
-        return self._maps[number]
+
+@lru_cache(MAPS)
+def shared_map(owner: object, run: TokenRun, what: str) -> np.ndarray:
+    """What `TokenRun.map`, `map_marks` (what="marks") or `map_starts` ("starts") returns, kept while it is among the
+    last `MAPS` that were used. owner: who reads it, because another may find another file under the same name."""
+    return {"tokens": run.map, "marks": run.map_marks, "starts": run.map_starts}[what]()
 
 
 def check_vocabulary(tokens: np.ndarray, vocab_size: int, place: str) -> None:
@@ -142,60 +163,6 @@ def number_documents(tokens: np.ndarray, end_id: int, starts: np.ndarray | None 
 def token_dtype(vocab_size: int) -> str:
     """The smallest type of token files that holds all ids, little-endian."""
     return TOKEN_DTYPES[vocab_size > 1 << 16]
-
-
-def open_token_file(setting: str, source: CorpusConfig, path: str, vocab_size: int) -> TokenRun:
-    """A ready-made file as one run: raw little-endian (.bin), or .npy with integers. Raises `ConfigError`."""
-    named = f"{setting}.path: {path}"
-    if path.endswith(".npy"):
-        try:
-            array = np.lib.format.open_memmap(path, "r")  # as np.load, which would open archives and pickles too
-        except (OSError, ValueError, TypeError, OverflowError, MemoryError, SyntaxError) as error:
-            raise ConfigError(
-                f"{named} is no .npy array of numbers: {shorten_foreign(error)}; write it anew"
-            ) from error
-        if array.ndim != 1 or array.dtype.kind not in "iu":
-            raise ConfigError(
-                f"{named} holds {array.dtype} of shape {array.shape}; legal: one dimension of whole numbers"
-            )
-        return TokenRun(path, array.dtype.str, array.offset, len(array))
-    dtype = np.dtype(token_dtype(vocab_size) if source.dtype == "auto" else source.dtype).newbyteorder("<")
-    size = os.path.getsize(path)
-    if size % dtype.itemsize:
-        raise ConfigError(
-            f"{named} has {size} bytes, no multiple of {dtype.name}'s {dtype.itemsize}; set {setting}.dtype"
-        )
-    return TokenRun(path, dtype.str, 0, size // dtype.itemsize)
-
-
-def hold_out_tail(run: TokenRun, fraction: float, end_id: int) -> tuple[TokenRun, TokenRun]:
-    """Splits a ready-made file into a training part and a held-out part.
-
-    The held-out part is about the last `fraction` of the tokens; it begins where a document begins. A file that holds
-    one document is trained on whole.
-    """
-    if not fraction or not run.length:
-        return run.cut(run.length)
-    tokens, wish = run.map(), run.length - round(run.length * fraction)
-    for start in range(max(0, wish - 1), run.length, SCAN):
-        found = np.flatnonzero(tokens[start : min(start + SCAN, run.length - 1)] == end_id)
-        if len(found):
-            return run.cut(start + int(found[0]) + 1)
-    for stop in range(min(wish, run.length - 1), 0, -SCAN):
-        start = max(0, stop - SCAN)
-        found = np.flatnonzero(tokens[start:stop] == end_id)
-        if len(found):
-            return run.cut(start + int(found[-1]) + 1)
-    return run.cut(run.length)
-
-
-def file_digest(run: TokenRun) -> str:
-    """Identifies a ready-made file by its length and 64 samples, so that a terabyte costs no more than a megabyte."""
-    tokens = run.map() if run.length else np.empty(0)
-    seen = hashlib.blake2b(str(run.length).encode(), digest_size=16)
-    for start in np.linspace(0, max(0, run.length - 4096), 64, dtype=np.int64):
-        seen.update(np.ascontiguousarray(tokens[start : start + 4096]).tobytes())
-    return seen.hexdigest()
 
 
 def content_digest(path: str) -> str:

@@ -26,6 +26,9 @@ BUFFERS = re.compile(r"(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias|attent
 STORED = ("F32", "BF16", "F16", "F64")
 """Types of tensors that are weights as they stand."""
 
+HANDLES = 16
+"""Weight files that are open at a time, each mapped whole; a model may have hundreds."""
+
 SAVE = "save the model with transformers' save_pretrained, which writes safetensors"
 
 
@@ -134,6 +137,8 @@ class HFWeights:
 
     def open(self, file: str) -> Any:
         if file not in self.handles:
+            if len(self.handles) >= HANDLES:
+                del self.handles[next(iter(self.handles))]
             try:
                 path = path_inside(self.folder, file)
                 if not path.is_file():
