@@ -456,6 +456,7 @@ def _open_stream(
             writer.discard()
 
     once(folder / "manifest.json", prepare, verified=True)
+    source.documents.take_tally()  # of what is read again to train on
     notes = _cache(config) / "streams" / _key([*content, length])
     train = StreamedSequences(source.documents, tokenizer, threshold, length, notes)
     return OpenedSource(train, _packed(config, source, tokenizer, read_manifest(folder)[0]["eval"]), content)

@@ -150,19 +150,13 @@ def infer_dtype(words: np.ndarray, vocab_size: int) -> str | None:
     vocabulary, or that of another tokenizer, is large."""
     if words.size < FEWEST:
         return None
-    found = None
     for most in (0, 3, vocab_size - 1 >> 16):
-        small = tuple((words <= most).mean(axis=0) >= MOSTLY)
-        found = {
-            (False, False, False, False): "<u2",
-            (False, True, False, True): "<u4",
-            (False, True, True, True): "<u8",
-            (True, False, True, False): ">u4",
-            (True, True, True, False): ">u8",
-        }.get(small)
-        if found not in (None, "<u2"):
-            break
-    return found
+        for order, upper in (("<", words), (">", words.byteswap()[:, ::-1])):
+            places = tuple((upper <= most).mean(axis=0) >= MOSTLY)
+            if width := {(False, True, False, True): 4, (False, True, True, True): 8}.get(places):
+                return f"{order}u{width}"
+    small = (words <= vocab_size - 1 >> 16).mean(axis=0) >= MOSTLY
+    return None if small.any() else "<u2"
 
 
 def _megatron_header(named: str, index: str) -> tuple[str, int, int]:
