@@ -12,14 +12,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.corpora import config
+from support.kinds import SPEC
 
 from trainer.config import ConfigError, SourceConfig
 from trainer.data import token_files
 from trainer.data.corpus import Corpus, open_corpus
 from trainer.data.token_files import infer_dtype, open_token_file
+from trainer.hf import HFWeights, export_model
+from trainer.planning.parameters import declare_parameters
 
 END = 256
 """The end mark of the tokenizer of bytes."""
@@ -353,3 +357,14 @@ def test_more_files_than_may_be_open(tmp_path):
     assert done.returncode == 0, done.stderr
     held, maps, most = map(int, done.stdout.split())
     assert held < 64 and 0 < maps <= most <= 8
+
+
+def test_few_weight_files_are_open_at_a_time(tmp_path, monkeypatch):
+    tensors = {name: torch.randn(info.shape) for name, info in declare_parameters(SPEC).items()}
+    export_model(SPEC, tensors, tmp_path / "model", torch.float32, shard_size=2000)
+    monkeypatch.setattr("trainer.hf.weights.HANDLES", 3)
+    weights = HFWeights(tmp_path / "model", SPEC)
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) > 10
+    for name, info in declare_parameters(SPEC).items():
+        assert torch.equal(weights(name, info), tensors[name])
+        assert len({line.split()[-1] for line in open("/proc/self/maps") if str(tmp_path) in line}) <= 3
