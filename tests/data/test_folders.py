@@ -101,7 +101,7 @@ def test_every_file_of_a_folder_is_read_or_named(kind, files, silent, links):
         counts = re.findall(r"(\d+) (?:\.\S+|without extension|more kinds)", " ".join(corpus.notes))
         kinds = {(Path(path.name).suffix or path.name).lower() for path in unread}
         assert bool(corpus.notes) == bool(unread)
-        if len(kinds) <= documents.SHOWN:
+        if len(kinds) <= documents.NAMED_KINDS:
             assert sum(map(int, counts)) == len(unread), corpus.notes
         assert not any(Path(name).name in note for name in silent for note in corpus.notes)
 

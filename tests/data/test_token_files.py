@@ -16,12 +16,12 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.corpora import config
-from support.kinds import SPEC
 
 from trainer.config import ConfigError, SourceConfig
-from trainer.data import token_files
+from trainer.config.model import ModelSpec
+from trainer.data import tokens as token_files
 from trainer.data.corpus import Corpus, open_corpus
-from trainer.data.token_files import infer_dtype, open_token_file
+from trainer.data.tokens import infer_dtype, open_token_file
 from trainer.hf import HFWeights, export_model
 from trainer.planning.parameters import declare_parameters
 
@@ -360,11 +360,13 @@ def test_more_files_than_may_be_open(tmp_path):
 
 
 def test_few_weight_files_are_open_at_a_time(tmp_path, monkeypatch):
-    tensors = {name: torch.randn(info.shape) for name, info in declare_parameters(SPEC).items()}
-    export_model(SPEC, tensors, tmp_path / "model", torch.float32, shard_size=2000)
+    spec = ModelSpec(vocab_size=512, width=16, depth=2, max_length=32)
+    spec.attention.heads, spec.feed_forward.width = 2, 24
+    tensors = {name: torch.randn(info.shape) for name, info in declare_parameters(spec).items()}
+    export_model(spec, tensors, tmp_path / "model", torch.float32, shard_size=2000)
     monkeypatch.setattr("trainer.hf.weights.HANDLES", 3)
-    weights = HFWeights(tmp_path / "model", SPEC)
+    weights = HFWeights(tmp_path / "model", spec)
     assert len(list((tmp_path / "model").glob("*.safetensors"))) > 10
-    for name, info in declare_parameters(SPEC).items():
+    for name, info in declare_parameters(spec).items():
         assert torch.equal(weights(name, info), tensors[name])
         assert len({line.split()[-1] for line in open("/proc/self/maps") if str(tmp_path) in line}) <= 3

@@ -33,9 +33,8 @@ from trainer.data.corpus import StreamedSequences
 from trainer.data.shards import TokeniseJob, read_manifest, write_manifest
 from trainer.data.tables import JsonLines, ParquetRows
 from trainer.data.text import ChatTemplate, TextFiles, read_template
-from trainer.data.token_files import file_digest, open_token_file
 from trainer.data.tokenizer import byte_tokenizer, load_tokenizer
-from trainer.data.tokens import TokenWriter
+from trainer.data.tokens import TokenWriter, file_digest, open_token_file
 from trainer.diagnosis import time_breakdown
 from trainer.diagnosis.oom_report import MemoryOverride, OOMReport
 from trainer.diagnosis.oom_report import read_oom_report as read_shortage

@@ -35,28 +35,26 @@ from trainer.data.shards import (
     write_manifest,
 )
 from trainer.data.text import ChatTemplate, PackedConversations, RowTally, read_template
-from trainer.data.token_files import (
-    TokenCheck,
-    check_token_files,
-    file_digest,
-    file_states,
-    hold_out_tail,
-    open_token_file,
-)
 from trainer.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_tokenizer
 from trainer.data.tokens import (
     DataError,
     PackedSequences,
+    TokenCheck,
     TokenRun,
     TokenSample,
     TokenSequences,
     TokenWriter,
+    check_token_files,
+    file_digest,
+    file_states,
+    hold_out_tail,
     number_documents,
+    open_token_file,
     print_notice,
     start_progress,
     token_dtype,
 )
-from trainer.util.reading import Malformed, read_json, replace_file, shorten_foreign, write_atomic
+from trainer.util.reading import Malformed, Shape, read_json, replace_file, shorten_foreign, write_atomic
 
 # A data set of the Hugging Face hub, streamed while training and packed in the order in which its documents arrive.
 # Sequence i of a stream depends on the stream, the tokenizer and the sequence length, not on ranks. The position in
@@ -177,6 +175,13 @@ READING = 2
 TRAINING_BYTES = 100 << 20
 """Text that a tokenizer is trained on, at most, over all sources."""
 
+
+CHECKED: Shape = {
+    **dict.fromkeys(("smallest", "largest", "ends"), int),
+    "documents": (int, NoneType),
+    "starts": (str, NoneType),
+}
+"""What is noted of each ready-made token file, see `TokenCheck`."""
 
 MakeCached = Callable[..., None]
 """Makes what is not there yet; `_make_cached` for one configuration."""
@@ -483,12 +488,15 @@ def _token_files(
             print_notice(source.unread)
         with start_progress(f"checking the tokens of {source.name}", sum(run.length for run in runs)) as advance:
             found = check_token_files(source.setting, runs, tokenizer.end_id, starts_file, advance)
-        write_atomic(folder / "checked.json", json.dumps([one._asdict() for one in found]))
+        write_atomic(folder / "checked.json", json.dumps([asdict(one) for one in found]))
 
     once(folder / "checked.json", check)
     try:
-        shape = [dict.fromkeys(TokenCheck._fields, int) | {"documents": (int, NoneType), "starts": (str, NoneType)}]
-        checks = [TokenCheck(**one) for one in read_json(folder / "checked.json", shape, f"delete {folder}")]
+        shape = [
+            dict.fromkeys(("smallest", "largest", "ends"), int)
+            | {"documents": (int, NoneType), "starts": (str, NoneType)}
+        ]
+        checks = [TokenCheck(**one) for one in read_json(folder / "checked.json", [CHECKED], f"delete {folder}")]
         sizes = [one.documents and os.path.getsize(starts_file(n)) for n, one in enumerate(checks)]
         whole = sizes == [one.documents and 8 * one.documents for one in checks] and len(checks) == len(runs)
     except (OSError, TypeError):

@@ -47,7 +47,7 @@ SILENT = re.compile(r"\..*|_SUCCESS|_metadata|_common_metadata|_(started|committ
 TABLES = {"_delta_log": "Delta Lake", ".hoodie": "Hudi"}
 """Folders that make the folder around them a table, of which some files are no longer part."""
 
-SHOWN = 5
+NAMED_KINDS = 5
 """Kinds of unread files that a note names."""
 
 NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
@@ -308,7 +308,7 @@ def find_files(setting: str, source: CorpusConfig) -> tuple[list[str], str]:
         else:
             others = [path] if os.path.isfile(path) else glob.glob(path, recursive=True)
             paths = [entry for entry in others if os.path.isfile(entry)]
-            parents = {parent for entry in paths for parent in ancestors(entry)}
+            parents = {parent for entry in paths for parent in parent_folders(entry)}
             others = [entry for entry in others if entry.rstrip(os.sep) not in parents]
     if not paths:
         more = f"; it holds {summarise_files(others)}" if others else ""
@@ -321,17 +321,17 @@ def find_files(setting: str, source: CorpusConfig) -> tuple[list[str], str]:
     if len(empty) == len(paths):
         raise ConfigError(f"{named} is empty: {len(paths)} file{'s' * (len(paths) > 1)} of no bytes")
     taken = {*paths}
-    others = [entry for entry in others if entry not in taken and not describes(entry, taken)]
+    others = [entry for entry in others if entry not in taken and not describes_tokens(entry, taken)]
     return sorted(os.path.abspath(path) for path in paths), describe_unread(named, others, empty)
 
 
-def ancestors(path: str) -> Iterator[str]:
+def parent_folders(path: str) -> Iterator[str]:
     """The folders that a path leads through."""
     while (parent := os.path.dirname(path)) not in (path, ""):
         yield (path := parent)
 
 
-def describes(path: str, files: set[str]) -> bool:
+def describes_tokens(path: str, files: set[str]) -> bool:
     """Whether a file describes a token file among `files`."""
     return any(path.endswith(end) and path.removesuffix(end) + whose in files for end, whose in BESIDE.items())
 
@@ -355,7 +355,9 @@ def summarise_files(paths: list[str]) -> str:
         f"{len(names)} {kind} ({', '.join(names[:2])}{', ...' * (len(names) > 2)})"
         for kind, names in sorted(kinds.items(), key=lambda kind: -len(kind[1]))
     ]
-    return ", ".join([*told[:SHOWN], *([f"{len(told) - SHOWN} more kinds"] if len(told) > SHOWN else [])])
+    return ", ".join(
+        [*told[:NAMED_KINDS], *([f"{len(told) - NAMED_KINDS} more kinds"] if len(told) > NAMED_KINDS else [])]
+    )
 
 
 def load_hub(setting: str, source: CorpusConfig, cache: Path, streaming: bool = False) -> Any:
