@@ -492,10 +492,6 @@ def _token_files(
 
     once(folder / "checked.json", check)
     try:
-        shape = [
-            dict.fromkeys(("smallest", "largest", "ends"), int)
-            | {"documents": (int, NoneType), "starts": (str, NoneType)}
-        ]
         checks = [TokenCheck(**one) for one in read_json(folder / "checked.json", [CHECKED], f"delete {folder}")]
         sizes = [one.documents and os.path.getsize(starts_file(n)) for n, one in enumerate(checks)]
         whole = sizes == [one.documents and 8 * one.documents for one in checks] and len(checks) == len(runs)
