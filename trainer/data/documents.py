@@ -266,10 +266,10 @@ def walk_files(named: str, root: str) -> Iterator[str]:
             yield from (os.path.join(folder, file) for file in sorted(files))
 
 
-def check_inside(named: str, root: str, paths: list[str]) -> None:
+def check_inside(named: str, root: str, links: list[str]) -> None:
     """Raises `ConfigError` for a symbolic link out of the folder."""
-    for path in paths:
-        if os.path.islink(path) and leads_out(root, path):
+    for path in links:
+        if leads_out(root, path):
             raise ConfigError(
                 f"{named}: {on_one_line(path)} is a link out of the folder; put the file itself there, or name "
                 f"the files by a glob ({os.path.join(root, '**')}), which follows links"
@@ -300,10 +300,11 @@ def find_files(setting: str, source: CorpusConfig) -> tuple[list[str], str]:
                 )
             others = [entry for entry in walk_files(named, path) if not SILENT.fullmatch(os.path.basename(entry))]
             paths = [entry for entry in others if entry.lower().endswith(suffixes)]
-            if lost := [entry for entry in paths if not os.path.exists(entry)]:
+            links = [entry for entry in paths if os.path.islink(entry)]
+            if lost := [entry for entry in links if not os.path.exists(entry)]:
                 raise ConfigError(f"{named}: {on_one_line(lost[0])} is a link to nothing; remove it, or mend it")
+            check_inside(named, path, links)
             paths = [entry for entry in paths if os.path.isfile(entry)]
-            check_inside(named, path, paths)
             hint = f"the folder holds no file{' that ends in ' + ', '.join(suffixes) if suffixes[0] else ''}"
         else:
             others = [path] if os.path.isfile(path) else glob.glob(path, recursive=True)
