@@ -34,7 +34,7 @@ SILENT = (
     ".hidden.jsonl",
     ".a.parquet.crc",
     "part.jsonl.crc",
-    ".git/a.jsonl",
+    ".git/inner.jsonl",
 )
 STEMS = ("a", "part-0001", "x.y", "name with blank", "ä", "_b")
 
