@@ -276,7 +276,7 @@ def test_rows_refused_for_their_number_are_not_tokenised_again(tmp_path, capsys)
     rows = "".join(json.dumps({"text": f"row {number}" if number % 2 else None}) + "\n" for number in range(1500))
     (tmp_path / "a.jsonl").write_text(rows)
     with pytest.raises(
-        ConfigError, match="750 of 1500 rows cannot be read; set data.on_error=skip, with data.max_damaged above 0.01"
+        ConfigError, match="750 of 1500 rows cannot be read; set data.on_error=skip and data.max_damaged above 0.01"
     ):
         whole(tmp_path, "jsonl", tmp_path / "a.jsonl")
     capsys.readouterr()

@@ -430,7 +430,7 @@ def _check_damaged(config: Config, source: DocumentSource, tally: RowTally) -> N
     most, found = config.data.max_damaged, f"{source.setting}: {tally.damaged} of {tally.rows} rows cannot be read"
     too_many = tally.damaged > most * max(tally.rows, tally.damaged)
     if tally.damaged and not source.skip:
-        share = f", with data.max_damaged above {most:g}" if too_many else ""
+        share = f" and data.max_damaged above {most:g}" if too_many else ""
         raise ConfigError(
             f"{found}; set data.on_error=skip{share} to leave them out, or mend them; what is tokenised is kept. The "
             f"first: {tally.first}"
