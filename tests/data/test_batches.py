@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.corpora import config, texts, write_jsonl, write_texts
 
-from trainer.config import SourceConfig
+from trainer.config import ConfigError, SourceConfig
 from trainer.data.batches import BatchLoader, eval_batches
 from trainer.data.corpus import CorpusSide, open_corpus
 from trainer.data.tokens import DataError, TokenSample
@@ -208,12 +208,15 @@ def test_a_vanished_token_file_is_named(tmp_path):
 
 
 def test_token_ids_beyond_the_tokenizer_are_named(tmp_path):
+    """Also where a file changes after its ids were checked."""
+    np.full(400, 200, np.uint16).tofile(tmp_path / "a.bin")
+    settings = config(tmp_path, length=LENGTH, a=SourceConfig("tokens", str(tmp_path / "a.bin")))
+    opened, message = open_corpus(settings), "a.bin holds token 300, beyond the tokenizer's 257; data.tokenizer is not"
     np.full(400, 300, np.uint16).tofile(tmp_path / "a.bin")
-    opened = open_corpus(config(tmp_path, length=LENGTH, a=SourceConfig("tokens", str(tmp_path / "a.bin"))))
-    with pytest.raises(
-        DataError, match="a.bin holds token 300, beyond the tokenizer's 257; data.tokenizer is not the one"
-    ):
+    with pytest.raises(DataError, match=message):
         next(BatchLoader(opened.train, plan(4, 1, 1), 0, 1, seed=0))
+    with pytest.raises(ConfigError, match=message):
+        open_corpus(settings)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

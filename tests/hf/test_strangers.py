@@ -243,11 +243,11 @@ def test_a_link_out_of_a_folder_of_data_is_refused(kind, tmp_path):
     (folder / "b.jsonl").symlink_to("a.jsonl")
     (tmp_path / "secret.jsonl").write_text('{"text": "secret"}\n')
     source = CorpusConfig(kind, str(folder))
-    assert len(find_files("data.sources.x", source)) == 2
+    assert len(find_files("data.sources.x", source)[0]) == 2
     (folder / "c.jsonl").symlink_to(tmp_path / "secret.jsonl")
     with pytest.raises(ConfigError, match=r"data\.sources\.x\.path=.*c\.jsonl is a link out of the folder"):
         find_files("data.sources.x", source)
-    assert len(find_files("data.sources.x", CorpusConfig(kind, str(folder / "**")))) == 3  # the way out
+    assert len(find_files("data.sources.x", CorpusConfig(kind, str(folder / "**")))[0]) == 3  # the way out
 
 
 @pytest.mark.parametrize("streaming", [False, True])

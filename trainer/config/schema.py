@@ -77,7 +77,8 @@ class CorpusConfig:
     limit: int = option(0, "read at most this many documents; 0 means all", unit="documents", range="[0, inf)")
     dtype: str = option(
         "auto",
-        "element type of token files (tokens); auto reads it from the vocabulary size",
+        "element type of token files (tokens); auto reads it from the file, or, where that does not tell, from the "
+        "vocabulary size",
         ("auto", "uint16", "uint32"),
     )
     settings: dict[str, Any] = option({}, "settings of a registered kind, by its name", registry=SOURCES)
@@ -144,7 +145,8 @@ class DataConfig:
     documents: DocumentsConfig = option(DocumentsConfig(), "how long masked documents are, for predictions")
     on_error: str = option(
         "stop",
-        "a line or row that cannot be read (text, jsonl, parquet, chat) ends the run, or is left out and counted",
+        "a line or row that cannot be read or holds no text (text, jsonl, parquet, chat, hub) ends the run, or is left "
+        "out and counted",
         ("stop", "skip"),
     )
     max_damaged: float = option(

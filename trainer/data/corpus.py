@@ -1,8 +1,8 @@
 """Opens the corpus of a configuration: prepared once by whichever process comes first, then memory-mapped by all.
 
 The cache holds trained tokenizers (`tokenizers/`), token files (`tokens/`), what `datasets` downloads or converts
-(`datasets/`), compressed files as lines (`expanded/`) and notes on streams (`streams/`); every name is a hash of what
-its content depends on.
+(`datasets/`), compressed files as lines (`expanded/`), what is known of ready-made token files (`checked/`) and
+notes on streams (`streams/`); every name is a hash of what its content depends on.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import NoneType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +28,6 @@ from trainer.data.mixture import Mixture, MixtureStage
 from trainer.data.shards import (
     SPLITS,
     TokeniseJob,
-    cuts_documents,
     is_due,
     mark_verified,
     read_manifest,
@@ -35,23 +35,27 @@ from trainer.data.shards import (
     tokenise_shards,
     write_manifest,
 )
-from trainer.data.text import FIXED_DATE, ChatTemplate, PackedConversations, read_template
+from trainer.data.text import FIXED_DATE, ChatTemplate, PackedConversations, RowTally, read_template
 from trainer.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_tokenizer
 from trainer.data.tokens import (
     DataError,
     PackedSequences,
+    TokenCheck,
     TokenRun,
     TokenSample,
     TokenSequences,
     TokenWriter,
+    check_token_files,
     file_digest,
+    file_states,
     hold_out_tail,
     number_documents,
     open_token_file,
     print_notice,
+    start_progress,
     token_dtype,
 )
-from trainer.util.reading import Malformed, read_json, replace_file, shorten_foreign, write_atomic
+from trainer.util.reading import Malformed, Shape, read_json, replace_file, shorten_foreign, write_atomic
 
 # A data set of the Hugging Face hub, streamed while training and packed in the order in which its documents arrive.
 # Sequence i of a stream depends on the stream, the tokenizer and the sequence length, not on ranks. The position in
@@ -166,9 +170,19 @@ def hold_out(documents: HubStream, tokenizer: Tokenizer, threshold: int, tokens:
 FORMAT = 1
 """Part of every key of the cache; raised when the same input would be prepared differently."""
 
+READING = 2
+"""Part of the name of every folder of tokens; raised when rows are read or counted in another way."""
+
 TRAINING_BYTES = 100 << 20
 """Text that a tokenizer is trained on, at most, over all sources."""
 
+
+CHECKED: Shape = {
+    **dict.fromkeys(("smallest", "largest", "ends"), int),
+    "documents": (int, NoneType),
+    "starts": (str, NoneType),
+}
+"""What is noted of each ready-made token file, see `TokenCheck`."""
 
 MakeCached = Callable[..., None]
 """Makes what is not there yet; `_make_cached` for one configuration."""
@@ -433,18 +447,15 @@ def _open(
 ) -> OpenedSource:
     """A source, of whose documents the share `fraction` is held out."""
     if source.config.kind == "tokens":
-        runs, content = _token_files(source, tokenizer, fraction)
-        return OpenedSource(*(_packed(config, source, tokenizer, runs[split]) for split in SPLITS), content)
+        return _token_files(config, source, tokenizer, fraction, once)
     if source.streams:
         return _open_stream(config, source, tokenizer, fraction, once)
-    key = [source.identity, tokenizer.digest, fraction]
-    # "rows": earlier versions read messages alone, and learned those that are marked as not to be learned.
-    key += [source.template.digest, "rows"] if source.template else []
-    if source.config.kind in ("stdlib", "text") and cuts_documents(source.documents):
-        key += ["whole"]  # earlier versions put end marks into these documents
-    folder = _cache(config) / "tokens" / f"{source.name}-{_key([*key, 'skip'] if source.skip else key)}"
+    key = [READING, source.identity, tokenizer.digest, fraction, source.template and source.template.digest]
+    folder = _cache(config) / "tokens" / f"{source.name}-{_key(key)}"
 
     def prepare() -> None:
+        if source.unread:
+            print_notice(source.unread)
         threshold = held_out_threshold(source.documents, fraction)
         dtype = token_dtype(tokenizer.vocab_size)
         job = TokeniseJob(source.documents, tokenizer, dtype, threshold, folder, chat=source.template is not None)
@@ -452,14 +463,14 @@ def _open(
 
     once(folder / "manifest.json", prepare, verified=True)
     runs, content, tally = read_manifest(folder)
-    if tally.damaged > config.data.max_damaged * max(tally.rows, tally.damaged):
-        raise ConfigError(
-            f"{source.setting}: {tally.damaged} of {tally.rows} rows cannot be read, more than "
-            f"data.max_damaged={config.data.max_damaged:g} allows; mend them, leave out the file, or raise it. The "
-            f"first: {tally.first}"
-        )
-    damaged = f"{source.setting}: {tally.damaged} of {tally.rows} rows cannot be read and are left out"
-    notes = [damaged] if tally.damaged else []
+    _check_damaged(config, source, tally)
+    counts = {
+        "rows cannot be read and are left out": tally.damaged,
+        "rows hold an empty text and are left out": tally.empty,
+        "lines end in CRLF, of which the carriage return is kept": tally.crlf,
+    }
+    notes = [source.unread] if source.unread else []
+    notes += [f"{source.setting}: {count} of {tally.rows} {what}" for what, count in counts.items() if count]
     if unread := tally.unread:
         names = ", ".join(
             f"{', '.join(name for name in unread if unread[name] == rows)} ({rows} rows)" for rows in {*unread.values()}
@@ -474,6 +485,23 @@ def _open(
             f"{config.batch.sequence_length}, and end there"
         )
     return OpenedSource(*sides, content, tally.damaged, tuple(notes))
+
+
+def _check_damaged(config: Config, source: DocumentSource, tally: RowTally) -> None:
+    """Raises `ConfigError` unless so many rows may be left out."""
+    most, found = config.data.max_damaged, f"{source.setting}: {tally.damaged} of {tally.rows} rows cannot be read"
+    too_many = tally.damaged > most * max(tally.rows, tally.damaged)
+    if tally.damaged and not source.skip:
+        share = f" and data.max_damaged above {most:g}" if too_many else ""
+        raise ConfigError(
+            f"{found}; set data.on_error=skip{share} to leave them out, or mend them; what is tokenised is kept. The "
+            f"first: {tally.first}"
+        )
+    if too_many:
+        raise ConfigError(
+            f"{found}, more than data.max_damaged={most:g} allows; mend them, leave out the file, or raise it. The "
+            f"first: {tally.first}"
+        )
 
 
 def _open_stream(
@@ -495,25 +523,83 @@ def _open_stream(
             writer.discard()
 
     once(folder / "manifest.json", prepare, verified=True)
+    source.documents.take_tally()  # of what is read again to train on
     notes = _cache(config) / "streams" / _key([*content, length])
     train = StreamedSequences(source.documents, tokenizer, threshold, length, notes)
     return OpenedSource(train, _packed(config, source, tokenizer, read_manifest(folder)[0]["eval"]), content)
 
 
 def _token_files(
-    source: DocumentSource, tokenizer: Tokenizer, fraction: float
-) -> tuple[dict[str, list[TokenRun]], Any]:
+    config: Config, source: DocumentSource, tokenizer: Tokenizer, fraction: float, once: MakeCached
+) -> OpenedSource:
+    """A source of ready-made token files, all of whose tokens are checked once."""
     if source.config.limit:
         raise ConfigError(
             f"{source.setting}.limit={source.config.limit} counts documents, and token files are not read "
             "by documents; leave it at 0"
         )
-    whole = [open_token_file(source.setting, source.config, path, tokenizer.vocab_size) for path in source.paths]
-    parts = [run.cut(0) if fraction == 1 else hold_out_tail(run, fraction, tokenizer.end_id) for run in whole]
-    return (
-        {split: [part[side] for part in parts] for side, split in enumerate(SPLITS)},
-        [[file_digest(run), part[0].length] for run, part in zip(whole, parts)],
-    )
+    runs = [open_token_file(source.setting, source.config, path, tokenizer.vocab_size) for path in source.paths]
+    key = _key([[[asdict(run), file_states(run.path)] for run in runs], tokenizer.end_id])
+    folder = _cache(config) / "checked" / f"{source.name}-{key}"
+
+    def starts_file(number: int) -> str:
+        return str(folder / f"{number:05d}.starts")
+
+    def check() -> None:
+        if source.unread:
+            print_notice(source.unread)
+        with start_progress(f"checking the tokens of {source.name}", sum(run.length for run in runs)) as advance:
+            found = check_token_files(source.setting, runs, tokenizer.end_id, starts_file, advance)
+        write_atomic(folder / "checked.json", json.dumps([asdict(one) for one in found]))
+
+    once(folder / "checked.json", check)
+    try:
+        checks = [TokenCheck(**one) for one in read_json(folder / "checked.json", [CHECKED], f"delete {folder}")]
+        sizes = [one.documents and os.path.getsize(starts_file(n)) for n, one in enumerate(checks)]
+        whole = sizes == [one.documents and 8 * one.documents for one in checks] and len(checks) == len(runs)
+    except (OSError, TypeError):
+        whole = False
+    if not whole:
+        raise ConfigError(f"data.cache: {folder} is damaged; delete it, and the token files are checked again")
+    notes = _check_ids(config, source, tokenizer, runs, checks)
+    runs = [replace(run, starts=starts_file(n) if checks[n].documents else None) for n, run in enumerate(runs)]
+    parts = [run.cut(0) if fraction == 1 else hold_out_tail(run, fraction, tokenizer.end_id) for run in runs]
+    content = [
+        [file_digest(run), part[0].length, *([check.starts] if check.starts else [])]
+        for run, part, check in zip(runs, parts, checks)
+    ]
+    sides = [_packed(config, source, tokenizer, [part[side] for part in parts]) for side in range(len(SPLITS))]
+    return OpenedSource(*sides, content, notes=tuple(notes))
+
+
+def _check_ids(
+    config: Config, source: DocumentSource, tokenizer: Tokenizer, runs: list[TokenRun], checks: list[TokenCheck]
+) -> list[str]:
+    """What is to be said of token files. Raises `ConfigError` for ids beyond the vocabulary, and for documents that
+    are to be masked and cannot be told apart."""
+    wrong = [
+        f"{source.setting}.path: {run.path} holds token {check.smallest if check.smallest < 0 else check.largest}, "
+        f"beyond the tokenizer's {tokenizer.vocab_size}; data.tokenizer is not the one the file was made with, or "
+        f"its tokens are no {np.dtype(run.dtype).name} in little-endian order"
+        for run, check in zip(runs, checks)
+        if check.smallest < 0 or check.largest >= tokenizer.vocab_size
+    ]
+    if wrong:
+        raise ConfigError(wrong[:3])
+    notes = [source.unread] if source.unread else []
+    unmarked = sum(run.length > 0 and not (check.ends or check.documents) for run, check in zip(runs, checks))
+    if config.data.mask_documents and unmarked:
+        told = (
+            f"{source.setting}.path={source.config.path}: {unmarked} of {len(runs)} token files hold neither the end "
+            f"mark of data.tokenizer={config.data.tokenizer} (token {tokenizer.end_id}) nor an index of documents"
+        )
+        if unmarked == sum(run.length > 0 for run in runs):
+            raise ConfigError(
+                f"{told}, so that data.mask_documents=true masks nothing; name the tokenizer that they were made with, "
+                "write end marks, or set data.mask_documents=false"
+            )
+        notes.append(f"{told}; each of them is masked as one document")
+    return notes
 
 
 def _packed(

@@ -8,8 +8,9 @@ import hashlib
 import json
 import math
 import os
+import re
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,22 +19,36 @@ from trainer.config import ConfigError, CorpusConfig
 from trainer.config.fields import suggest_nearest
 from trainer.config.registry import SOURCES
 from trainer.data.tables import JsonLines, ParquetRows
-from trainer.data.text import ChatTemplate, DamagedRows, TextDocument, TextFiles
-from trainer.data.tokens import DataError, on_terminal
+from trainer.data.text import Absent, ChatTemplate, DamagedRows, TextDocument, TextFiles, plain_text
+from trainer.data.tokens import DataError, on_terminal, print_notice
 from trainer.util.reading import leads_out, on_one_line, shorten_foreign
 
 COUNTED = 10_000
 """Up to this many documents exactly the held-out share is held out; above, a threshold on hashes is close enough."""
 
-JSON = tuple(f".json{lines}{packed}" for packed in ("", ".gz", ".zst", ".xz", ".bz2") for lines in ("l", ""))
+PACKED = (".gz", ".zst", ".xz", ".bz2")
+JSON = tuple(f".{lines}{packed}" for packed in ("", *PACKED) for lines in ("jsonl", "json", "ndjson"))
+PARQUET = (".parquet", ".pq")
 SUFFIXES = {
-    "text": None,
+    "text": ("",),
     "jsonl": JSON,
-    "parquet": (".parquet",),
-    "chat": (*JSON, ".parquet"),
-    "tokens": (".bin", ".npy"),
+    "parquet": PARQUET,
+    "chat": (*JSON, *PARQUET),
+    "tokens": (".bin", ".npy", ".ds"),
 }
-"""What a folder of each kind is searched for; None means every file."""
+"""What a folder of each kind is searched for, in lower or upper case; all names end in an empty text."""
+
+BESIDE = {".idx": ".bin", ".ds.index": ".ds", ".ds.metadata": ".ds", ".ds.loss": ".ds"}
+"""Files that describe a token file, and what the name of that one ends in instead."""
+
+SILENT = re.compile(r"\..*|_SUCCESS|_metadata|_common_metadata|_(started|committed)_\d+|.*\.crc", re.DOTALL)
+"""Names of files that hold no documents, which nobody misses: hidden ones, and the marks and checksums of Spark."""
+
+TABLES = {"_delta_log": "Delta Lake", ".hoodie": "Hudi"}
+"""Folders that make the folder around them a table, of which some files are no longer part."""
+
+NAMED_KINDS = 5
+"""Kinds of unread files that a note names."""
 
 NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 """Folders in the standard library's folder that are left out: other packages, and tests, which some systems lack."""
@@ -42,10 +57,10 @@ NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests",
 class DatasetRows(DamagedRows):
     """Rows of a `datasets.Dataset`, one document each."""
 
-    def __init__(self, setting: str, dataset: Any, source: CorpusConfig):
-        super().__init__(skip=False)
+    def __init__(self, setting: str, dataset: Any, source: CorpusConfig, skip: bool = False):
+        super().__init__(skip)
         check_column(setting, source, dataset.column_names, dataset.features)
-        self.rows = dataset.select_columns([source.field])
+        self.rows, self.setting, self.path = dataset.select_columns([source.field]), setting, source.path
         self.field, self.length = source.field, min(len(dataset), source.limit or len(dataset))
         self.bytes = dataset.data.nbytes * self.length // max(1, len(dataset))
 
@@ -54,9 +69,13 @@ class DatasetRows(DamagedRows):
 
     def read(self, first: int, last: int) -> Iterator[TextDocument]:
         for start in range(first, last, 256):
-            for text in self.rows[start : min(start + 256, last)][self.field]:
-                if text:
-                    yield TextDocument(text)
+            for number, text in enumerate(self.rows[start : min(start + 256, last)][self.field], start):
+                self.tally.rows += 1
+                try:
+                    yield from self.keep(TextDocument(plain_text(text)))
+                except ValueError as error:
+                    problem = f"{self.setting}.field={self.field}: row {number} of {self.path} {error}"
+                    self.leave_out(ConfigError(problem), absent=isinstance(error, Absent))
 
 
 class OwnDocuments(DamagedRows):
@@ -93,8 +112,8 @@ class OwnDocuments(DamagedRows):
             for text in self.source.read(first, last):
                 if not isinstance(text, str):
                     raise TypeError(f"read({first}, {last}) yields {shorten_foreign(text)} instead of text")
-                if text:
-                    yield TextDocument(text)
+                self.tally.rows += 1
+                yield from self.keep(TextDocument(text))
 
     @contextlib.contextmanager
     def blaming(self) -> Iterator[None]:
@@ -104,11 +123,13 @@ class OwnDocuments(DamagedRows):
             raise ConfigError(f"{self.named}: {type(error).__name__}: {error}") from error
 
 
-class HubStream:
-    """Documents of a hub data set in the order in which they arrive."""
+class HubStream(DamagedRows):
+    """Documents of a hub data set in the order in which they arrive. Rows that are left out are told while it is read,
+    because nobody has counted them before."""
 
-    def __init__(self, name: str, setting: str, source: CorpusConfig, cache: Path):
-        self.name, self.setting, self.source, self.cache = name, setting, source, cache
+    def __init__(self, name: str, setting: str, source: CorpusConfig, cache: Path, skip: bool = False):
+        super().__init__(skip)
+        self.name, self.setting, self.source, self.cache, self.told = name, setting, source, cache, 0
 
     def open(self) -> Any:
         """A fresh `datasets.IterableDataset` at its first document."""
@@ -131,13 +152,22 @@ class HubStream:
         for row in rows:
             if self.source.field not in row:
                 check_column(self.setting, self.source, list(row), None)
-            if text := row[self.source.field]:
-                if not isinstance(text, str):
-                    raise ConfigError(
-                        f"{self.setting}.field={self.source.field} holds {shorten_foreign(text)} instead of text in "
-                        f"the stream {self.source.path}; name another column"
+            self.tally.rows += 1
+            try:
+                yield from (document.text for document in self.keep(TextDocument(plain_text(row[self.source.field]))))
+            except ValueError as error:
+                self.leave_out(
+                    ConfigError(
+                        f"{self.setting}.field={self.source.field}: a row of the stream {self.source.path} {error}; "
+                        "name another column, or leave out such rows with data.on_error=skip"
                     )
-                yield text
+                )
+            left = self.tally.damaged + self.tally.empty
+            if left > self.told and left.bit_count() == 1 and os.environ.get("LOCAL_RANK", "0") == "0":
+                self.told = left
+                print_notice(
+                    f"{self.setting}: {left} of {self.tally.rows} rows of the stream hold no text and are left out"
+                )
 
 
 Documents = TextFiles | JsonLines | ParquetRows | DatasetRows | OwnDocuments
@@ -149,7 +179,8 @@ class DocumentSource:
     needed.
 
     section: the setting that has the entry; skip: leaves out rows that cannot be read; template: of conversations, to
-    be set before these are opened. Raises `ConfigError` at once where files are missing, empty or not readable.
+    be set before these are opened. unread: a note of what the folder holds beyond the source's files, or empty. Raises
+    `ConfigError` at once where files are missing, empty or not readable.
     """
 
     def __init__(self, section: str, name: str, config: CorpusConfig, cache: Path, skip: bool = False):
@@ -157,7 +188,9 @@ class DocumentSource:
         self.template: ChatTemplate | None = None
         self.streams = config.kind == "hub" and config.streaming
         self.registered = config.kind in SOURCES.registered
-        self.paths = [] if config.kind == "hub" or self.registered else find_files(self.setting, config)
+        self.paths, self.unread = (
+            ([], "") if config.kind == "hub" or self.registered else find_files(self.setting, config)
+        )
         if config.limit and config.kind in ("stdlib", "text"):
             self.paths = self.paths[: config.limit]
 
@@ -182,7 +215,7 @@ class DocumentSource:
         if config.kind in ("stdlib", "text"):
             return TextFiles(setting, self.paths, strict=config.kind == "text", skip=self.skip)
         if config.kind in ("jsonl", "parquet", "chat"):
-            tables = [path.endswith(".parquet") for path in self.paths]
+            tables = [path.lower().endswith(PARQUET) for path in self.paths]
             if config.kind == "chat" and any(tables) != all(tables):
                 raise ConfigError(
                     f"{setting}.path={config.path} holds both JSON and Parquet; name one kind with a glob, and give "
@@ -193,9 +226,9 @@ class DocumentSource:
                 return ParquetRows(setting, self.paths, config, **options)
             return JsonLines(setting, self.paths, config, self.cache / "expanded", **options)
         return (
-            HubStream(self.name, setting, config, self.cache)
+            HubStream(self.name, setting, config, self.cache, self.skip)
             if self.streams
-            else DatasetRows(setting, load_hub(setting, config, self.cache), config)
+            else DatasetRows(setting, load_hub(setting, config, self.cache), config, self.skip)
         )
 
     def sample_texts(self, size: int) -> Iterator[str]:
@@ -212,49 +245,120 @@ class DocumentSource:
                 yield from (document.text for document in self.documents.read(number, number + 1))
 
 
-def walk_files(root: str | Path, enter: Callable[[str], bool]) -> Iterator[str]:
-    """All files under a folder, except in folders for whose name `enter` returns False."""
-    for folder, folders, files in os.walk(root):
-        folders[:] = filter(enter, folders)
-        yield from (os.path.join(folder, file) for file in files)
+def walk_files(named: str, root: str) -> Iterator[str]:
+    """All files under a folder, except in hidden folders. A linked folder is entered once, unless its files are found
+    elsewhere under `root`. Raises `ConfigError` for links out of the folder, and for folders that cannot be listed."""
+
+    def refuse(error: OSError) -> None:
+        raise ConfigError(f"{named}: {error.filename} cannot be listed: {error.strerror}") from error
+
+    waiting, seen = [root], set()
+    for start in waiting:
+        for folder, folders, files in os.walk(start, onerror=refuse):
+            if (real := os.path.realpath(folder)) in seen:
+                folders.clear()
+                continue
+            seen.add(real)
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            links = [path for path in (os.path.join(folder, name) for name in folders) if os.path.islink(path)]
+            check_inside(named, root, links)
+            waiting += links  # os.walk does not follow them
+            yield from (os.path.join(folder, file) for file in sorted(files))
 
 
-def find_files(setting: str, source: CorpusConfig) -> list[str]:
-    """The files of a source, sorted. Raises `ConfigError` if there is none or one cannot be read."""
+def check_inside(named: str, root: str, links: list[str]) -> None:
+    """Raises `ConfigError` for a symbolic link out of the folder."""
+    for path in links:
+        if leads_out(root, path):
+            raise ConfigError(
+                f"{named}: {on_one_line(path)} is a link out of the folder; put the file itself there, or name "
+                f"the files by a glob ({os.path.join(root, '**')}), which follows links"
+            )
+
+
+def find_files(setting: str, source: CorpusConfig) -> tuple[list[str], str]:
+    """The files of a source, sorted, and a note that names what its folder or glob holds beyond them. Raises
+    `ConfigError` if there is none or one cannot be read."""
+    paths: list[str] = []
+    others: list[str] = []
     if source.kind == "stdlib":
-        library = Path(sysconfig.get_paths()["stdlib"])
-        paths = [path for path in walk_files(library, lambda folder: folder not in NOT_LIBRARY) if path.endswith(".py")]
+        library = sysconfig.get_paths()["stdlib"]
         named = f"{setting}: the standard library in {library}"
+        for folder, folders, files in os.walk(library):
+            folders[:] = set(folders) - NOT_LIBRARY
+            paths += [os.path.join(folder, file) for file in files if file.endswith(".py")]
         hint = "this interpreter ships no sources; use data=text"
     else:
         path, suffixes = os.path.expanduser(source.path or ""), SUFFIXES[source.kind]
         named, hint = f"{setting}.path={source.path}", "name an existing file, folder or glob"
         if os.path.isdir(path):
-            paths = [
-                entry
-                for entry in walk_files(path, lambda folder: not folder.startswith("."))
-                if (suffixes is None or entry.endswith(suffixes))
-                and not os.path.basename(entry).startswith(".")
-                and os.path.isfile(entry)
-            ]
-            if links := [entry for entry in paths if os.path.islink(entry) and leads_out(path, entry)]:
+            tables = [kind for name, kind in TABLES.items() if os.path.isdir(os.path.join(path, name))]
+            if tables and source.kind != "text":
                 raise ConfigError(
-                    f"{named}: {on_one_line(links[0])} is a link out of the folder; put the file itself there, or name "
-                    f"the files by a glob ({os.path.join(path, '**')}), which follows links"
+                    f"{named} is a table of {tables[0]}, whose log says which of its files still belong to it, and "
+                    "is not read; write the table to Parquet files, or name its files by a glob"
                 )
-            hint = f"the folder holds no file{' that ends in ' + ', '.join(suffixes) if suffixes else ''}"
+            others = [entry for entry in walk_files(named, path) if not SILENT.fullmatch(os.path.basename(entry))]
+            paths = [entry for entry in others if entry.lower().endswith(suffixes)]
+            links = [entry for entry in paths if os.path.islink(entry)]
+            if lost := [entry for entry in links if not os.path.exists(entry)]:
+                raise ConfigError(f"{named}: {on_one_line(lost[0])} is a link to nothing; remove it, or mend it")
+            check_inside(named, path, links)
+            paths = [entry for entry in paths if os.path.isfile(entry)]
+            hint = f"the folder holds no file{' that ends in ' + ', '.join(suffixes) if suffixes[0] else ''}"
         else:
-            found = [path] if os.path.isfile(path) else glob.glob(path, recursive=True)
-            paths = [entry for entry in found if os.path.isfile(entry)]
+            others = [path] if os.path.isfile(path) else glob.glob(path, recursive=True)
+            paths = [entry for entry in others if os.path.isfile(entry)]
+            parents = {parent for entry in paths for parent in parent_folders(entry)}
+            others = [entry for entry in others if entry.rstrip(os.sep) not in parents]
     if not paths:
-        raise ConfigError(f"{named} finds no file; {hint}")
+        more = f"; it holds {summarise_files(others)}" if others else ""
+        raise ConfigError(f"{named} finds no file; {hint}{more}")
     refused = [path for path in paths if not os.access(path, os.R_OK)]
     if refused:
         more = " and more" if len(refused) > 3 else ""
         raise ConfigError(f"{named}: no permission to read {', '.join(refused[:3])}{more}")
-    if not any(os.path.getsize(path) for path in paths):
+    empty = [path for path in paths if not os.path.getsize(path)]
+    if len(empty) == len(paths):
         raise ConfigError(f"{named} is empty: {len(paths)} file{'s' * (len(paths) > 1)} of no bytes")
-    return sorted(os.path.abspath(path) for path in paths)
+    taken = {*paths}
+    others = [entry for entry in others if entry not in taken and not describes_tokens(entry, taken)]
+    return sorted(os.path.abspath(path) for path in paths), describe_unread(named, others, empty)
+
+
+def parent_folders(path: str) -> Iterator[str]:
+    """The folders that a path leads through."""
+    while (parent := os.path.dirname(path)) not in (path, ""):
+        yield (path := parent)
+
+
+def describes_tokens(path: str, files: set[str]) -> bool:
+    """Whether a file describes a token file among `files`."""
+    return any(path.endswith(end) and path.removesuffix(end) + whose in files for end, whose in BESIDE.items())
+
+
+def describe_unread(named: str, others: list[str], empty: list[str]) -> str:
+    """A note of files that are not read, and of files of no bytes; empty where there is none."""
+    parts = [f"not read: {summarise_files(others)}"] if others else []
+    parts += [f"of no bytes: {summarise_files(empty)}"] if empty else []
+    return f"{named}: {'; '.join(parts)}" if parts else ""
+
+
+def summarise_files(paths: list[str]) -> str:
+    """How many files there are by what their names end in, with the first names of each kind."""
+    kinds: dict[str, list[str]] = {}
+    for path in paths:
+        name = os.path.basename(path.rstrip(os.sep))
+        ends = name.rsplit(".", 2 if name.endswith(PACKED) else 1)[1:]
+        kind = "folders" if os.path.isdir(path) else f".{'.'.join(ends)}".lower() if ends else "without extension"
+        kinds.setdefault(on_one_line(kind), []).append(on_one_line(name))
+    told = [
+        f"{len(names)} {kind} ({', '.join(names[:2])}{', ...' * (len(names) > 2)})"
+        for kind, names in sorted(kinds.items(), key=lambda kind: -len(kind[1]))
+    ]
+    return ", ".join(
+        [*told[:NAMED_KINDS], *([f"{len(told) - NAMED_KINDS} more kinds"] if len(told) > NAMED_KINDS else [])]
+    )
 
 
 def load_hub(setting: str, source: CorpusConfig, cache: Path, streaming: bool = False) -> Any:
@@ -300,7 +404,7 @@ def check_column(setting: str, source: CorpusConfig, columns: list[str], feature
     if source.field not in columns:
         raise ConfigError(f"{named} is no column of {source.path}; {suggest_nearest(source.field, columns)}")
     kind = getattr(features[source.field], "dtype", None) if features else "string"
-    if kind not in ("string", "large_string", "null"):
+    if kind not in ("string", "large_string", "string_view", "null"):
         held = kind or features[source.field]
         raise ConfigError(f"{named} holds {held} instead of text; columns: {', '.join(columns)}")
 

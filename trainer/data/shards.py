@@ -65,13 +65,9 @@ AGAIN = 3600.0
 MOST = 64 << 30
 """Bytes that are compared at a start, at some 0.7 GB/s a core on up to eight cores."""
 
-TALLY: Shape = {
-    "rows": (int, NoneType),
-    "damaged": (int, NoneType),
-    "first": (str, NoneType),
-    "unread": (dict, NoneType),
-}
-"""What is noted of the rows that were read. Earlier versions did not, and left out none."""
+COUNTS = ("rows", "damaged", "empty", "crlf")
+TALLY: Shape = {"first": (str, NoneType), "unread": (dict, NoneType)} | dict.fromkeys(COUNTS, (int, NoneType))
+"""What is noted of the rows that were read, see `RowTally`; of a stream's evaluation set nothing is."""
 
 
 @dataclass
@@ -116,11 +112,6 @@ def shards_of(documents: Documents) -> list[tuple[int, int]]:
     return [(first, min(first + step, count)) for first in range(0, count, step)]
 
 
-def cuts_documents(documents: Documents) -> bool:
-    """Whether a shard begins inside of a document."""
-    return any(documents.begins_inside(first) for first, _ in shards_of(documents))
-
-
 def tokenise_shards(job: TokeniseJob, name: str, workers: int) -> None:
     """Writes the shards that are missing and the manifest. `workers`: processes; 0 means one a core."""
     job.folder.mkdir(parents=True, exist_ok=True)
@@ -140,7 +131,7 @@ def tokenise_shards(job: TokeniseJob, name: str, workers: int) -> None:
 
 def tally_of(noted: dict[str, Any]) -> RowTally:
     """What a manifest or the description of a shard says of rows."""
-    tally = RowTally(noted.get("rows") or 0, noted.get("damaged") or 0, noted.get("first") or "")
+    tally = RowTally(first=noted.get("first") or "", **{name: noted.get(name) or 0 for name in COUNTS})
     for name, rows in (noted.get("unread") or {}).items():
         if isinstance(rows, int):
             tally.count_unread([name], rows)

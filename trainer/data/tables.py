@@ -23,6 +23,7 @@ from trainer.config.fields import suggest_nearest
 from trainer.data.text import (
     LINE,
     OPTIONS,
+    Absent,
     ChatTemplate,
     DamagedRows,
     RowTally,
@@ -71,17 +72,17 @@ class TableColumn(NamedTuple):
         name, field = (source.field, "field") if template is None else (source.messages, "messages")
         return cls(name, f"{setting}.{field}", template)
 
-    def documents(self, row: dict[str, Any], tally: RowTally) -> Iterator[TextDocument]:
+    def document(self, row: dict[str, Any], tally: RowTally) -> TextDocument:
         """What is made of a row. What a conversation's row has besides is counted in `tally`. Raises `ValueError` with
         what is wrong."""
         value = row.get(self.name)
-        if self.template:
-            others = {name: item for name, item in row.items() if name != self.name}
-            document = self.template.document(value, others)
-            tally.count_unread(document.unread)
-            yield document
-        elif value:
-            yield TextDocument(plain_text(value))
+        if self.template is None:
+            return TextDocument(plain_text(value))
+        if value is None or value == []:
+            raise Absent("holds no messages")
+        document = self.template.document(value, {name: item for name, item in row.items() if name != self.name})
+        tally.count_unread(document.unread)
+        return document
 
     def missing(self, path: str, names: list[str]) -> ConfigError:
         """The error for a file that has other columns."""
@@ -128,9 +129,10 @@ class JsonLines(TextFiles):
                 raise self.column.missing(self.original[rows[0][1][0]], names)
             for row, place in rows:
                 try:
-                    yield from self.column.documents(row, self.tally)
+                    yield from self.keep(self.column.document(row, self.tally))
                 except ValueError as error:
-                    self.leave_out(self._error(place, f"{error} in {self.column.setting}={name}"))
+                    problem = self._error(place, f"{error} in {self.column.setting}={name}")
+                    self.leave_out(problem, absent=isinstance(error, Absent))
 
     def _rows(self, chunk: int) -> Iterator[tuple[dict[str, Any], tuple[str, int]]]:
         """The object of each line that is not blank, and its file and byte."""
@@ -291,9 +293,10 @@ class ParquetRows(DamagedRows):
                 row = {name: plain_value(batch[name][number]) for name in batch.schema.names}
             except ValueError as error:
                 raise ValueError(shorten_foreign(error)) from None
-            yield from self.column.documents(row, self.tally)
+            yield from self.keep(self.column.document(row, self.tally))
         except ValueError as error:
-            self.leave_out(self._error(place, f"{error} in {self.column.setting}={self.column.name}"))
+            problem = self._error(place, f"{error} in {self.column.setting}={self.column.name}")
+            self.leave_out(problem, absent=isinstance(error, Absent))
 
     def _read_columns(self, path: str) -> list[str]:
         options = OPTIONS if self.column.template else ()
@@ -339,10 +342,10 @@ class ParquetRows(DamagedRows):
                 raise ConfigError(f"{named}: {path} {error}") from None
         kind = schema.field(name).type
         kind = kind.value_type if types.is_dictionary(kind) else kind
-        wanted, instead = (types.is_string, types.is_large_string), "text"
-        if self.column.template:
-            wanted = (types.is_list, types.is_large_list, types.is_list_view, types.is_large_list_view)
-            instead = "a list of messages"
+        texts = types.is_string, types.is_large_string, types.is_string_view
+        sizes = ("list", "large_list", "fixed_size_list", "list_view", "large_list_view")
+        lists = [getattr(types, f"is_{size}") for size in sizes]
+        wanted, instead = (lists, "a list of messages") if self.column.template else (texts, "text")
         if not any(fits(kind) for fits in (*wanted, types.is_null)):
             raise ConfigError(
                 f"{named} holds {on_one_line(str(kind))} instead of {instead} in {path}; columns: "

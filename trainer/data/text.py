@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -17,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from trainer.config import ConfigError
-from trainer.data.tokens import TokenRun, TokenSample, check_vocabulary
+from trainer.data.tokens import TokenRun, TokenSample, check_vocabulary, shared_map
 from trainer.hf.tokenizer import MARKERS, render_chat
 from trainer.util.reading import on_one_line, parse_json, read_bytes, shorten_foreign
 
@@ -43,8 +44,14 @@ class TextDocument(NamedTuple):
     unread: tuple[str, ...] = ()
 
 
+class Absent(ValueError):
+    """A row has no value where its text should be."""
+
+
 def plain_text(value: Any) -> str:
-    """A value, if it is text. Raises `ValueError`."""
+    """A value, if it is text. Raises `ValueError`, and `Absent` for null."""
+    if value is None:
+        raise Absent("holds null or nothing instead of text")
     if not isinstance(value, str):
         raise ValueError(f"holds {shorten_foreign(value)} instead of text")
     try:
@@ -66,16 +73,20 @@ def is_text(data: bytes) -> bool:
 @dataclass
 class RowTally:
     """The rows of a source (lines, where it has no rows) that were read, and those of them that were left out as
-    damaged. first: what was wrong with the first of these. unread: how many rows have each column or key that is not
-    read; counted for conversations."""
+    damaged. first: what was wrong with the first of these. empty: rows whose text has no characters, and which make no
+    document. crlf: lines of a text file that end in a carriage return and a line feed, both of which are kept. unread:
+    how many rows have each column or key that is not read; counted for conversations."""
 
     rows: int = 0
     damaged: int = 0
     first: str = ""
+    empty: int = 0
+    crlf: int = 0
     unread: dict[str, int] = field(default_factory=dict)
 
     def __add__(self, other: RowTally) -> RowTally:
-        made = RowTally(self.rows + other.rows, self.damaged + other.damaged, self.first or other.first)
+        counts = self.rows + other.rows, self.damaged + other.damaged
+        made = RowTally(*counts, self.first or other.first, self.empty + other.empty, self.crlf + other.crlf)
         for part in (self, other):
             for name, rows in part.unread.items():
                 made.count_unread([name], rows)
@@ -90,7 +101,8 @@ class RowTally:
 
 class DamagedRows:
     """What a reader of rows does with one that cannot be read: it ends the reading (data.on_error=stop), or is left out
-    and counted in `tally` (skip)."""
+    and counted in `tally` (skip). A row without a text is counted under both; who opens the corpus then refuses it
+    under stop, and can name how many rows there are."""
 
     def __init__(self, skip: bool):
         self.skip, self.tally = skip, RowTally()
@@ -104,11 +116,18 @@ class DamagedRows:
         """Whether what `read` counts as document `number` begins inside of a document."""
         return False
 
-    def leave_out(self, problem: ConfigError, rows: int = 1) -> None:
-        """Raises `problem`, unless damaged rows are skipped."""
-        if not self.skip:
+    def leave_out(self, problem: ConfigError, rows: int = 1, absent: bool = False) -> None:
+        """Counts rows that are left out. Raises `problem`, unless damaged rows are skipped or the text is absent."""
+        if not self.skip and not absent:
             raise problem
         self.tally += RowTally(0, rows, str(problem))
+
+    def keep(self, document: TextDocument) -> Iterator[TextDocument]:
+        """The document, unless it is empty, which is counted."""
+        if document.text:
+            yield document
+        else:
+            self.tally.empty += 1
 
 
 class TextFiles(DamagedRows):
@@ -141,12 +160,27 @@ class TextFiles(DamagedRows):
         for chunk in range(first, last):
             file, number = self.locate(chunk)
             start, data = self.lines(file, number)
-            text, final = self._decoded(data, self.paths[file]), start + len(data) >= self.sizes[file]
+            final = start + len(data) >= self.sizes[file]
+            if start == 0:
+                data = self._without_mark(data, self.paths[file])
+            text = self._decoded(data, self.paths[file])
             if text or final and data:
                 yield TextDocument(text, final)
 
+    def _without_mark(self, data: bytes, path: str) -> bytes:
+        """The beginning of a file without the byte order mark of UTF-8. Raises `ConfigError` for UTF-16 and UTF-32, of
+        which many lines would pass as UTF-8 with NUL characters."""
+        head = data[:4096]
+        if self.strict and (head.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) or head.count(0) > len(head) // 8):
+            raise ConfigError(
+                f"{self.setting}.path: {path} is not UTF-8 text: it begins as UTF-16, UTF-32 or binary data does; "
+                "convert it to UTF-8, or leave it out with a glob such as 'folder/**/*.txt'"
+            )
+        return data.removeprefix(BOM_UTF8)
+
     def _decoded(self, data: bytes, path: str) -> str:
         self.tally.rows += data.count(b"\n")
+        self.tally.crlf += data.count(b"\r\n")
         try:
             return data.decode("utf-8", "strict" if self.strict else "replace")
         except UnicodeDecodeError as error:
@@ -599,7 +633,6 @@ class PackedConversations:
         self._length = np.minimum(whole, sequence_length + 1)
         self._order, self._ends = pack_lengths(self._length, sequence_length + 1)
         self.length = len(self._ends)
-        self._maps: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def get(self, index: int) -> TokenSample:
         """See `Sequences`. Raises `DataError` for a file that vanished or holds ids beyond the vocabulary."""
@@ -609,10 +642,8 @@ class PackedConversations:
         tokens, learned = np.full(self.size + 1, self.end_id, np.int64), np.zeros(self.size + 1, bool)
         documents, filled = np.full(self.size + 1, len(members), np.int32), 0
         for number, member in enumerate(members):
-            run, start, length = int(self._run[member]), int(self._start[member]), int(self._length[member])
-            if run not in self._maps:
-                self._maps[run] = self.runs[run].map(), self.runs[run].map_marks()
-            ids, marks = (part[start : start + length] for part in self._maps[run])
+            run, start, length = self.runs[self._run[member]], int(self._start[member]), int(self._length[member])
+            ids, marks = (shared_map(self, run, what)[start : start + length] for what in ("tokens", "marks"))
             place = slice(filled, filled := filled + length)
             tokens[place], learned[place], documents[place] = ids, marks & LEARNED > 0, number
         check_vocabulary(tokens, self.vocab_size, f"{self.name}:{index}")

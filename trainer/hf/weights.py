@@ -32,6 +32,9 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 WEIGHTS = ".safetensors .bin .pt .pth .ckpt .gguf .h5 .msgpack .npz .onnx .index.json".split()
 """Endings of files that may hold weights, or name such files."""
 
+HANDLES = 16
+"""Weight files that are open at a time, each mapped whole; a model may have hundreds."""
+
 SAVE = "save the model with transformers' save_pretrained, which writes safetensors"
 
 
@@ -177,6 +180,8 @@ class StoredTensors:
 
     def open(self, file: str) -> Any:
         if file not in self.handles:
+            if len(self.handles) >= HANDLES:
+                del self.handles[next(iter(self.handles))]
             try:
                 path = path_inside(self.folder, file)
                 if not path.is_file():
