@@ -17,6 +17,7 @@ from trainer.checkpointing.memory import MemoryNodes, fetch_files, find_in_memor
 from trainer.checkpointing.resume import data_identity, find_start, fitting_manifest
 from trainer.config import CheckpointConfig, Config, ConfigError, GenerateConfig
 from trainer.data.tokenizer import Tokenizer
+from trainer.data.tokens import Points
 from trainer.distributed.mesh import World
 from trainer.distributed.tensors import Fragment, local_values
 from trainer.optim.optimizer import PREFIX
@@ -37,12 +38,13 @@ DROPPED = "what quantisation had left out of the gradients belongs to the checkp
 @dataclass(frozen=True)
 class RunProgress:
     """How far a run has come, besides its state. samples: position in the data, in samples. tokens: trained on.
-    skipped: steps without an update. callbacks: what callbacks store, by name."""
+    skipped: steps without an update. callbacks: what callbacks store, by name. points: where streams stand."""
 
     samples: int = 0
     tokens: int = 0
     skipped: int = 0
     callbacks: dict[str, Any] = field(default_factory=dict)
+    points: Points = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -113,12 +115,12 @@ class RunStart:
         restore_state(state, self.path, manifest["step"], scaler, averaged)
         complete = resume_error_feedback(state, self.path, manifest)
         messages = [*self.notes, *([] if complete else [DROPPED]), f"resumed from {self.path} at step {state.step}"]
-        samples = manifest["samples"]
+        samples, points = manifest["samples"], manifest["streams"]
         if state.config.checkpoint.data == "restart":
             if self.is_own(state) and manifest.get("data_restarted") is True and manifest["data"] == self.data:
                 messages.append(f"checkpoint.data=restart took effect before: the data continue at sample {samples}")
             else:
-                samples = 0
+                samples, points = 0, {}
                 messages.append("checkpoint.data=restart: the data begin at their first sample")
         decay = state.config.optimizer.ema.decay
         if decay and not averaged:
@@ -128,7 +130,7 @@ class RunStart:
         if state.scaler.enabled and not scaler:
             first = state.config.precision.loss_scale
             messages.append(f"the checkpoint has no loss scale: it begins at precision.loss_scale={first:g}")
-        return RunProgress(samples, manifest["tokens"], manifest["skipped"], manifest["callbacks"]), messages
+        return RunProgress(samples, manifest["tokens"], manifest["skipped"], manifest["callbacks"], points), messages
 
 
 def find_newer(
@@ -233,6 +235,7 @@ def describe_checkpoint(
         "launchers": start.launchers,
         "tokens": progress.tokens,
         "samples": progress.samples,
+        "streams": progress.points,
         "skipped": progress.skipped,
         "callbacks": progress.callbacks,
         "scaler": scaler,
