@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from support.corpora import config, texts, write_jsonl, write_texts
 from support.damage import damaged_values
 
+import trainer
 from trainer.config import ConfigError, SourceConfig
 from trainer.config.registry import SOURCES
 from trainer.data import corpus as corpus_module
@@ -28,8 +29,9 @@ from trainer.planning.resolve import check_config
 
 LENGTH, END = 16, 256
 ROWS = texts(300)
+FILES = ["\n".join(ROWS[first : first + 5]) for first in range(0, 300, 5)]
 KINDS = ("parquet", "jsonl", "text", "long", "hub")
-"""Kinds of streams; "long": two text files of many chunks."""
+"""Kinds of streams; "text": `FILES`, each of several chunks; "long": two files of many chunks."""
 
 
 def write(folder, kind):
@@ -40,7 +42,7 @@ def write(folder, kind):
         for part in range(3):
             write_jsonl(path / f"{part}.jsonl", ROWS[part * 100 : (part + 1) * 100])
     elif kind == "text":
-        write_texts(path, ROWS)
+        write_texts(path, FILES)
     elif kind == "long":
         write_texts(path, ["\n".join(ROWS[:200]), "\n".join(ROWS[200:])])
     else:
@@ -83,32 +85,23 @@ def streamed(request, folder, sources):
 
 def lane_documents(sequences, lane, count):
     """The first `count` documents of a lane, as texts."""
-    lanes, tokens = sequences.stream.lanes, []
-    for number in itertools.count():
-        tokens += sequences.get(number * lanes + lane).tokens[:-1].tolist()
+    tokens = []
+    for index in itertools.count(lane, sequences.stream.lanes):
+        tokens += sequences.get(index).tokens[:-1].tolist()
         if tokens.count(END) >= count:
-            break
-    return (
-        bytes(32 if token == END else token for token in tokens)
-        and [bytes(part).decode() for part in split_at_end(tokens)][:count]
-    )
-
-
-def split_at_end(tokens):
-    parts = [[]]
-    for token in tokens:
-        if token == END:
-            parts.append([])
-        else:
-            parts[-1].append(token)
-    return parts[:-1]
+            ends = [place for place, token in enumerate(tokens) if token == END][:count]
+            return [bytes(tokens[first + 1 : end]).decode() for first, end in itertools.pairwise([-1, *ends])]
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "text", "hub"])
 def test_the_parts_of_the_lanes_are_the_corpus(kind, folder, sources):
-    sequences = open_corpus(setting(folder, stream=sources[kind])).train.sources[0]
-    trained = [row for row in ROWS if digest_text(row) >= sequences.threshold]
-    assert sequences.stream.lanes > 2 and 0 < len(ROWS) - len(trained) < len(ROWS) / 2
+    made = setting(folder, stream=sources[kind])
+    if kind == "text":  # its chunks are held out one by one
+        made.data.eval_fraction, made.eval.every = 0.0, 0
+    sequences = open_corpus(made).train.sources[0]
+    written = FILES if kind == "text" else ROWS
+    trained = [text for text in written if kind == "text" or digest_text(text) >= sequences.threshold]
+    assert sequences.stream.lanes > 2 and (kind == "text") == (trained == written)
     read = {lane: lane_documents(sequences, lane, len(trained) + 5) for lane in range(sequences.stream.lanes)}
     found = []
     for lane, documents in read.items():
@@ -195,6 +188,32 @@ def test_a_resumed_run_reads_again_what_its_points_do_not_say(streamed, known):
     assert again < 0.5 * read if known else again > 0.9 * read
 
 
+def test_a_run_goes_on_from_its_checkpoint_without_a_cache(folder, sources, tmp_path, monkeypatch):
+    read, plain = [], corpus_module.encode_pieces
+    monkeypatch.setattr(
+        corpus_module, "encode_pieces", lambda tokenizer, pieces: (read.extend(pieces), plain(tokenizer, pieces))[1]
+    )
+
+    def run(name, steps, cache):
+        config = trainer.compose(
+            [
+                f"data.sources={{stream: {{kind: parquet, path: {sources['parquet'].path}, streaming: true}}}}",
+                *("~data.sources.stdlib", "data.tokenizer=bytes", f"data.cache={tmp_path / cache}", "eval.every=0"),
+                *("model=tiny", "model.width=16", "model.depth=1", "model.vocab_size=257", "lr.schedule=constant"),
+                *("batch.sequence_length=16", "batch.global_size=24", "batch.micro_size=24", f"run.steps={steps}"),
+                *(f"run.dir={tmp_path / name}", "run.device=cpu", "logging.console=none"),
+            ]
+        )
+        read.clear()
+        result = trainer.run(config)
+        return [line["loss"] for line in result.metrics if "loss" in line], len(read)
+
+    whole, counted = run("whole", 30, "cache")
+    run("parts", 28, "cache")
+    losses, again = run("parts", 30, "elsewhere")
+    assert losses == whole and again < 0.6 * counted
+
+
 @pytest.mark.parametrize("dp", [2, 3, 6])
 def test_each_rank_reads_its_share(dp, folder, sources, monkeypatch):
     for kind in ("parquet", "hub"):
@@ -269,7 +288,7 @@ def test_a_limit_is_that_of_the_stream(folder, sources):
         sequences = open_corpus(made).train.sources[0]
         found = {text for lane in range(sequences.stream.lanes) for text in lane_documents(sequences, lane, 30)}
         made.data.sources["stream"].limit = 0
-        assert found == set(ROWS[:10])
+        assert found == set(FILES[:10] if kind == "text" else ROWS[:10])
 
 
 def test_a_tokenizer_is_trained_first(folder, sources):

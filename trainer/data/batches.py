@@ -204,6 +204,7 @@ class BatchLoader:
             step, points = self._ahead.popleft().result()
         except BaseException:
             self._drop()
+            self._thread.submit(self.samples.go_to, self.points_at(self.position))
             raise
         self.position += self.batch.global_size
         self._points.append((self.position, points))
@@ -230,7 +231,6 @@ class BatchLoader:
         for future in self._ahead:
             future.cancel()
         self._ahead.clear()
-        self._thread.submit(self.samples.go_to, self.points_at(self.position))
 
     def _enter_thread(self) -> None:
         if self.device.index is not None:  # without it, pinning would open a CUDA context on the first GPU
@@ -238,12 +238,8 @@ class BatchLoader:
 
     def _step(self, position: int) -> tuple[list[MicroBatch], Points]:
         sources, indices = self._order(np.arange(position, position + self.batch.global_size))
-        mine = np.concatenate(
-            [
-                np.flatnonzero(assign_ranks(homes, self._ranks) == self._rank) + number * len(homes)
-                for number, homes in enumerate(np.split(self._homes(sources, indices), self.batch.accumulation))
-            ]
-        )
+        micro_batches = np.split(self._homes(sources, indices), self.batch.accumulation)
+        mine = np.concatenate([assign_ranks(homes, self._ranks) for homes in micro_batches]) == self._rank
         sources, indices = sources[mine], indices[mine]
         rows = [_row(self.samples, source, index) for source, index in zip(sources.tolist(), indices.tolist())]
         size = self.batch.micro_size

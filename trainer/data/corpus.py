@@ -229,7 +229,7 @@ class Corpus:
 
     `fingerprint` identifies what sample numbers refer to: tokens, sequence length and weights. The seed is no part of
     it. sets: what else is evaluated, by name; sets_fingerprint: identifies it. damaged: rows to train on that were left
-    out, None where none may be. notes: what is to be said of the data."""
+    out, None where none may be, and with a stream, which prints them. notes: what is to be said of the data."""
 
     tokenizer: Tokenizer
     train: CorpusSide
@@ -293,7 +293,7 @@ def open_corpus(config: Config, prepare: bool = True) -> Corpus:
         _key(parts),
         evaluated,
         _key([[source.name, one.content] for source, one in zip(sets, opened[len(sources) :])]),
-        sum(one.damaged for one in opened[: len(sources)]) if config.data.on_error == "skip" else None,
+        None if train.endless or config.data.on_error != "skip" else sum(one.damaged for one in opened[: len(sources)]),
         [note for one in opened for note in one.notes],
     )
 

@@ -297,7 +297,7 @@ def retry_network(named: str, attempt: Callable[[], T]) -> T:
     return attempt()
 
 
-LASTING = (FileNotFoundError, PermissionError, ValueError, TypeError, LookupError, NotImplementedError, EOFError)
+LASTING = (FileNotFoundError, PermissionError, ValueError, TypeError, LookupError, NotImplementedError)
 """Errors that a new attempt does not mend: missing or damaged files."""
 
 
