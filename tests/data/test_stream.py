@@ -18,6 +18,7 @@ from support.damage import damaged_values
 import trainer
 from trainer.config import ConfigError, SourceConfig
 from trainer.config.registry import SOURCES
+from trainer.data import batches as batches_module
 from trainer.data import corpus as corpus_module
 from trainer.data import documents as documents_module
 from trainer.data.batches import BatchLoader, assign_ranks
@@ -182,10 +183,24 @@ def test_a_run_resumes_anywhere_with_any_number_of_ranks(folder, sources, kind, 
 @pytest.mark.parametrize("known", [True, False])
 def test_a_resumed_run_reads_again_what_its_points_do_not_say(streamed, known):
     whole, parts, (read,) = read_run(streamed, 0, 30, 24, 1)
-    _, parts, _ = read_run(streamed, 0, 28, 24, 2)
+    _, parts, _ = read_run(streamed, 0, 10, 24, 2)
+    _, parts, _ = read_run(streamed, 10 * 24, 18, 24, 2, merge_points(parts))  # a rank knows old points of the other
     rest, _, (again,) = read_run(streamed, 28 * 24, 2, 24, 1, merge_points(parts) if known else None, prefetch=0)
     assert rest == {name: whole[name] for name in rest} and len(rest) == 2 * 24
     assert again < 0.5 * read if known else again > 0.9 * read
+
+
+def test_points_of_steps_before_the_last_are_known(streamed, monkeypatch):
+    monkeypatch.setattr(batches_module, "POINTS", 5)
+    loader = BatchLoader(open_corpus(streamed).train, BatchPlan(LENGTH, 24, 24, 1), 0, 1, seed=0, prefetch=3)
+    for _ in range(10):
+        next(loader)
+    lanes = loader.samples.sources[0].stream.lanes
+    for steps in range(11):
+        points = loader.points_at(24 * steps)
+        taken = {lane: -(-(24 * steps - lane) // lanes) for lane in range(min(lanes, 24 * steps))}
+        assert points == {} if steps < 6 else {lane: point.next for lane, point in points["stream"].items()} == taken
+    loader.close()
 
 
 def test_a_run_goes_on_from_its_checkpoint_without_a_cache(folder, sources, tmp_path, monkeypatch):
