@@ -23,7 +23,7 @@ from trainer.data import corpus as corpus_module
 from trainer.data import documents as documents_module
 from trainer.data.batches import BatchLoader, assign_ranks
 from trainer.data.corpus import open_corpus
-from trainer.data.documents import LASTING, LocalStream, count_lanes, digest_text
+from trainer.data.documents import PERMANENT, LocalStream, count_lanes, digest_text
 from trainer.data.tokens import DataError, LanePoint, merge_points, parse_points
 from trainer.planning.plan import BatchPlan
 from trainer.planning.resolve import check_config
@@ -437,5 +437,5 @@ def test_points_of_a_damaged_checkpoint_are_refused(tmp_path):
 
 
 def test_what_a_new_attempt_does_not_mend_is_known():
-    assert not any(documents_module.is_network_error(kind("x")) for kind in (*LASTING, ConfigError))
+    assert not any(documents_module.is_network_error(kind("x")) for kind in (*PERMANENT, ConfigError))
     assert not hasattr(LocalStream, "retry")

@@ -129,7 +129,8 @@ class StreamedSequences:
         self._lanes: dict[int, Lane] = {}
 
     def get(self, index: int) -> TokenSample:
-        """See `Sequences`. Raises `DataError` when the stream cannot be read or holds no text."""
+        """See `TokenSequences`. Raises `DataError` when the stream cannot be read or holds no text. `go_to` has to be
+        called before the next `get` then."""
         number, lane = divmod(index, self.stream.lanes)
         if lane not in self._lanes or self._lanes[lane].point.next > number:
             point = self.points.get(lane, LanePoint())
@@ -138,11 +139,8 @@ class StreamedSequences:
         try:
             while self._lanes[lane].point.next <= number:
                 tokens, starts = self._lanes[lane].take()
-        except Exception as error:
-            self.points[lane] = self._lanes.pop(lane).point  # the failed reader cannot go on
-            if isinstance(error, ConfigError):
-                raise DataError(str(error)) from error
-            raise
+        except ConfigError as error:  # of a file that is read only now
+            raise DataError(str(error)) from error
         return TokenSample(tokens, number_documents(tokens, self.tokenizer.end_id, starts.copy()))
 
     def list_points(self) -> dict[int, LanePoint]:

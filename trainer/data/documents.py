@@ -297,7 +297,7 @@ def retry_network(named: str, attempt: Callable[[], T]) -> T:
     return attempt()
 
 
-LASTING = (FileNotFoundError, PermissionError, ValueError, TypeError, LookupError, NotImplementedError)
+PERMANENT = (FileNotFoundError, PermissionError, ValueError, TypeError, LookupError, NotImplementedError)
 """Errors that a new attempt does not mend: missing or damaged files."""
 
 
@@ -308,7 +308,7 @@ def is_network_error(error: BaseException | None) -> bool:
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(status, int) and 400 <= status < 500:
         return status in (408, 425, 429)
-    return not isinstance(error, LASTING) and "Offline" not in type(error).__name__
+    return not isinstance(error, PERMANENT) and "Offline" not in type(error).__name__
 
 
 Documents = TextFiles | JsonLines | ParquetRows | DatasetRows | OwnDocuments
@@ -333,11 +333,14 @@ class DocumentSource:
 
     @cached_property
     def identity(self) -> list[Any]:
-        """Changes with the content: names, sizes and times of files, or the files that the hub lists for a data set."""
+        """Changes with the content: names, sizes and times of files, or the files that the hub lists for a data set; of
+        a stream, their number."""
         config = self.config
         reading = [config.kind, config.messages if config.kind == "chat" else config.field, config.limit]
         if config.kind == "hub":
-            files = [] if self.streams else [entry["filename"] for entry in self.documents.rows.cache_files]
+            if self.streams:
+                return [*reading, config.path, config.subset, config.split, self.documents.dataset.num_shards]
+            files = [entry["filename"] for entry in self.documents.rows.cache_files]
             return [*reading, config.path, config.subset, config.split, files]
         if self.registered:
             return [*reading, config.settings, self.documents.identity]
