@@ -23,7 +23,7 @@ from trainer.data import corpus as corpus_module
 from trainer.data import documents as documents_module
 from trainer.data.batches import BatchLoader, assign_ranks
 from trainer.data.corpus import open_corpus
-from trainer.data.documents import PERMANENT, LocalStream, count_lanes, digest_text
+from trainer.data.documents import PERMANENT, count_lanes, digest_text
 from trainer.data.tokens import DataError, LanePoint, merge_points, parse_points
 from trainer.planning.plan import BatchPlan
 from trainer.planning.resolve import check_config
@@ -438,4 +438,7 @@ def test_points_of_a_damaged_checkpoint_are_refused(tmp_path):
 
 def test_what_a_new_attempt_does_not_mend_is_known():
     assert not any(documents_module.is_network_error(kind("x")) for kind in (*PERMANENT, ConfigError))
-    assert not hasattr(LocalStream, "retry")
+    assert all(documents_module.is_network_error(error) for error in ERRORS.values())
+    refused = ConfigError("cannot be opened")
+    refused.__cause__ = ConnectionError("no route to host")
+    assert documents_module.is_network_error(refused)
