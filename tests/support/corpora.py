@@ -33,12 +33,17 @@ def config(folder: Path, length: int = 16, tokenizer: str = "bytes", **sources: 
 
 
 def sources_of_runs(folder: Path) -> None:
-    """The texts that tests/workers/parallel_runs.py trains on and evaluates, as folders of `folder`."""
+    """The texts that tests/workers/parallel_runs.py trains on and evaluates, as folders of `folder`. `more` has many
+    files, so that a stream of them has several lanes."""
     modules = {"corpus": (argparse, json.decoder, shutil, textwrap), "more": (pprint, heapq), "apart": (bisect,)}
     for name, some in modules.items():
         (folder / name).mkdir()
         for module in some:
-            shutil.copy(module.__file__, folder / name / f"{module.__name__}.txt")
+            if name == "more":
+                paragraphs = Path(module.__file__).read_text().split("\n\n")
+                write_texts(folder / name / module.__name__, [text for text in paragraphs if len(text) > 100])
+            else:
+                shutil.copy(module.__file__, folder / name / f"{module.__name__}.txt")
 
 
 def texts(count: int, kind: str = "document") -> list[str]:

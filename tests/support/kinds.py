@@ -9,7 +9,6 @@ import random
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow
@@ -29,7 +28,6 @@ from trainer.config import ConfigError, SourceConfig, typed
 from trainer.config.compose import UserFiles
 from trainer.config.fields import CONFIGS
 from trainer.config.model import ModelSpec
-from trainer.data.corpus import StreamedSequences
 from trainer.data.shards import TokeniseJob, read_manifest, write_manifest
 from trainer.data.tables import JsonLines, ParquetRows
 from trainer.data.text import ChatTemplate, TextFiles, read_template
@@ -92,17 +90,6 @@ def shard_description(folder: Path) -> File:
     return written(job.description(0), json.dumps({"documents": [0, 1], "train": token_file(folder)})), (
         lambda: job.described(0)
     )
-
-
-def stream_note(folder: Path) -> File:
-    data = SimpleNamespace(load_state_dict=lambda state: state["epoch"] + 1)
-    documents = SimpleNamespace(
-        name="corpus", setting="data.sources.corpus", open=lambda: data, rows=lambda _: iter([{"text": "a" * 40}] * 64)
-    )
-    documents.texts, documents.source = lambda rows: [row["text"] for row in rows], SourceConfig("hub", "path")
-    sequences = StreamedSequences(documents, byte_tokenizer(), 0, 16, folder)
-    note = {"state": {"epoch": 0, "examples": [1, 2]}, "tokens": [1, 2, 256]}
-    return written(folder / "000000000005.json", json.dumps(note)), lambda: (sequences._start(6), sequences.get(6))
 
 
 def npy(folder: Path) -> File:
@@ -436,7 +423,6 @@ KINDS: dict[str, Callable[[Path], File]] = {
     for function in (
         token_manifest,
         shard_description,
-        stream_note,
         npy,
         jsonl,
         parquet,

@@ -170,7 +170,7 @@ def common(root: Path) -> Config:
     return trainer.compose(
         [f"{name}={value}" for name, value in COMMON.items()]
         + [f"data.sources.text.path={root / 'corpus'}", f"data.cache={root / 'cache'}", f"run.dir={root / 'run'}"]
-        + [f"data.sources.more={{kind: text, path: {root / 'more'}}}"]
+        + [f"data.sources.more={{kind: text, path: {root / 'more'}, streaming: true}}"]
         + [f"eval.sets.apart={{kind: text, path: {root / 'apart'}}}"],
         world_size=1,
     )

@@ -31,10 +31,12 @@ from trainer.config import ConfigError
 from trainer.config.model import ModelSpec
 from trainer.config.typed import InvalidValue, Problems, build_typed
 from trainer.data.mixture import Mixture
+from trainer.data.tokens import parse_points
 from trainer.distributed.mesh import gather_objects
 from trainer.distributed.tensors import Fragment
 from trainer.optim.optimizer import PREFIX as EMA
 from trainer.planning.parameters import declare_parameters
+from trainer.util.reading import shorten_foreign
 
 T = TypeVar("T")
 
@@ -244,7 +246,7 @@ def _first(names: list[str]) -> str:
 def read_states(path: Path) -> dict[str, Any]:
     """The manifest of a run's checkpoint, checked to be what `saving.describe_checkpoint` writes. Its `spec` is
     completed with defaults. Raises DamagedCheckpoint, which names the first wrong entry."""
-    manifest = {"data": {}, "batch": {}, "callbacks": {}} | read_manifest(path)
+    manifest = {"data": {}, "batch": {}, "callbacks": {}, "streams": {}} | read_manifest(path)
     manifest["spec"] = saved_spec(path, manifest).to_dict()
     for name in ("data", "batch", "callbacks", "scaler"):
         state = manifest.get(name)
@@ -261,6 +263,10 @@ def read_states(path: Path) -> dict[str, Any]:
             Mixture.parse(manifest["mixture"])
         except ValueError as error:
             raise DamagedCheckpoint(f"{path / MANIFEST}: mixture {error}") from None
+    try:
+        manifest["streams"] = parse_points(manifest["streams"])
+    except ValueError as error:
+        raise DamagedCheckpoint(f"{path / MANIFEST}: streams: {shorten_foreign(error)}") from None
     compression = manifest.setdefault("compression", None)
     known = compression is None or isinstance(compression, dict) and _texts(compression.get("chosen"))
     _demand(path, "compression", known, compression, "null or a mapping with what was chosen")

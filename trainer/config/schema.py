@@ -73,7 +73,7 @@ class CorpusConfig:
     messages: str = option("messages", "column that holds the conversation, a list of messages (chat)")
     subset: str | None = option(None, "hub configuration name")
     split: str = option("train", "hub split")
-    streaming: bool = option(False, "read from the hub while training instead of downloading first")
+    streaming: bool = option(False, "read and tokenise while training instead of before (hub, parquet, jsonl, text)")
     limit: int = option(0, "read at most this many documents; 0 means all", unit="documents", range="[0, inf)")
     dtype: str = option(
         "auto",

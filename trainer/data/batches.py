@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.data.tokens import TokenSample
+from trainer.data.tokens import Points, TokenSample
 from trainer.model.loss import IGNORE
 from trainer.planning.plan import BatchPlan
 
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 ROUNDS = 6
 GOLDEN = 0x9E3779B97F4A7C15
+
+POINTS = 1024
+"""Latest steps of which it is known where streams stood after them: a checkpoint may be of a step before the latest."""
 
 
 class SampleOrder:
@@ -80,6 +83,21 @@ def scramble_bits(z: np.ndarray) -> np.ndarray:
     return z ^ (z >> np.uint64(31))
 
 
+def assign_ranks(homes: np.ndarray, ranks: int) -> np.ndarray:
+    """The rank that takes each sample of a micro-batch of all ranks, int64 [n]; each takes the same number of samples.
+    A sample goes to its home while that has room, else to the first rank that has.
+
+    homes: int64 [n], the rank that had better take a sample; -1 where it is all the same."""
+    room = np.full(ranks, len(homes) // ranks)
+    taken = np.full(len(homes), -1)
+    for place in np.flatnonzero(homes >= 0):
+        if room[homes[place]]:
+            taken[place] = homes[place]
+            room[homes[place]] -= 1
+    taken[taken < 0] = np.repeat(np.arange(ranks), room)
+    return taken
+
+
 @dataclass
 class MicroBatch:
     """One micro-batch.
@@ -118,7 +136,8 @@ class BatchLoader:
     """Iterates over optimizer steps: each item is this rank's list of `batch.accumulation` micro-batches, on `device`.
 
     The step at position p consumes samples p to p + batch.global_size of the run, whatever the number of ranks and the
-    accumulation. Only `position` has to be saved to resume, also with another number of ranks or global size.
+    accumulation. Only `position` has to be saved to resume, also with another number of ranks or global size. With
+    streams, `points` of all ranks save reading from the start.
     mixture: what the samples are drawn by; of a new run if it is left out. position: samples consumed by the steps
     handed out, over all ranks. wait_seconds: how long the last `next` blocked.
     prefetch: steps that a thread prepares ahead. An error in that thread is raised by `next`; the call may be repeated.
@@ -137,17 +156,19 @@ class BatchLoader:
         prefetch: int = 2,
         device: torch.device | str = "cpu",
         mixture: Mixture | None = None,
+        points: Points | None = None,
     ):
         assert batch.global_size == batch.micro_size * batch.accumulation * dp_size
         self.samples, self.batch, self.position, self.wait_seconds = samples, batch, position, 0.0
         self.mask_documents, self.prefetch, self.device = mask_documents, prefetch, torch.device(device)
         self.mixture = mixture or samples.plan_mixture()
         self._order = SampleOrder(samples.names, [source.length for source in samples.sources], self.mixture, seed)
-        # [accumulation, micro]: micro-batch m of all ranks together is contiguous in the order
-        first = (np.arange(batch.accumulation)[:, None] * dp_size + dp_rank) * batch.micro_size
-        self._mine = first + np.arange(batch.micro_size)
+        self._rank, self._ranks = dp_rank, dp_size
+        self._streams = [number for number, source in enumerate(samples.sources) if source.length is None]
+        self._points = deque([(position, points or {})], POINTS)
         self._ahead: deque[Future] = deque()
         self._thread = ThreadPoolExecutor(1, "data", self._enter_thread)
+        self._thread.submit(samples.go_to, points or {})
 
     @property
     def epoch(self) -> float | None:
@@ -166,15 +187,22 @@ class BatchLoader:
         start = time.perf_counter()
         self._fill(max(1, self.prefetch))
         try:
-            step = self._ahead.popleft().result()
+            step, points = self._ahead.popleft().result()
         except BaseException:
             self._drop()
+            self._thread.submit(self.samples.go_to, self.points_at(self.position))
             raise
         self.position += self.batch.global_size
+        self._points.append((self.position, points))
         self._fill(self.prefetch)
         step = [batch.to(self.device, non_blocking=True) for batch in step]
         self.wait_seconds = time.perf_counter() - start
         return step
+
+    def points_at(self, position: int) -> Points:
+        """Where the streams that this rank reads stood when it had handed out the samples before `position`, or
+        earlier."""
+        return next((points for known, points in reversed(self._points) if known <= position), {})
 
     def close(self) -> None:
         """Ends the thread."""
@@ -194,12 +222,25 @@ class BatchLoader:
         if self.device.index is not None:  # without it, pinning would open a CUDA context on the first GPU
             torch.cuda.set_device(self.device)
 
-    def _step(self, position: int) -> list[MicroBatch]:
-        sources, indices = self._order(position + self._mine.ravel())
+    def _step(self, position: int) -> tuple[list[MicroBatch], Points]:
+        sources, indices = self._order(np.arange(position, position + self.batch.global_size))
+        micro_batches = np.split(self._homes(sources, indices), self.batch.accumulation)
+        mine = np.concatenate([assign_ranks(homes, self._ranks) for homes in micro_batches]) == self._rank
+        sources, indices = sources[mine], indices[mine]
         rows = [_row(self.samples, source, index) for source, index in zip(sources.tolist(), indices.tolist())]
         size = self.batch.micro_size
         batches = [_collate(rows[start : start + size], self.mask_documents) for start in range(0, len(rows), size)]
-        return [batch.pin() for batch in batches] if self.device.type == "cuda" else batches
+        batches = [batch.pin() for batch in batches] if self.device.type == "cuda" else batches
+        return batches, self.samples.list_points()
+
+    def _homes(self, sources: np.ndarray, indices: np.ndarray) -> np.ndarray:
+        """The rank that reads the lane of each sample; -1 where it is of no stream. Ranks are counted up for one stream
+        and down for the next: two streams alone then divide every micro-batch evenly."""
+        homes = np.full(len(sources), -1)
+        for count, number in enumerate(self._streams):
+            mine = sources == number
+            homes[mine] = (-1 - indices[mine] if count % 2 else indices[mine]) % self._ranks
+        return homes
 
 
 def eval_batches(

@@ -1,8 +1,8 @@
 """Opens the corpus of a configuration: prepared once by whichever process comes first, then memory-mapped by all.
 
 The cache holds trained tokenizers (`tokenizers/`), token files (`tokens/`), what `datasets` downloads or converts
-(`datasets/`), compressed files as lines (`expanded/`), what is known of ready-made token files (`checked/`) and
-notes on streams (`streams/`); every name is a hash of what its content depends on.
+(`datasets/`), compressed files as lines (`expanded/`) and what is known of ready-made token files (`checked/`); every
+name is a hash of what its content depends on.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import fcntl
 import hashlib
 import json
 import os
-import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import chain
 from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple
@@ -23,12 +23,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainer.config import Config, ConfigError
-from trainer.data.documents import DocumentSource, HubStream, digest_text, held_out_threshold
+from trainer.data.documents import DocumentSource, HubStream, LocalStream, Stream, held_out_threshold
 from trainer.data.mixture import Mixture, MixtureStage
 from trainer.data.shards import (
     SPLITS,
     TokeniseJob,
+    encode_pieces,
     is_due,
+    mark_pieces,
     mark_verified,
     read_manifest,
     remove_damaged,
@@ -39,7 +41,9 @@ from trainer.data.text import FIXED_DATE, ChatTemplate, PackedConversations, Row
 from trainer.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_tokenizer
 from trainer.data.tokens import (
     DataError,
+    LanePoint,
     PackedSequences,
+    Points,
     TokenCheck,
     TokenRun,
     TokenSample,
@@ -55,113 +59,112 @@ from trainer.data.tokens import (
     start_progress,
     token_dtype,
 )
-from trainer.util.reading import Malformed, Shape, read_json, replace_file, shorten_foreign, write_atomic
+from trainer.util.reading import Shape, read_json, replace_file, write_atomic
 
-# A data set of the Hugging Face hub, streamed while training and packed in the order in which its documents arrive.
-# Sequence i of a stream depends on the stream, the tokenizer and the sequence length, not on ranks. The position in
-# samples is therefore enough to resume under any plan. Unlike other sources, a stream is not shuffled beyond the
-# hub's own order, every rank reads and tokenises all of it, and an epoch has no known length. When the stream ends,
-# it starts again. To reach a position, a reader has to read all that comes before. It therefore saves its state to
-# the cache every `NOTE_EVERY` sequences, and starts from the last saved state before its position. Without saved
-# states (on another machine) it reads from the start.
+# Streams: documents that are read and tokenised while the run trains on them. Sample i of a stream is sequence
+# i // lanes of lane i % lanes, and a lane is packed on its own. Which tokens a sample holds therefore depends on the
+# content, the tokenizer and the sequence length, not on the number of ranks, and a rank reads the lanes of its samples
+# only. Checkpoints hold where each lane stands (`LanePoint`), so that a resumed run reads nothing twice.
 
 
-GROUP = 64
-"""Documents tokenised together."""
+GROUP = 1 << 16
+"""Characters of a lane tokenised together, about."""
 
-NOTE_EVERY = 1024
-"""Sequences between two saved states of the reader."""
+
+class Lane:
+    """The sequences of one lane of a stream, from a point on."""
+
+    def __init__(self, stream: Stream, tokenizer: Tokenizer, threshold: int, size: int, lane: int, point: LanePoint):
+        self.stream, self.tokenizer, self.threshold, self.size, self.lane = stream, tokenizer, threshold, size, lane
+        self.point = point
+        self._tokens, self._starts = np.empty(0, np.int64), np.empty(0, bool)
+        self._groups: deque[tuple[int, LanePoint]] = deque()  # where the groups in the buffer begin
+        self._source, self._skip = self._read(), point.used
+
+    def take(self) -> tuple[np.ndarray, np.ndarray]:
+        """The next sequence: tokens, and where a document is known to start. Raises `ConfigError` or `DataError` for a
+        stream that cannot be read, after which the lane is of no use."""
+        while len(self._tokens) <= self._skip + self.size:
+            point, tokens, starts = next(self._source)
+            self._groups.append((len(self._tokens), point))
+            self._tokens, self._starts = np.append(self._tokens, tokens), np.append(self._starts, starts)
+        taken = slice(self._skip, self._skip + self.size + 1)
+        sample = self._tokens[taken], self._starts[taken]
+        self._skip += self.size
+        while len(self._groups) > 1 and self._groups[1][0] <= self._skip:
+            self._groups.popleft()
+        first, point = self._groups[0]
+        self.point = point._replace(next=self.point.next + 1, used=self._skip - first)
+        self._tokens, self._starts, self._skip = self._tokens[first:], self._starts[first:], self._skip - first
+        self._groups = deque((start - first, point) for start, point in self._groups)
+        return sample
+
+    def _read(self) -> Iterator[tuple[LanePoint, np.ndarray, np.ndarray]]:
+        """Groups of texts, tokenised: the point at which each begins, tokens, and known starts of documents."""
+        first, kept = self.point.piece, self.point.turn
+        for turn, state, documents in self.stream.read_lane(self.lane, self.point.turn, self.point.state):
+            pieces = [piece for piece in mark_pieces(documents, self.threshold) if not piece.held]
+            kept = turn if pieces else kept
+            if turn - kept > self.stream.circle:
+                raise DataError(f"{self.stream.setting}: the stream holds no text to train on")
+            while first < len(pieces):
+                end, characters = first, 0
+                while end < len(pieces) and characters < GROUP:
+                    end, characters = end + 1, characters + len(pieces[end].text)
+                encoded = [ids for ids, _ in encode_pieces(self.tokenizer, pieces[first:end])]
+                tokens = np.fromiter(chain.from_iterable(encoded), np.int64)
+                starts = np.zeros(len(tokens), bool)
+                starts[:1] = first == 0
+                yield LanePoint(0, turn, state, first), tokens, starts
+                first = end
+            first = 0
 
 
 class StreamedSequences:
-    """Sequences of a stream, see `tokens.TokenSequences`. Rising order is fast; going back starts the stream again."""
+    """Sequences of a stream, see `tokens.TokenSequences`. Rising order is fast in each lane; going back starts at the
+    last known point of the lane again.
+
+    points: where lanes can be read on, by lane."""
 
     length = None
 
-    def __init__(self, documents: HubStream, tokenizer: Tokenizer, threshold: int, sequence_length: int, notes: Path):
-        self.name, self.documents, self.tokenizer = documents.name, documents, tokenizer
-        self.threshold, self.size, self.notes = threshold, sequence_length, notes
-        self._rows: Iterator[dict] | None = None
+    def __init__(self, name: str, stream: Stream, tokenizer: Tokenizer, threshold: int, sequence_length: int):
+        self.name, self.stream, self.tokenizer = name, stream, tokenizer
+        self.threshold, self.size = threshold, sequence_length
+        self.points: dict[int, LanePoint] = {}
+        self._lanes: dict[int, Lane] = {}
 
     def get(self, index: int) -> TokenSample:
-        """See `Sequences`. Raises `DataError` when the stream breaks off or holds no text."""
-        if self._rows is None or index < self._next:
-            self._start(index)
-        while True:
-            while len(self._buffer) <= self.size:
-                self._pull()
-            tokens = self._buffer[: self.size + 1]
-            self._buffer, self._next = self._buffer[self.size :], self._next + 1
-            if self._next > index:
-                return TokenSample(tokens, number_documents(tokens, self.tokenizer.end_id))
-
-    def _start(self, index: int) -> None:
-        """Goes to the last saved state at or before sequence `index`, else to the start."""
-        self._next, self._buffer, self._kept, self._note_read = 0, np.empty(0, np.int64), False, None
-        self._dataset = self.documents.open()
-        found = {int(path.stem): path for path in self.notes.glob("*.json") if re.fullmatch("[0-9]{12,18}", path.stem)}
-        for number in sorted((number for number in found if number <= index), reverse=True):
-            try:
-                self._go_to(number, found[number])
-                break
-            except (OSError, Malformed) as error:
-                print_notice(f"{error}; it is left out")
-                self._dataset = self.documents.open()
-        self._noted, self._rows = self._next, self.documents.rows(self._dataset)
-
-    def _go_to(self, number: int, path: Path) -> None:
-        """Continues as the note at `path` says. Raises `Malformed` where it says nothing that could be true."""
-        note = read_json(path, {"state": dict, "tokens": [int]}, "delete it")
-        if not all(0 <= token < self.tokenizer.vocab_size for token in note["tokens"]):
-            raise Malformed(f"{path} holds tokens beyond the tokenizer's {self.tokenizer.vocab_size}; delete it")
+        """See `TokenSequences`. Raises `DataError` when the stream cannot be read or holds no text. `go_to` has to be
+        called before the next `get` then."""
+        number, lane = divmod(index, self.stream.lanes)
+        if lane not in self._lanes or self._lanes[lane].point.next > number:
+            point = self.points.get(lane, LanePoint())
+            point = point if point.next <= number else LanePoint()
+            self._lanes[lane] = Lane(self.stream, self.tokenizer, self.threshold, self.size, lane, point)
         try:
-            self._dataset.load_state_dict(note["state"])
-        except Exception as error:  # whatever datasets meets in a state that it has not written
-            raise Malformed(f"{path} is no state of the stream: {shorten_foreign(error)}; delete it") from error
-        self._next, self._buffer, self._kept = number, np.asarray(note["tokens"], np.int64), True
-        self._note_read = path
+            while self._lanes[lane].point.next <= number:
+                tokens, starts = self._lanes[lane].take()
+        except ConfigError as error:  # of a file that is read only now
+            raise DataError(str(error)) from error
+        return TokenSample(tokens, number_documents(tokens, self.tokenizer.end_id, starts.copy()))
 
-    def _pull(self) -> None:
-        """Tokenises the next group of documents; at the end of the stream, opens it again."""
-        if self._next - self._noted >= NOTE_EVERY and os.environ.get("LOCAL_RANK", "0") == "0":
-            self._note()
-        try:
-            rows = list(islice(self._rows, GROUP))
-        except DataError as error:
-            self._rows = None  # otherwise the failed reader would look as if it were at its end
-            if self._note_read is None:
-                raise
-            raise DataError(
-                f"{error} (it was read on as {self._note_read} says; delete that if it is damaged)"
-            ) from error
-        self._note_read = None
-        texts = [text for text in self.documents.texts(rows) if digest_text(text) >= self.threshold]
-        if texts:
-            self._kept = True
-            encoded = self.tokenizer.encode_batch(texts)
-            self._buffer = np.concatenate([self._buffer, *([*ids, self.tokenizer.end_id] for ids in encoded)])
-        if len(rows) < GROUP:
-            if not self._kept:
-                raise DataError(
-                    f"{self.documents.setting}: the stream {self.documents.source.path} holds no text to train on"
-                )
-            self._dataset = self.documents.open()
-            self._rows = self.documents.rows(self._dataset)
+    def list_points(self) -> dict[int, LanePoint]:
+        """Where the lanes stand that this process reads, and where others stood when they were last known."""
+        return self.points | {lane: reader.point for lane, reader in self._lanes.items()}
 
-    def _note(self) -> None:
-        self._noted = self._next
-        self.notes.mkdir(parents=True, exist_ok=True)
-        note = {"state": self._dataset.state_dict(), "tokens": self._buffer.tolist()}
-        write_atomic(self.notes / f"{self._next:012d}.json", json.dumps(note))
+    def go_to(self, points: dict[int, LanePoint]) -> None:
+        """Goes on at `points`; lanes without a point begin anew."""
+        self.points = dict(points)
+        self._lanes.clear()
 
 
-def hold_out(documents: HubStream, tokenizer: Tokenizer, threshold: int, tokens: int, writer: TokenWriter) -> None:
+def hold_out(stream: Stream, tokenizer: Tokenizer, threshold: int, tokens: int, writer: TokenWriter) -> None:
     """Writes the stream's first held-out documents: at least `tokens` tokens, or all there are."""
-    for text in documents.texts(documents.rows(documents.open())):
-        if writer.count >= tokens:
-            return
-        if digest_text(text) < threshold:
-            writer.append([*tokenizer.encode(text), tokenizer.end_id])
+    pieces = (piece for piece in mark_pieces(stream.read_all(), threshold) if piece.held)
+    while writer.count < tokens and (piece := next(pieces, None)):
+        for ids, _ in encode_pieces(tokenizer, [piece]):
+            writer.append(ids)
 
 
 # The corpus of a configuration, of all kinds of sources.
@@ -230,6 +233,20 @@ class CorpusSide:
         source = int(np.searchsorted(self._ends, index, "right"))
         return source, index - (int(self._ends[source - 1]) if source else 0)
 
+    @property
+    def streams(self) -> list[StreamedSequences]:
+        """The sources that are streams."""
+        return [source for source in self.sources if isinstance(source, StreamedSequences)]
+
+    def list_points(self) -> Points:
+        """Where the lanes of the streams stand, as far as this process knows."""
+        return {stream.name: stream.list_points() for stream in self.streams}
+
+    def go_to(self, points: Points) -> None:
+        """Lets the streams go on at `points`."""
+        for stream in self.streams:
+            stream.go_to(points.get(stream.name, {}))
+
     def get(self, index: int) -> TokenSample:
         """Sequence `index` of all sources one after the other."""
         if not 0 <= index < len(self):
@@ -244,8 +261,8 @@ class Corpus:
 
     `fingerprint` identifies what sample numbers refer to: tokens, sequence length and weights. The seed is no part of
     it. contents: identifies the tokens of each source to train on, by its name. sets: what else is evaluated, by name;
-    sets_fingerprint: identifies it. damaged: rows to train on that were left out, None where none may be. notes: what
-    is to be said of the data."""
+    sets_fingerprint: identifies it. damaged: rows to train on that were left out, None where none may be, and with a
+    stream, which prints them. notes: what is to be said of the data."""
 
     tokenizer: Tokenizer
     train: CorpusSide
@@ -313,7 +330,7 @@ def open_corpus(config: Config, prepare: bool = True) -> Corpus:
         {source.name: _key([one.content]) for source, one in zip(sources, opened)},
         evaluated,
         _key([[source.name, one.content] for source, one in zip(sets, opened[len(sources) :])]),
-        sum(one.damaged for one in opened[: len(sources)]) if config.data.on_error == "skip" else None,
+        None if train.endless or config.data.on_error != "skip" else sum(one.damaged for one in opened[: len(sources)]),
         [note for one in opened for note in one.notes],
     )
 
@@ -507,9 +524,14 @@ def _check_damaged(config: Config, source: DocumentSource, tally: RowTally) -> N
 def _open_stream(
     config: Config, source: DocumentSource, tokenizer: Tokenizer, fraction: float, once: MakeCached
 ) -> OpenedSource:
-    threshold, length = held_out_threshold(source.documents, fraction), config.batch.sequence_length
-    content = [source.identity, tokenizer.digest, threshold]
-    source.documents.open()  # errors in its name or columns are found now
+    documents, length = source.documents, config.batch.sequence_length
+    threshold = held_out_threshold(documents, fraction)
+    stream = (
+        documents
+        if isinstance(documents, HubStream)
+        else LocalStream(source.setting, documents, config.data.max_damaged)
+    )
+    content = [source.identity, tokenizer.digest, threshold, stream.lanes, stream.circle]
     wanted = config.eval.sequences * length + 1 if config.eval.every else 0
     folder = _cache(config) / "tokens" / f"{source.name}-{_key([*content, wanted])}"
 
@@ -517,15 +539,13 @@ def _open_stream(
         folder.mkdir(parents=True, exist_ok=True)
         writer = TokenWriter(str(folder / "eval.bin"), token_dtype(tokenizer.vocab_size))
         try:
-            hold_out(source.documents, tokenizer, threshold, wanted, writer)
+            hold_out(stream, tokenizer, threshold, wanted, writer)
             write_manifest(folder, writer.dtype, {"train": [], "eval": [writer.finish()] if writer.count else []})
         finally:
             writer.discard()
 
     once(folder / "manifest.json", prepare, verified=True)
-    source.documents.take_tally()  # of what is read again to train on
-    notes = _cache(config) / "streams" / _key([*content, length])
-    train = StreamedSequences(source.documents, tokenizer, threshold, length, notes)
+    train = StreamedSequences(source.name, stream, tokenizer, threshold, length)
     return OpenedSource(train, _packed(config, source, tokenizer, read_manifest(folder)[0]["eval"]), content)
 
 

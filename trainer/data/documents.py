@@ -5,23 +5,29 @@ from __future__ import annotations
 import contextlib
 import glob
 import hashlib
+import itertools
 import json
 import math
 import os
+import random
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterator
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from trainer.config import ConfigError, CorpusConfig
 from trainer.config.fields import suggest_nearest
 from trainer.config.registry import SOURCES
 from trainer.data.tables import JsonLines, ParquetRows
-from trainer.data.text import Absent, ChatTemplate, DamagedRows, TextDocument, TextFiles, plain_text
+from trainer.data.text import Absent, ChatTemplate, DamagedRows, RowTally, TextDocument, TextFiles, plain_text
 from trainer.data.tokens import DataError, on_terminal, print_notice
 from trainer.util.reading import leads_out, on_one_line, shorten_foreign
+
+T = TypeVar("T")
 
 COUNTED = 10_000
 """Up to this many documents exactly the held-out share is held out; above, a threshold on hashes is close enough."""
@@ -123,51 +129,224 @@ class OwnDocuments(DamagedRows):
             raise ConfigError(f"{self.named}: {type(error).__name__}: {error}") from error
 
 
+LANES = 192
+"""Most lanes of a stream. Data-parallel ranks share the lanes evenly if their number divides that of the lanes, which
+is always a divisor of this."""
+
+CONNECTIONS = 32
+"""Most lanes of a stream of the hub, each of which keeps a file open."""
+
+LANE_DOCUMENTS = 16
+"""Fewest documents in a lane of local files, so that lanes are about equally long."""
+
+BLOCK = 1 << 20
+"""Bytes of text that a lane of local files reads at a time, about."""
+
+GROUP = 64
+"""Rows that a lane of the hub reads at a time."""
+
+WAITS = (1, 2, 4, 8, 16, 32)
+"""Seconds before each new attempt after a network error."""
+
+
+def count_lanes(most: int) -> int:
+    """The largest divisor of `LANES` that is at most `most`, at least 1."""
+    return max(lanes for lanes in range(1, LANES + 1) if LANES % lanes == 0 and lanes <= max(1, most))
+
+
+class LocalStream:
+    """Documents that can be read in any order, as a stream.
+
+    A stream consists of `lanes`. Each lane is an endless sequence of documents that can be read on its own, and that
+    begins with its own part of the corpus. When a lane has read its part, it goes on with the part of the next lane,
+    and so on, so that in the long run all documents are read equally often. `circle` counts the turns in which a lane
+    reads the whole corpus.
+
+    Here, the documents are cut into `lanes` x `rounds` blocks of consecutive documents. Part p consists of the blocks
+    p, p + lanes, p + 2 lanes, ... A turn is a block. max_damaged: the largest share of rows that may be left out.
+    """
+
+    def __init__(self, setting: str, documents: Documents, max_damaged: float):
+        self.setting, self.documents, self.max_damaged = setting, documents, max_damaged
+        self.count = len(documents)
+        self.lanes = count_lanes(self.count // LANE_DOCUMENTS)
+        self.rounds = max(1, min(self.count // self.lanes, math.ceil(documents.bytes / (BLOCK * self.lanes))))
+        self.circle = self.lanes * self.rounds
+        self.tally, self.told = RowTally(), 0
+
+    def read_all(self) -> Iterator[TextDocument]:
+        """All documents once, in their own order."""
+        return self.documents.read(0, self.count)
+
+    def read_lane(self, lane: int, turn: int, state: None) -> Iterator[tuple[int, None, list[TextDocument]]]:
+        """The documents of a lane from its turn `turn` on, block by block: turn, state within the turn (here none),
+        documents. Raises `ConfigError` or `DataError` for documents that cannot be read."""
+        for number in itertools.count(turn):
+            epoch, row = divmod(number, self.rounds)
+            block = (lane + epoch) % self.lanes + self.lanes * row
+            self.documents.take_tally()  # of what was read for another purpose
+            found = list(self.documents.read(self._first(block), self._first(block + 1)))
+            self._count_rows()
+            yield number, None, found
+
+    def _first(self, block: int) -> int:
+        """The first document of a block: the first that does not begin inside of a document of a text file, where there
+        is one."""
+        first, end = (number * self.count // self.circle for number in (block, block + 1))
+        whole = (number for number in range(first, min(end, self.count)) if not self.documents.begins_inside(number))
+        return next(whole, first)
+
+    def _count_rows(self) -> None:
+        self.tally += self.documents.take_tally()
+        damaged, allowed = self.tally.damaged, f"data.max_damaged={self.max_damaged:g} allows"
+        if not self.documents.skip:
+            allowed = "data.on_error=stop allows; set data.on_error=skip to leave them out"
+        if damaged > self.max_damaged * self.documents.skip * max(self.tally.rows, self.count):
+            raise DataError(
+                f"{self.setting}: this process left out {damaged} of {self.tally.rows} rows that it read, more than "
+                f"{allowed}; mend them, leave out the file, or raise it. The first: {self.tally.first}"
+            )
+        self.told = report_left_out(self.setting, self.tally, self.told)
+
+
+def report_left_out(setting: str, tally: RowTally, told: int) -> int:
+    """Prints how many rows of a stream this process has left out, when that is more than twice as many as `told`.
+    Returns the number that was told last. Nobody has counted them before the run."""
+    left = tally.damaged + tally.empty
+    if left <= 2 * told:
+        return told
+    first = f". The first: {tally.first}" if tally.first else ""
+    print_notice(
+        f"{setting}: this process left out {tally.damaged} damaged and {tally.empty} empty of {tally.rows} rows that "
+        f"it read{first}"
+    )
+    return left
+
+
 class HubStream(DamagedRows):
-    """Documents of a hub data set in the order in which they arrive. Rows that are left out are told while it is read,
-    because nobody has counted them before."""
+    """A data set of the hub as a stream, see `LocalStream`. Part p consists of the files p, p + lanes, p + 2 lanes, ...
+    of the data set. A turn is such a part."""
 
-    def __init__(self, name: str, setting: str, source: CorpusConfig, cache: Path, skip: bool = False):
+    def __init__(self, setting: str, source: CorpusConfig, cache: Path, skip: bool = False):
         super().__init__(skip)
-        self.name, self.setting, self.source, self.cache, self.told = name, setting, source, cache, 0
+        self.setting, self.source, self.cache, self.told = setting, source, cache, 0
 
-    def open(self) -> Any:
-        """A fresh `datasets.IterableDataset` at its first document."""
-        dataset = load_hub(self.setting, self.source, self.cache, streaming=True)
+    @cached_property
+    def dataset(self) -> Any:
+        """The whole data set. Raises `ConfigError` where it cannot be opened or has no such column."""
+
+        def load() -> Any:
+            return load_hub(self.setting, self.source, self.cache, streaming=True)
+
+        dataset = retry_network(f"{self.setting}: {self.source.path}", load)
         if dataset.column_names is not None:
             check_column(self.setting, self.source, dataset.column_names, dataset.features)
-        return dataset.take(self.source.limit) if self.source.limit else dataset
+        return dataset
 
-    def rows(self, dataset: Any) -> Iterator[dict]:
-        """The rows of an opened data set. Raises `DataError` when it breaks off."""
-        try:
-            yield from dataset
-        except Exception as error:  # the network, or a reader of datasets, gave up
-            raise DataError(
-                f"{self.setting}: the stream {self.source.path} broke off: {error}; start the run again, it "
-                "resumes there"
-            ) from error
+    @cached_property
+    def lanes(self) -> int:
+        """One where documents are counted off: a limit is that of the whole stream."""
+        return 1 if self.source.limit else count_lanes(min(CONNECTIONS, self.dataset.num_shards))
 
-    def texts(self, rows: Iterable[dict]) -> Iterator[str]:
-        for row in rows:
-            if self.source.field not in row:
-                check_column(self.setting, self.source, list(row), None)
-            self.tally.rows += 1
+    @property
+    def circle(self) -> int:
+        return self.lanes
+
+    def read_all(self) -> Iterator[TextDocument]:
+        for _, documents in self._read_part(0, 1, None):
+            yield from documents
+
+    def read_lane(
+        self, lane: int, turn: int, state: dict[str, Any] | None
+    ) -> Iterator[tuple[int, dict[str, Any] | None, list[TextDocument]]]:
+        for number in itertools.count(turn):
+            part, begin = (lane + number) % self.lanes, state if number == turn else None
+            for before, documents in self._read_part(part, self.lanes, begin):
+                yield number, before, documents
+
+    def _read_part(
+        self, part: int, parts: int, state: dict[str, Any] | None
+    ) -> Iterator[tuple[dict[str, Any] | None, list[TextDocument]]]:
+        """Groups of a part's documents from `state` on, each with the state before it. After a network error, the group
+        is read again. Raises `DataError` where this fails again and again."""
+        dataset = rows = None
+
+        def read_group() -> list[dict]:
+            nonlocal dataset, rows, state
+            if rows is not None:
+                state = dataset.state_dict()
+            else:
+                dataset = self.dataset.shard(parts, part, contiguous=False)
+                dataset = dataset.take(self.source.limit) if self.source.limit else dataset
+                if state is not None:
+                    dataset.load_state_dict(state)
+                rows = iter(dataset)
             try:
-                yield from (document.text for document in self.keep(TextDocument(plain_text(row[self.source.field]))))
-            except ValueError as error:
-                self.leave_out(
-                    ConfigError(
-                        f"{self.setting}.field={self.source.field}: a row of the stream {self.source.path} {error}; "
-                        "name another column, or leave out such rows with data.on_error=skip"
-                    )
+                return list(islice(rows, GROUP))
+            except Exception:
+                rows = None
+                raise
+
+        while True:
+            try:
+                group = retry_network(f"{self.setting}: the stream {self.source.path} broke off", read_group)
+            except Exception as error:  # the network, or a reader of datasets, gave up
+                ended, way_on = "cannot be read on", "mend the data set, or begin it anew with checkpoint.data=restart"
+                if is_network_error(error):
+                    ended, way_on = "broke off", "start the run again, it resumes there"
+                raise DataError(
+                    f"{self.setting}: the stream {self.source.path} {ended}: {shorten_foreign(error)}; {way_on}"
+                ) from error
+            yield state, [document for row in group for document in self._documents(row)]
+            self.told = report_left_out(self.setting, self.tally, self.told)
+            if len(group) < GROUP:
+                return
+
+    def _documents(self, row: dict) -> Iterator[TextDocument]:
+        if self.source.field not in row:
+            check_column(self.setting, self.source, list(row), None)
+        self.tally.rows += 1
+        try:
+            yield from self.keep(TextDocument(plain_text(row[self.source.field])))
+        except ValueError as error:
+            self.leave_out(
+                ConfigError(
+                    f"{self.setting}.field={self.source.field}: a row of the stream {self.source.path} {error}; "
+                    "name another column, or leave out such rows with data.on_error=skip"
                 )
-            left = self.tally.damaged + self.tally.empty
-            if left > self.told and left.bit_count() == 1 and os.environ.get("LOCAL_RANK", "0") == "0":
-                self.told = left
-                print_notice(
-                    f"{self.setting}: {left} of {self.tally.rows} rows of the stream hold no text and are left out"
-                )
+            )
+
+
+Stream = LocalStream | HubStream
+"""Documents that are read while the run trains on them."""
+
+
+def retry_network(named: str, attempt: Callable[[], T]) -> T:
+    """The result of `attempt`, which is called again after network errors, with a growing pause before each call. Other
+    errors, and that of the last call, are raised."""
+    for wait in WAITS:
+        try:
+            return attempt()
+        except Exception as error:  # each network layer below `datasets` has errors of its own
+            if not is_network_error(error):
+                raise
+            print_notice(f"{named}: {shorten_foreign(error)}; it is tried again in {wait} s")
+        time.sleep(wait * random.uniform(0.75, 1.25))  # ranks that failed together do not come back together
+    return attempt()
+
+
+PERMANENT = (FileNotFoundError, PermissionError, ValueError, TypeError, LookupError, NotImplementedError)
+"""Errors that a new attempt does not mend: missing or damaged files."""
+
+
+def is_network_error(error: BaseException | None) -> bool:
+    """Whether a new attempt may succeed. Of a `ConfigError`, its cause is judged."""
+    if isinstance(error, ConfigError):
+        return error.__cause__ is not None and is_network_error(error.__cause__)
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(status, int) and 400 <= status < 500:
+        return status in (408, 425, 429)
+    return not isinstance(error, PERMANENT) and "Offline" not in type(error).__name__
 
 
 Documents = TextFiles | JsonLines | ParquetRows | DatasetRows | OwnDocuments
@@ -186,8 +365,7 @@ class DocumentSource:
     def __init__(self, section: str, name: str, config: CorpusConfig, cache: Path, skip: bool = False):
         self.name, self.setting, self.config, self.cache, self.skip = name, f"{section}.{name}", config, cache, skip
         self.template: ChatTemplate | None = None
-        self.streams = config.kind == "hub" and config.streaming
-        self.registered = config.kind in SOURCES.registered
+        self.streams, self.registered = config.streaming, config.kind in SOURCES.registered
         self.paths, self.unread = (
             ([], "") if config.kind == "hub" or self.registered else find_files(self.setting, config)
         )
@@ -196,11 +374,14 @@ class DocumentSource:
 
     @cached_property
     def identity(self) -> list[Any]:
-        """Changes with the content: names, sizes and times of files, or the files that the hub lists for a data set."""
+        """Changes with the content: names, sizes and times of files, or the files that the hub lists for a data set; of
+        a stream, their number."""
         config = self.config
         reading = [config.kind, config.messages if config.kind == "chat" else config.field, config.limit]
         if config.kind == "hub":
-            files = [] if self.streams else [entry["filename"] for entry in self.documents.rows.cache_files]
+            if self.streams:
+                return [*reading, config.path, config.subset, config.split, self.documents.dataset.num_shards]
+            files = [entry["filename"] for entry in self.documents.rows.cache_files]
             return [*reading, config.path, config.subset, config.split, files]
         if self.registered:
             return [*reading, config.settings, self.documents.identity]
@@ -226,15 +407,15 @@ class DocumentSource:
                 return ParquetRows(setting, self.paths, config, **options)
             return JsonLines(setting, self.paths, config, self.cache / "expanded", **options)
         return (
-            HubStream(self.name, setting, config, self.cache, self.skip)
+            HubStream(setting, config, self.cache, self.skip)
             if self.streams
             else DatasetRows(setting, load_hub(setting, config, self.cache), config, self.skip)
         )
 
     def sample_texts(self, size: int) -> Iterator[str]:
         """About `size` bytes of text, spread over the documents (a stream's first ones), to train a tokenizer on."""
-        if self.streams:
-            for text in self.documents.texts(self.documents.rows(self.documents.open())):
+        if isinstance(self.documents, HubStream):
+            for text, *_ in self.documents.read_all():
                 yield text
                 size -= len(text)
                 if size <= 0:

@@ -238,8 +238,8 @@ def write_shard(job: TokeniseJob, number: int) -> None:
     job.documents.take_tally()  # of what was read before
     piece = None
     try:
-        for pieces in _batches(_marked(job.documents.read(*job.shards[number]), job.threshold)):
-            for piece, (ids, marks) in zip(pieces, _encoded(job, pieces)):
+        for pieces in _batches(mark_pieces(job.documents.read(*job.shards[number]), job.threshold)):
+            for piece, (ids, marks) in zip(pieces, encode_pieces(job.tokenizer, pieces, job.chat)):
                 writers[piece.held].append(ids, marks)
         tally = job.documents.take_tally()
         goes_on = piece is not None and not piece.mark and _goes_on(job, number, piece.held)
@@ -275,14 +275,16 @@ class TextPiece:
     spans: tuple[tuple[int, int], ...] | None
 
 
-def _encoded(job: TokeniseJob, pieces: list[TextPiece]) -> Iterator[tuple[list[int], np.ndarray | None]]:
+def encode_pieces(
+    tokenizer: Tokenizer, pieces: list[TextPiece], chat: bool = False
+) -> Iterator[tuple[list[int], np.ndarray | None]]:
     """The ids of each piece, and the marks of a conversation's, which its template ends."""
     texts = [piece.text for piece in pieces]
-    if not job.chat:
-        for piece, ids in zip(pieces, job.tokenizer.encode_batch(texts)):
-            yield [*ids, job.tokenizer.end_id] if piece.mark else ids, None
+    if not chat:
+        for piece, ids in zip(pieces, tokenizer.encode_batch(texts)):
+            yield [*ids, tokenizer.end_id] if piece.mark else ids, None
         return
-    for piece, (ids, offsets) in zip(pieces, job.tokenizer.encode_special(texts)):
+    for piece, (ids, offsets) in zip(pieces, tokenizer.encode_special(texts)):
         starts, ends = offsets.T
         marks = np.zeros(len(ids), np.uint8)
         for first, last in piece.spans or ():
@@ -291,7 +293,7 @@ def _encoded(job: TokeniseJob, pieces: list[TextPiece]) -> Iterator[tuple[list[i
         yield ids, marks
 
 
-def _marked(documents: Iterable[TextDocument], threshold: int) -> Iterator[TextPiece]:
+def mark_pieces(documents: Iterable[TextDocument], threshold: int) -> Iterator[TextPiece]:
     """The documents as pieces. Between two chunks of one document there is no end mark, unless the split puts them on
     different sides; nor is there one behind the last chunk, if the document goes on behind it."""
     waiting: TextPiece | None = None

@@ -10,16 +10,17 @@ import resource
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from types import NoneType
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
 from trainer.config import ConfigError, CorpusConfig
-from trainer.util.reading import shorten_foreign, temporary_name
+from trainer.util.reading import Shape, find_mismatch, shorten_foreign, temporary_name
 
 LIMIT = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 MAPS = 256 if LIMIT == resource.RLIM_INFINITY else max(8, min(256, LIMIT // 8))
@@ -50,6 +51,52 @@ class TokenSequences(Protocol):
 
     def get(self, index: int) -> TokenSample:
         """One sequence, from 0."""
+
+
+class LanePoint(NamedTuple):
+    """Where a lane of a stream stands, see `corpus.Lane`. next: the number of its next sequence. turn, state: where
+    reading goes on, see `documents.LocalStream.read_lane`. piece: texts to train on that are then passed over. used:
+    tokens that are passed over after these, because earlier sequences hold them."""
+
+    next: int = 0
+    turn: int = 0
+    state: dict[str, Any] | None = None
+    piece: int = 0
+    used: int = 0
+
+
+Points: TypeAlias = dict[str, dict[int, LanePoint]]
+"""Where the lanes of streams stand: by the name of the source, by lane."""
+
+POINT: Shape = {"next": int, "turn": int, "state": (dict, NoneType), "piece": int, "used": int}
+
+
+def merge_points(parts: Iterable[Points]) -> Points:
+    """The furthest point of each lane, of what several ranks know."""
+    merged: Points = {}
+    for part in parts:
+        for name, points in part.items():
+            known = merged.setdefault(name, {})
+            for lane, point in points.items():
+                known[lane] = max(known.get(lane, point), point, key=lambda one: one.next)
+    return merged
+
+
+def parse_points(saved: Any) -> Points:
+    """The points of streams in the manifest of a checkpoint, where a lane is a text and a point a list. Raises
+    `ValueError` with what is wrong."""
+    if wrong := find_mismatch(saved, {str: {str: list}}):
+        raise ValueError(wrong)
+    try:
+        found = {name: {int(lane): LanePoint(*point) for lane, point in lanes.items()} for name, lanes in saved.items()}
+    except TypeError:
+        raise ValueError("a point has more entries than it should") from None
+    for point in (point for lanes in found.values() for point in lanes.values()):
+        if wrong := find_mismatch(point._asdict(), POINT):
+            raise ValueError(f"a point's {wrong}")
+        if min(point.next, point.turn, point.piece, point.used) < 0:
+            raise ValueError("a point has an entry below 0")
+    return found
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,8 @@ METRICS: dict[str, str] = {
     "loss_scale": "fp16 loss scale of this step",
     "skipped": "steps so far whose update was skipped for a non-finite loss or gradient",
     "repeated": "steps since this start that were not finite and were run again, to tell a hardware fault from data",
-    "damaged": "rows of the training data that were left out as damaged; null without data.on_error=skip",
+    "damaged": "rows of the training data that were left out as damaged; null without data.on_error=skip, and with a "
+    "stream",
     "term/NAME": "mean per valid token of a registered term of the loss (loss.terms), which `loss` does not contain",
     "user/NAME": "a registered metric (logging.metrics)",
     "eval_loss": "mean loss per valid token on held-out data, in nats",

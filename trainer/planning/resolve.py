@@ -159,6 +159,8 @@ def _contradictions(config: Config) -> Iterator[str]:
                 )
         elif source.kind != "stdlib" and not source.path:
             yield f"{name}.kind={source.kind} needs {name}.path"
+        if source.streaming and source.kind in ("chat", "tokens"):
+            yield f"{name}.streaming=true: kind={source.kind} is prepared before the run; set {name}.streaming=false"
 
 
 def _narrow(config: Config) -> Iterator[str]:

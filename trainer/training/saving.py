@@ -18,6 +18,7 @@ from trainer.checkpointing.resume import data_identity, find_start, fitting_mani
 from trainer.config import CheckpointConfig, Config, ConfigError, GenerateConfig
 from trainer.data.mixture import Mixture, MixturePhase
 from trainer.data.tokenizer import Tokenizer
+from trainer.data.tokens import Points
 from trainer.distributed.mesh import World
 from trainer.distributed.tensors import Fragment, local_values
 from trainer.optim.optimizer import PREFIX
@@ -39,12 +40,13 @@ DROPPED = "what quantisation had left out of the gradients belongs to the checkp
 @dataclass(frozen=True)
 class RunProgress:
     """How far a run has come, besides its state. samples: position in the data, in samples. tokens: trained on.
-    skipped: steps without an update. callbacks: what callbacks store, by name."""
+    skipped: steps without an update. callbacks: what callbacks store, by name. points: where streams stand."""
 
     samples: int = 0
     tokens: int = 0
     skipped: int = 0
     callbacks: dict[str, Any] = field(default_factory=dict)
+    points: Points = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,10 @@ class RunStart:
         if state.scaler.enabled and not scaler:
             first = state.config.precision.loss_scale
             messages.append(f"the checkpoint has no loss scale: it begins at precision.loss_scale={first:g}")
-        return RunProgress(self.samples, manifest["tokens"], manifest["skipped"], manifest["callbacks"]), messages
+        points = manifest["streams"] if self.samples else {}
+        return RunProgress(
+            self.samples, manifest["tokens"], manifest["skipped"], manifest["callbacks"], points
+        ), messages
 
 
 def describe_change(samples: CorpusSide, mixture: Mixture, phase: MixturePhase) -> str:
@@ -254,6 +259,7 @@ def describe_checkpoint(
         "launchers": start.launchers,
         "tokens": progress.tokens,
         "samples": progress.samples,
+        "streams": progress.points,
         "skipped": progress.skipped,
         "callbacks": progress.callbacks,
         "scaler": scaler,

@@ -20,6 +20,7 @@ from trainer.checkpointing.memory import MemoryCheckpointer
 from trainer.config import Config, ConfigError
 from trainer.data.batches import BatchLoader, MicroBatch, eval_batches
 from trainer.data.corpus import Corpus, CorpusSide
+from trainer.data.tokens import Points, merge_points
 from trainer.distributed.mesh import World
 from trainer.distributed.tensors import Fragment
 from trainer.model.initial import Weights, name_seed
@@ -145,7 +146,7 @@ class Trainer:
                 self.opening.print()
         self.state = TrainState.build(config, layout.spec, layout.plan, layout.pipeline, world, weights)
         progress, messages = self.start.resume(self.state)
-        self.tokens, self.loader = progress.tokens, self.load_from(progress.samples)
+        self.tokens, self.loader = progress.tokens, self.load_from(progress.samples, progress.points)
         # The checkpointer comes before `open_folder`: it removes leftovers of killed saves before checkpoints of an
         # earlier run are set aside. See `remove_leftovers`.
         self.checkpointer = self.open_on_all_ranks(lambda: Checkpointer(self.folder / "checkpoints", config.checkpoint))
@@ -305,7 +306,8 @@ class Trainer:
             self.repeats.watch(self.state)
             if self.batch != before:
                 self.loader.close()
-                self.loader = self.load_from(self.loader.position)
+                position = self.loader.position
+                self.loader = self.load_from(position, self.loader.points_at(position))
 
     def evaluate_if_due(self) -> None:
         """Evaluates every `eval.every` steps, after the last step, and where a callback requests it."""
@@ -423,11 +425,14 @@ class Trainer:
         failing, scaler = self.failing, self.state.scaler.state_dict()
         if failing and scaler:
             scaler |= {"scale": self.ledger.scale_before, "_growth_tracker": 0}
+        position = self.loader.position - failing * self.batch.global_size
+        streams = self.corpus.train.endless
         progress = RunProgress(
-            self.loader.position - failing * self.batch.global_size,
+            position,
             self.tokens - failing * self.batch.tokens,
             self.ledger.skipped - failing,
             self.hooks.states(),
+            merge_points(self.world.gather(self.loader.points_at(position))) if streams else {},
         )
         return describe_checkpoint(self.state, self.batch, progress, self.start, scaler)
 
@@ -487,8 +492,8 @@ class Trainer:
         request reaches the others with the next step."""
         return self.world.rank == 0 and self.clock.up(self.checkpointer.longest)
 
-    def load_from(self, position: int) -> BatchLoader:
-        """A loader of the training data from sample number `position` on."""
+    def load_from(self, position: int, points: Points) -> BatchLoader:
+        """A loader of the training data from sample number `position` on. points: where streams stand there."""
         return BatchLoader(
             self.corpus.train,
             self.batch,
@@ -500,6 +505,7 @@ class Trainer:
             prefetch=self.config.data.prefetch,
             device=self.world.device,
             mixture=self.start.mixture,
+            points=points,
         )
 
     def open_memory(self) -> MemoryCheckpointer | None:
