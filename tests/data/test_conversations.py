@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from trainer.config import ConfigError, SourceConfig
 from trainer.data.corpus import Corpus, open_corpus
-from trainer.data.shards import TextPiece, _encoded
+from trainer.data.shards import TextPiece, encode_pieces
 from trainer.data.tables import JsonLines, ParquetRows
 from trainer.data.text import LEARNED, MARKS, ChatTemplate, TextDocument
 from trainer.data.tokenizer import byte_tokenizer
@@ -248,7 +248,7 @@ def test_rows_are_rendered_as_transformers_does_and_marked_answers_alone_are_lea
         assert document.text == wanted
         spans = expected(name, row, wanted)
         assert list(document.spans) == spans
-        ((ids, marks),) = _encoded(BYTES, [TextPiece(document.text, False, True, document.spans)])
+        ((ids, marks),) = encode_pieces(BYTES, [TextPiece(document.text, False, True, document.spans)])
         said = bytes(token for token, mark in zip(ids, marks) if mark & LEARNED).decode()
         assert bytes(ids).decode() == wanted and said == "".join(wanted[first:last] for first, last in spans)
     again, tally = read(folder, rows, template, "parquet")
