@@ -14,6 +14,7 @@ from rich.console import Console
 
 from trainer.config import Config, ConfigError
 from trainer.config.model import ModelSpec
+from trainer.data.corpus import learned_share
 from trainer.data.lengths import documents_in
 from trainer.distributed.mesh import World
 from trainer.observe.metrics import SpeedMeter
@@ -151,6 +152,7 @@ def start_report(
                     )
                     + f", {tables.format_count(len(corpus.eval))} held out",
                 ),
+                *([("learned", learned)] if (learned := describe_learned(corpus)) else []),
             ],
             "memory": [
                 ("counts", "the states of one rank, predicted; activations come on top"),
@@ -167,6 +169,13 @@ def start_report(
         ({"the model": model_table(spec)} if "model" in config.logging.show else {})
         | ({"parameter types": types_table(config, spec)} if "types" in config.logging.show else {}),
     )
+
+
+def describe_learned(corpus: Any) -> str:
+    """The share of learned tokens of each source in which it is below 1; empty where there is none."""
+    shares = {source.name: learned_share(source) for source in corpus.train.sources}
+    named = [f"{tables.format_percent(share)} of {name}" for name, share in shares.items() if share < 1]
+    return f"{', '.join(named)}; the other tokens are prompts and padding" if named else ""
 
 
 def predict_run(config: Config, layout: Layout, corpus: Any, world: World, node: int) -> StepEstimate | None:
