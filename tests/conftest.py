@@ -54,6 +54,7 @@ LONG = (
     "test_tune.py",
     "test_context_parallel.py",
     "test_run_folder.py",
+    "test_end_of_run.py",
     "test_tensor_parallel.py",
     "test_slow_network.py",
     "test_site.py",

@@ -46,6 +46,7 @@ USES = [
     ),
     Use("pickle", "trainer/observe/flight.py", "what torch's recorder in this very process hands over"),
     Use("yaml.load", "trainer/util/reading.py", "with a safe loader, after a look at the size"),
+    Use("yaml.load", "trainer/planning/neighbours.py", "with the loader that makes texts, lists and mappings alone"),
     Use("import_module", "trainer/__init__.py", "names of a table in the file"),
     Use("import_module", "trainer/commands/__init__.py", "names of a table in the file"),
     Use("import_module", "trainer/config/compose.py", "modules that the user's own command line or recipe names"),

@@ -463,7 +463,7 @@ def test_marks_of_conversations_are_compared_too(tmp_path, capfd):
     path = tmp_path / "a.jsonl"
     path.write_text((json.dumps({"messages": messages}) + "\n") * 20)
     (tmp_path / "chat.jinja").write_text(PLAIN)
-    settings = config(tmp_path, corpus=SourceConfig("chat", str(path)))
+    settings = config(tmp_path, 64, corpus=SourceConfig("chat", str(path)))
     settings.data.chat_template = str(tmp_path / "chat.jinja")
     open_corpus(settings)
     [marks] = (tmp_path / "cache").glob("tokens/*/*.train.bin.marks")

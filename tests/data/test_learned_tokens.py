@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from support.corpora import MARKED, PLAIN
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
-from trainer.data.shards import TextPiece, _encoded
+from trainer.data.shards import TextPiece, encode_pieces
 from trainer.data.text import FIRST, LEARNED, ChatTemplate
 from trainer.data.tokenizer import Tokenizer, _byte_characters
 
@@ -95,8 +94,7 @@ def made(name: str) -> Tokenizer:
 
 def learned(tokenizer: Tokenizer, text: str, spans: Any) -> tuple[list[int], np.ndarray]:
     """The ids of a conversation, and which of them are learned."""
-    job = SimpleNamespace(chat=True, tokenizer=tokenizer)
-    ((ids, marks),) = _encoded(job, [TextPiece(text, False, True, tuple(spans))])
+    ((ids, marks),) = encode_pieces(tokenizer, [TextPiece(text, False, True, tuple(spans))], chat=True)
     assert marks[0] & FIRST and not (marks[1:] & FIRST).any()
     return ids, (marks & LEARNED) > 0
 

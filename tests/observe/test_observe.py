@@ -83,6 +83,7 @@ def test_lines_have_the_keys_of_the_contract(tmp_path):
         "epoch",
         "bubble",
         "loss_scale",
+        "learned",
         "skipped",
         "repeated",
         "damaged",
@@ -469,6 +470,7 @@ FULL = {
     "mfu": 0.5321,
     "memory_gib": 54.321,
     "eta_seconds": 130.0,
+    "learned": 1.0,
     "skipped": 0,
 }
 

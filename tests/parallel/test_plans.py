@@ -68,6 +68,7 @@ def test_an_overflow_of_one_rank_skips_the_step_on_all(measured):
     assert len(results) == 4 * 5
     for *broken, last in (results[first : first + 5] for first in range(0, len(results), 5)):
         assert last["next"] == 0.0, last["case"]
+        assert last["empty"] == [[1.0, True, True]] * 4, "a step without any target changes nothing"
         skipped = {"found_inf": 1.0, "backoff": 0.5, "updates": 0.0, "unchanged": True, "loss": last["loss"]}
         for result in broken:  # the loss of the same weights and batch is known, whatever the gradients are
             assert result["ranks"] == [skipped] * 4, result["case"]

@@ -244,7 +244,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path):
     before = (folder / "metrics.jsonl").read_bytes()
     for path in list_checkpoints(folder / "checkpoints").values():
         (path / "manifest.json").write_text("{")
-    with pytest.raises(ConfigError, match="step-00000002.*step-00000001.*checkpoint.resume=none"):
+    with pytest.raises(ConfigError, match="step-00000003.*step-00000002.*checkpoint.resume=none"):
         run(folder)
     assert (folder / "metrics.jsonl").read_bytes() == before and not (folder / "earlier").exists()
     assert run(folder, "run.steps=2", "checkpoint.resume=none").code == 0

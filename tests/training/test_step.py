@@ -10,6 +10,7 @@ from support.reference import random_batch, settings, tiny_spec
 from trainer.config import Float8Config
 from trainer.distributed.mesh import join_world
 from trainer.distributed.tensors import local_values
+from trainer.model.loss import IGNORE
 from trainer.parallel.pipeline.plan import resolve_pipeline
 from trainer.planning.features import resolve_plan
 from trainer.planning.plan import BatchPlan
@@ -22,15 +23,15 @@ def step():
     """A function from a device to one that trains for a step on it, and the state; with products in fp8 by a recipe."""
     joined = dist.is_initialized()
 
-    def begin(device: torch.device, float8: str = "none"):
-        config, spec = settings(), tiny_spec(width=64, feed_forward={"width": 96})
+    def begin(device: torch.device, float8: str = "none", **changes: object):
+        config, spec = settings(**changes), tiny_spec(width=64, feed_forward={"width": 96})
         if float8 != "none":
             config.precision.compute, config.precision.float8 = "bf16", Float8Config(float8, ends=0)
         plan = resolve_plan(config.parallel, 1, spec)
         pipeline = resolve_pipeline(config, spec, plan, BatchPlan(16, 4, 2, 2))
         state = TrainState.build(config, spec, plan, pipeline, join_world(plan, device))
         batches = [random_batch(number, 2, 16, spec.vocab_size, False, device) for number in range(2)]
-        return (lambda: train_step(state, batches, False)), state
+        return (lambda: train_step(state, batches, False)), state, batches
 
     yield begin
     if not joined:
@@ -38,7 +39,7 @@ def step():
 
 
 def test_losses_of_repeated_batches_fall(step):
-    train, _ = step(torch.device("cpu"))
+    train, *_ = step(torch.device("cpu"))
     losses = [train()["loss"].item() for _ in range(4)]
     assert losses[-1] < losses[0]
 
@@ -46,7 +47,7 @@ def test_losses_of_repeated_batches_fall(step):
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_an_infinity_in_fp8_skips_the_step(step, recipe):
     """In the gradient of one layer's output alone: the loss is finite, and nothing saturates."""
-    train, state = step(torch.device("cpu"), recipe)
+    train, state, _ = step(torch.device("cpu"), recipe)
     train()
     before = [local_values(parameter).clone() for parameter in state.parameters.values()]
 
@@ -67,10 +68,31 @@ def test_an_infinity_in_fp8_skips_the_step(step, recipe):
     assert train()["found_inf"].item() == 0
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("optimizer", ["adamw", "lion", "sgd", "muon"])
+def test_a_step_without_targets_changes_nothing(step, optimizer, precision):
+    """No weight, moment, average or loss scale; the number of updates, and with it the learning rate, stands still."""
+    changes = {"optimizer__name": optimizer, "optimizer__ema__decay": 0.5, "precision__compute": precision}
+    train, state, batches = step(torch.device("cpu"), **changes, precision__growth_interval=2)
+    assert train()["found_inf"].item() == 0
+    before = {name: local_values(tensor).clone() for name, tensor in state.tensors().items()}
+    scale, targets = state.scaler.state_dict(), [batch.targets.clone() for batch in batches]
+    for batch in batches:
+        batch.targets.fill_(IGNORE)
+    scalars = train()
+    assert (scalars["found_inf"].item(), scalars["valid"].item(), scalars["grad_norm"].item()) == (1, 0, 0)
+    after = {name: local_values(tensor) for name, tensor in state.tensors().items()}
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    assert state.scaler.state_dict() == scale
+    batches[0].targets.copy_(targets[0])  # the second micro-batch still has none
+    assert (again := train())["found_inf"].item() == 0 and again["valid"].item() == (targets[0] != IGNORE).sum()
+    assert all(not torch.equal(value, after[name]) for name, value in before.items() if name.endswith("q.weight"))
+
+
 @pytest.mark.parametrize("recipe", ["none", "tensorwise", "rowwise"])
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_host_does_not_wait_for_the_gpu_in_a_step(step, recipe):
-    train, _ = step(torch.device("cuda", 0), recipe)
+    train, *_ = step(torch.device("cuda", 0), recipe)
     for _ in range(3):  # compiles, and leaves small tables on the device
         train()
     torch.cuda.set_sync_debug_mode("error")

@@ -204,6 +204,7 @@ def test_the_run_folder_keeps_the_contract(undisturbed):
         "checkpoint_seconds",
         "bubble",
         "loss_scale",
+        "learned",
         "skipped",
         "repeated",
         "damaged",

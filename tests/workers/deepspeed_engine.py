@@ -22,6 +22,7 @@ from trainer.config import Config
 from trainer.data.batches import MicroBatch
 from trainer.distributed.mesh import World, join_world
 from trainer.distributed.tensors import local_values
+from trainer.model.loss import IGNORE
 from trainer.parallel.pipeline.plan import resolve_pipeline
 from trainer.parallel.zero.fsdp import import_engine
 from trainer.parity.compare import coarsest_tolerance, compare_runs, judge_plan, train_reference
@@ -226,8 +227,8 @@ def optimizers() -> dict[str, Any]:
 
 
 def overflows(cases: list[dict[str, Any]], victims: tuple[int, int, int, int]) -> list[dict[str, Any]]:
-    """fp16 under both engines: one rank's gradient of one parameter is infinite in a step, each victim in turn; then
-    the loss alone."""
+    """fp16 under both engines: one rank's gradient of one parameter is infinite in a step, each victim in turn; a step
+    without any target; then the loss alone."""
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     CPU_Accelerator.is_fp16_supported = lambda self: True  # torch computes it here, if slowly
@@ -247,7 +248,7 @@ def overflows(cases: list[dict[str, Any]], victims: tuple[int, int, int, int]) -
             state, steps = build(config, case)
             seen[engine] = [
                 one_step(state, next(steps), victim)
-                for victim in (None, first, second, None, third, None, None, fourth, "loss", None)
+                for victim in (None, first, second, None, third, None, "targets", None, fourth, "loss", None)
             ]
             tracker = state.scaler.state_dict()
             state.scaler.load_state_dict(tracker)
@@ -284,6 +285,9 @@ def one_step(state: TrainState, batches: list[MicroBatch], victim: int | str | N
         handle = layer.feed_forward.down.register_full_backward_hook(
             lambda module, inputs, outputs: (torch.full_like(inputs[0], torch.inf),)
         )
+    if victim == "targets":
+        for batch in batches:
+            batch.targets.fill_(IGNORE)
     if victim == "loss":
         state.runtime.train = lambda *arguments: train(*arguments) + torch.inf
     before = [local_values(parameter).detach().clone() for parameter in state.parameters.values()]

@@ -38,6 +38,7 @@ from trainer.data.batches import MicroBatch
 from trainer.distributed.mesh import World, join_world, local_device
 from trainer.distributed.tensors import local_regions, local_values
 from trainer.model.initial import initial_weights, parameter_infos
+from trainer.model.loss import IGNORE
 from trainer.optim.optimizer import Optimizer
 from trainer.parallel.pipeline.plan import resolve_pipeline
 from trainer.parity.compare import (
@@ -184,6 +185,7 @@ def batches(
     micro = SEQUENCES // ranks // micro_batches
     for step in range(STEPS):
         batch = random_batch(step, SEQUENCES, LENGTH, spec.vocab_size, case["attention"] != "causal", device)
+        batch.targets[: step * SEQUENCES // 2] = IGNORE  # in the second step, some ranks have no target
         yield [
             rows(batch, start, start + micro)
             for start in range(rank * micro * micro_batches, (rank + 1) * micro * micro_batches, micro)
@@ -273,7 +275,7 @@ def describe(case: Case) -> str:
 
 def overflow(worlds: Worlds, device: torch.device) -> list[dict[str, Any]]:
     """fp16 steps in which one rank's part of one gradient is infinite, that of a tied embedding where the rank has it;
-    seen by every rank."""
+    then a step without any target. Seen by every rank."""
     results = []
     for layout in (
         {"tp": 2, "pp": 2, "schedule": "1f1b", "tied": True},
@@ -319,8 +321,21 @@ def overflow(worlds: Worlds, device: torch.device) -> list[dict[str, Any]]:
             everyone: list[Any] = [None] * world.size
             dist.all_gather_object(everyone, mine)
             results.append({"case": f"{describe(case)}, rank {victim}", "ranks": everyone})
+        before = {name: local_values(tensor).detach().clone() for name, tensor in state.tensors().items()}
+        scale = state.scaler.state_dict()
+        empty = [dataclasses.replace(some, targets=torch.full_like(some.targets, IGNORE)) for some in second]
+        skipped = train_step(state, empty, False)["found_inf"].item()
+        same = [torch.equal(old, local_values(state.tensors()[name])) for name, old in before.items()]
+        everyone = world.gather((skipped, all(same), state.scaler.state_dict() == scale))
         scalars = train_step(state, second, False)
-        results.append({"case": describe(case), "next": scalars["found_inf"].item(), "loss": scalars["loss"].item()})
+        results.append(
+            {
+                "case": describe(case),
+                "next": scalars["found_inf"].item(),
+                "loss": scalars["loss"].item(),
+                "empty": everyone,
+            }
+        )
         if state.channels is not None:
             state.channels.close()
     return results

@@ -5,6 +5,7 @@ Hydra composes plain values (`configs/`, the user's folder, its override grammar
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib
 import os
@@ -26,11 +27,14 @@ from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.object_type import ObjectType
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.core.override_parser.overrides_parser import OverridesParser, create_functions
+from hydra.core.override_parser.overrides_visitor import HydraOverrideVisitor
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.core.plugins import Plugins
 from hydra.core.utils import setup_globals
 from hydra.errors import HydraException
+from hydra.grammar.gen.OverrideLexer import CommonTokenStream, InputStream, OverrideLexer  # type: ignore[attr-defined]
+from hydra.grammar.gen.OverrideParser import OverrideParser
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -170,6 +174,42 @@ class UserFiles(FileConfigSource):
 Plugins.instance().register(UserFiles)
 
 
+# Hydra's grammar turns an unquoted 12e4567 into infinity, and a key 1e3 into 1000.0, before the type of the setting is
+# known. So each override is read twice: as Hydra reads it, and with the characters that were written. Which of the two
+# holds for a setting is decided by its type (`typed.choose_written`).
+
+
+class PlainValues(HydraOverrideVisitor):
+    """Reads the tree of an override as Hydra does, but keys of mappings are always texts."""
+
+    def visitDictKey(self, ctx: Any) -> str:
+        key = super().visitDictKey(ctx)
+        return key if isinstance(key, str) else ctx.getText().strip(" \t")
+
+
+class WrittenValues(PlainValues):
+    """Reads unquoted numbers and booleans as the characters that were written."""
+
+    def visitPrimitive(self, ctx: Any) -> Any:
+        value = super().visitPrimitive(ctx)
+        return ctx.getText().strip(" \t") if isinstance(value, (bool, int, float)) else value
+
+    def visitFunction(self, ctx: Any) -> Any:
+        try:
+            return super().visitFunction(ctx)
+        except HydraException:  # `range` takes numbers only
+            return PlainValues(self.functions).visitFunction(ctx)
+
+
+def read_override(text: str) -> tuple[Override, Override]:
+    """An override that Hydra's grammar accepts, as Hydra reads it and as it was written."""
+    parser, functions = OverrideParser(CommonTokenStream(OverrideLexer(InputStream(text)))), create_functions()
+    tree = parser.override()
+    plain, written = (kind(functions).visit(tree) for kind in (PlainValues, WrittenValues))
+    plain.input_line = written.input_line = text
+    return plain, plain if plain.is_delete() else written
+
+
 # Hydra's loader of groups and recipes, over a folder of the user's and the shipped one. Hydra's own settings (the
 # node `hydra`: job logging, launchers, output folders) have no effect on what is composed here, and to load and merge
 # them takes longer than everything else. So this loader leaves them out.
@@ -192,15 +232,18 @@ class ConfigLoader(ConfigLoaderImpl):
         holders = [source for source in self.get_sources() if source.is_group(group)]
         return sorted({name for source in holders for name in source.list(group, kind)})
 
-    def compose(self, overrides: list[str]) -> DictConfig:
-        """The main file with its groups, recipes and overrides, interpolations unresolved. Raises what Hydra and
-        OmegaConf raise."""
+    def compose(self, overrides: list[str]) -> tuple[DictConfig, DictConfig]:
+        """The main file with its groups, recipes and overrides, interpolations unresolved: with the overrides as Hydra
+        reads them, and as they were written. Raises what Hydra and OmegaConf raise."""
         parsed, repository = self._parse_overrides_and_create_caching_repo(MAIN, overrides)
         chosen = create_defaults_list(repository, MAIN, parsed, prepend_hydra=False, skip_missing=False)
         composed = self._compose_config_from_defaults_list(chosen.defaults, repository)
         OmegaConf.set_struct(composed, True)
-        self._apply_overrides_to_config(chosen.config_overrides, composed)
-        return composed
+        both = composed, copy.deepcopy(composed)
+        readings = [read_override(str(override.input_line)) for override in chosen.config_overrides]
+        for config, applied in zip(both, zip(*readings)):
+            self._apply_overrides_to_config([*applied], config)
+        return both
 
 
 SWEEP = "several values are a sweep, which --multirun runs, a trial each"
@@ -220,12 +263,13 @@ def gather_values(overrides: Sequence[str], config_dir: str | os.PathLike | None
             composed = loader.compose(accepted)
         except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError) as error:
             raise ConfigError([*problems.values(), _sentence(error)]) from None
-    values = typing.cast(dict, OmegaConf.to_container(composed))
-    values.pop("hydra", None)
+    plain, written = (typing.cast(dict, OmegaConf.to_container(config)) for config in composed)
+    plain.pop("hydra", None)
     try:
-        import_modules(values.get("imports"))  # before names and types are looked at
+        import_modules(written.get("imports"))  # before names and types are looked at
     except ConfigError as error:
         raise ConfigError([*problems.values(), *error.problems]) from error
+    values = typed.choose_written(Config, plain, written, problems)
     return typed.complete_values(Config(), values), problems
 
 
@@ -280,7 +324,7 @@ def _accept(override: str, loader: ConfigLoader, groups: list[str], problems: ty
             known = [setting.path for setting in typed.list_settings()] + groups
             problems[key] += "; " + typed.describe_unknown("", key, known)
     elif key in groups:
-        return _choose(key, parsed.value(), override, loader, groups, problems)
+        return _choose(key, read_override(override)[1].value(), override, loader, groups, problems)
     elif "/" in key or "@" in override.split("=")[0]:  # a group in a group, or a package: Hydra's own answer is exact
         return override
     else:  # the schema decides which settings exist, not the YAML files that happen to name them
@@ -313,8 +357,8 @@ def _choose(
     group: str, chosen: Any, override: str, loader: ConfigLoader, groups: list[str], problems: typed.Problems
 ) -> str | None:
     """The override that chooses options of a group, with the + that Hydra asks for where the group has no default."""
-    options = loader.names(group)
-    for option in chosen if isinstance(chosen, list) else [chosen]:
+    options, several = loader.names(group), chosen if isinstance(chosen, list) else [chosen]
+    for option in several:
         if str(option).endswith((".yaml", ".yml")):
             problems[group] = _path(str(option), group, groups)
         elif "/" not in str(option) and str(option) not in options:
@@ -326,7 +370,9 @@ def _choose(
             )
     if group in problems:
         return None
-    return ("" if group in _chosen_by_default() else "+") + override.lstrip("+")
+    names = ",".join(quote_value(str(option)) for option in several)  # Hydra takes no option that looks like a number
+    named = override.lstrip("+").partition("=")[0] + "=" + (f"[{names}]" if isinstance(chosen, list) else names)
+    return named if group in _chosen_by_default() else f"+{named}"
 
 
 @cache

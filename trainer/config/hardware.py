@@ -105,9 +105,9 @@ class HardwareConfig:
 def build_hardware(values: Mapping[str, Any]) -> HardwareConfig:
     """Plain values as hardware. Raises `ConfigError` with everything that is wrong."""
     problems: typed.Problems = {}
-    hardware = typed.build_typed(
-        typed.complete_values(HardwareConfig(), dict(values)), problems, HardwareConfig, "hardware"
-    )
+    complete = typed.complete_values(HardwareConfig(), dict(values))
+    complete = typed.choose_written(HardwareConfig, complete, complete, problems, "hardware")
+    hardware = typed.build_typed(complete, problems, HardwareConfig, "hardware")
     found = list(problems.values()) or typed.out_of_range(hardware, "hardware")
     found += [f"hardware.peak.{kind}={peak} must be above 0" for kind, peak in hardware.peak.items() if not peak > 0]
     if found:

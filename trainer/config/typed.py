@@ -200,6 +200,53 @@ def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(to_plain(config)))
 
 
+def choose_written(
+    hint: Any, plain: Any, written: Any, problems: Problems, path: str = "", metadata: Mapping[str, Any] = EMPTY
+) -> Any:
+    """The values of a setting or section of type `hint`, in which texts have the characters that the user wrote.
+
+    plain: the values as Hydra and YAML read them. written: the same, in which unquoted numbers and booleans of the
+    command line are still texts. A text, or the name of an entry, that a YAML file has as a number or boolean has lost
+    its characters and becomes a problem."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):  # Optional[T]
+        hint = typing.get_args(hint)[0]
+    origin, fields = typing.get_origin(hint), dict[str, tuple[Any, Mapping[str, Any]]]()
+    item = PARTIAL.get(path, typing.get_args(hint)[-1]) if origin in (dict, list) else Any
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        fields = {field.name: (types_of(hint)[field.name], field.metadata) for field in dataclasses.fields(hint)}
+    elif registry := metadata.get("registry"):
+        fields = {name: (kind.settings, EMPTY) for name, kind in registry.registered.items()}
+    if isinstance(plain, dict):
+        chosen = {}
+        for name, value in plain.items():
+            place = join_path(path, str(name))
+            if not (isinstance(name, str) or type(name) is int and path in PARTIAL):  # layers have numbers
+                problems[place] = f"{place}: {explain_lost(name)}"
+            its_type, its_metadata = fields.get(name, (item, EMPTY))
+            chosen[str(name)] = choose_written(its_type, value, written[name], problems, place, its_metadata)
+        return chosen
+    if isinstance(plain, list):
+        return [
+            choose_written(item, *both, problems, join_path(path, str(number)))
+            for number, both in enumerate(zip(plain, written))
+        ]
+    if hint is str and isinstance(written, (bool, int, float)) and not metadata.get("choices"):
+        problems[path] = f"{path}={written}: {explain_lost(written)}"
+    return written if hint is str else plain
+
+
+def holds_number(path: str) -> bool:
+    """Whether a setting is a number or a boolean."""
+    numbers = (int, float, bool, int | None, float | None)
+    return any(setting.path == path and setting.hint in numbers for setting in list_settings())
+
+
+def explain_lost(value: Any) -> str:
+    """What to say of a number or boolean that YAML has made of a text."""
+    kind = "true or false" if isinstance(value, bool) else "a number"
+    return f"a YAML file has a word here that YAML reads as {kind}; write it in quotes, such as 'no' or '1e3'"
+
+
 def shorten_value(value: Any) -> str:
     """A value in a message, which may come from anybody's file: its beginning alone if it is long."""
     text = str(value)
@@ -250,10 +297,10 @@ def _convert(
     except (ValidationError, OverflowError):  # the latter for whole numbers beyond floats
         result = None
     if result is None:
-        shown, wanted = (
-            "null" if value is None else shorten_value(value),
-            f"one of {_list(choices)}" if choices else words,
-        )
+        shown = "null" if value is None else shorten_value(value)
+        wanted = f"one of {_list(choices)}" if choices else words
+        if value is None and hint is str and not choices:
+            wanted += "; put the word null in quotes where it is meant"
         raise InvalidValue(f"{path}={shown} must be {wanted}")
     if choices is not None and result not in choices:
         if removed := synonyms.REMOVED.get(f"{path}={result}"):

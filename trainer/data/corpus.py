@@ -643,6 +643,16 @@ def _check_sizes(config: Config, train: CorpusSide, held: CorpusSide, sets: dict
         for name, samples in sets.items()
         if not len(samples)
     ]
+    chats = [(f"data.sources.{source.name}", source) for source in train.sources]
+    chats += [(f"eval.sets.{name}", samples.sources[0]) for name, samples in sets.items()]
+    if config.eval.every and all(learned_share(source) == 0 for source in held.sources if source.length):
+        chats += [(f"data.sources.{source.name}: of what is held out", source) for source in held.sources]
+    problems += [
+        f"{name}: no token would be learned; batch.sequence_length={length} cuts off all answers, or there are none; "
+        "lengthen the sequence, or look at the messages of the assistant"
+        for name, source in chats
+        if source.length and learned_share(source) == 0
+    ]
     if config.eval.every and config.data.eval_fraction and not len(held):
         tokens = sum(source.tokens for source in held.sources)
         problems.append(
@@ -652,6 +662,11 @@ def _check_sizes(config: Config, train: CorpusSide, held: CorpusSide, sets: dict
         )
     if problems:
         raise ConfigError(problems)
+
+
+def learned_share(source: TokenSequences) -> float:
+    """The share of a source's tokens that are learned: below 1 in conversations."""
+    return source.share if isinstance(source, PackedConversations) else 1.0
 
 
 def _model_vocab_size(config: Config) -> int:

@@ -619,7 +619,8 @@ class PackedConversations:
     """The conversations of several runs, packed whole into sequences with random access; see `Sequences`.
 
     A conversation is a document of its own. What it has beyond a sequence is cut off; `cut` counts those. What is left
-    of a sequence is filled up with end marks, which are not learned."""
+    of a sequence is filled up with end marks, which are not learned. share: of the tokens of all sequences, those that
+    are learned."""
 
     def __init__(self, name: str, runs: list[TokenRun], end_id: int, vocab_size: int, sequence_length: int):
         self.name, self.runs, self.end_id = name, runs, end_id
@@ -633,6 +634,11 @@ class PackedConversations:
         self._length = np.minimum(whole, sequence_length + 1)
         self._order, self._ends = pack_lengths(self._length, sequence_length + 1)
         self.length = len(self._ends)
+        learned = sum(
+            count_learned(run.map_marks(), first, np.minimum(length, sequence_length + 1))
+            for run, first, length in zip(runs, starts, lengths)
+        )
+        self.share = learned / (self.length * sequence_length) if self.length else 0.0
 
     def get(self, index: int) -> TokenSample:
         """See `Sequences`. Raises `DataError` for a file that vanished or holds ids beyond the vocabulary."""
@@ -648,6 +654,14 @@ class PackedConversations:
             tokens[place], learned[place], documents[place] = ids, marks & LEARNED > 0, number
         check_vocabulary(tokens, self.vocab_size, f"{self.name}:{index}")
         return TokenSample(tokens, documents, learned)
+
+
+def count_learned(marks: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> int:
+    """The number of learned tokens of conversations that begin at `starts` and are cut off after `lengths` tokens. The
+    first token of a conversation follows nothing, so it is not learned."""
+    learned = np.append(marks & LEARNED > 0, False)
+    bounds = np.stack([starts + 1, starts + lengths], 1)[lengths > 1]
+    return int(np.add.reduceat(learned, bounds.ravel(), dtype=np.int64)[::2].sum()) if len(bounds) else 0
 
 
 def pack_lengths(lengths: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:

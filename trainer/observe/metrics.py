@@ -27,6 +27,8 @@ METRICS: dict[str, str] = {
     "loss": "mean loss per valid token of this step's global batch, in nats",
     "loss/NAME": "the same over the tokens of one source, where data.sources holds several",
     "targets/NAME": "valid tokens of that source in this step's global batch",
+    "learned": "share of the tokens of this step's global batch that are learned, 0 to 1; the others are prompts, "
+    "padding, or begin a masked document",
     "grad_norm": "global L2 norm of the gradient before clipping",
     "lr": "learning rate of this step",
     "tokens_per_second": "tokens per second over all ranks, since the last logged step",
@@ -77,7 +79,7 @@ METRICS: dict[str, str] = {
     "any rank; null without parallel.grad_comm",
     "comm/bytes_outer": "the same between replicas and between nodes",
     "loss_scale": "fp16 loss scale of this step",
-    "skipped": "steps so far whose update was skipped for a non-finite loss or gradient",
+    "skipped": "steps so far whose update was skipped: the loss or a gradient was not finite, or no token was learned",
     "repeated": "steps since this start that were not finite and were run again, to tell a hardware fault from data",
     "damaged": "rows of the training data that were left out as damaged; null without data.on_error=skip, and with a "
     "stream",

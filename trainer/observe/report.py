@@ -14,6 +14,7 @@ from rich.console import Console
 
 from trainer.config import Config, ConfigError
 from trainer.config.model import ModelSpec
+from trainer.data.corpus import learned_share
 from trainer.data.lengths import documents_in
 from trainer.distributed.mesh import World
 from trainer.observe.metrics import SpeedMeter
@@ -152,6 +153,7 @@ def start_report(
                     + f", {tables.format_count(len(corpus.eval))} held out",
                 ),
                 *mixture_rows(corpus.train, start, config.run.steps, batch),
+                *([("learned", learned)] if (learned := describe_learned(corpus)) else []),
             ],
             "memory": [
                 ("counts", "the states of one rank, predicted; activations come on top"),
@@ -181,6 +183,13 @@ def mixture_rows(samples: Any, start: Any, steps: int, batch: BatchPlan) -> tabl
                 tokens = tables.format_count(phase.start * batch.sequence_length)
                 rows.append((f"from {tokens} tokens" if phase.start else "mixture", phase.describe()))
     return rows if epochs else rows[1:]
+
+
+def describe_learned(corpus: Any) -> str:
+    """The share of learned tokens of each source in which it is below 1; empty where there is none."""
+    shares = {source.name: learned_share(source) for source in corpus.train.sources}
+    named = [f"{tables.format_percent(share)} of {name}" for name, share in shares.items() if share < 1]
+    return f"{', '.join(named)}; the other tokens are prompts and padding" if named else ""
 
 
 def predict_run(config: Config, layout: Layout, corpus: Any, world: World, node: int) -> StepEstimate | None:

@@ -77,14 +77,16 @@ MetricsLine = dict[str, Any]
 
 def _summary(record: MetricsLine) -> list[str]:
     """The parts of a step's line on the console, padded so that lines align; unknown values are left out."""
+    learned = record["learned"]
     parts = [
-        f"loss {_number(record['loss'], '7.4f')}{_by_name(record, 'loss')}",
+        f"loss {'of no token' if learned == 0 else _number(record['loss'], '7.4f')}{_by_name(record, 'loss')}",
         f"{format_count(record['tokens_per_second']):>5} tokens/s" if record["tokens_per_second"] is not None else None,
         f"grad norm {_number(record['grad_norm'], '7.3g')}" if record["grad_norm"] is not None else None,
         f"lr {_number(record['lr'], '.2e')}" if record["lr"] is not None else None,
         f"MFU {format_percent(record['mfu']):>5}" if record["mfu"] is not None else None,
         f"bubble {format_percent(record['bubble']):>5}" if record["bubble"] is not None else None,
         f"memory {format_bytes(record['memory_gib'] * 2**30):>8}" if record["memory_gib"] is not None else None,
+        f"learned {format_percent(learned)}" if learned is not None and learned < 1 else None,
         f"skipped {record['skipped']}" if record["skipped"] else None,
         f"ETA {format_duration(record['eta_seconds'])}" if record["eta_seconds"] else None,
     ]

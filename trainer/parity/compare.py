@@ -72,8 +72,10 @@ def train_reference(
     initialize_model(model, spec, config.run.seed, device, weights)
     optimizers = optimizers_of(model, config)
     seen, scale = Trajectory(initial=copy_parameters(model)), LOSS_SCALE if compute is torch.float16 else 1.0
-    for number, batches in enumerate(steps):
-        valid = max(1, sum(int((batch.targets != IGNORE).sum()) for batch in batches))
+    updates = 0
+    for batches in steps:
+        targets = sum(int((batch.targets != IGNORE).sum()) for batch in batches)
+        valid = max(1, targets)
         while True:
             loss = 0.0
             for batch in batches:
@@ -97,12 +99,14 @@ def train_reference(
         ).norm()  # fp32 loses digits
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), config.optimizer.clip_norm or math.inf, norm.float())
         seen.norms.append(norm.item())
-        rate = learning_rate(config.lr, config.run.steps, torch.tensor(float(number))).item()
+        rate = learning_rate(config.lr, config.run.steps, torch.tensor(float(updates))).item()
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["scale"] * rate
-            optimizer.step()
+            if targets:
+                optimizer.step()
             optimizer.zero_grad()
+        updates += targets > 0
     seen.parameters = copy_parameters(model)
     return seen
 

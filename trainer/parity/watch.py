@@ -34,7 +34,7 @@ from trainer.planning.plan import Plan, node_size
 from trainer.planning.resolve import Layout, check_config, resolve_layout
 from trainer.training.session import numeric_mode
 from trainer.training.state import COPY, TrainState
-from trainer.training.step import train_step
+from trainer.training.step import own_targets, train_step
 
 
 class TensorRegion(NamedTuple):
@@ -52,7 +52,7 @@ class StateRecorder:
     agreed: scalars that all ranks must have alike."""
 
     def __init__(self, state: TrainState):
-        self.state, self.overflows = state, 0
+        self.state, self.overflows, self.empty = state, 0, False
         self.boxes_held: list[tuple[TensorRegion, Tensor]] = []
         self.problems: list[str] = []
         self.losses: list[float] = []
@@ -71,9 +71,10 @@ class StateRecorder:
                 if state.scaler.enabled
                 else []
             )
+            self.empty = not state.world.sum_all(own_targets(state, batches).sum())
             scalars = train_step(state, batches, False)
             self.agreed.append(f"{scalars['loss'].item()} {scalars['grad_norm'].item()}")
-            if not scalars["found_inf"] or not state.scaler.enabled or scalars["loss_scale"] <= 1:
+            if self.empty or not scalars["found_inf"] or not state.scaler.enabled or scalars["loss_scale"] <= 1:
                 break
             self.overflows += 1
             self.problems += [
@@ -81,7 +82,7 @@ class StateRecorder:
                 for old, (name, parameter) in zip(before, state.optimizer.parameters.items())
                 if not torch.equal(old, local_values(parameter))
             ]
-        if scalars["found_inf"]:
+        if scalars["found_inf"] and not self.empty:
             self.problems.append(f"step {number}: the loss or a gradient is not finite")
         self.losses.append(scalars["loss"].item())
         self.norms.append(scalars["grad_norm"].item())
@@ -99,7 +100,7 @@ class StateRecorder:
     def update(self, rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> Tensor:
         """Stands in for the optimizer's step: records the gradients that it gets."""
         self.agreed.append(f"{found_inf.item()} {grad_scale.item()}")
-        if not found_inf:
+        if not found_inf or self.empty:
             self.record(f"gradient {len(self.losses)}")
         return self._update(rate, grad_scale, found_inf)
 

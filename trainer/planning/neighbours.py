@@ -177,7 +177,7 @@ NUMBERS = ("precision.", "parallel.grad_comm.")
 def plan_list(text: str) -> list[str]:
     """The plans of `plans=[...]`, each a text. Raises `ConfigError`."""
     try:
-        plans = yaml.safe_load(text)
+        plans = yaml.load(text, yaml.BaseLoader)  # which keeps `no` and `1e3` as they are written
     except yaml.YAMLError as error:
         raise ConfigError(
             f"plans={text} cannot be read as a list ({' '.join(str(error).split())}); quote plans that hold a comma "

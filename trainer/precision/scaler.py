@@ -24,7 +24,7 @@ class LossScale(Protocol):
 
     def update(self, found_inf: Tensor, held: Tensor | None = None) -> None:
         """Adapts the scale after a step. found_inf: scalar, 1 where the update was skipped on all ranks. held: scalar,
-        1 where the step will be run again, so the scale must stay as it is; None: never."""
+        1 where the scale must stay as it is, because the step will be run again or had no target; None: never."""
 
     def state_dict(self) -> dict[str, Any]:
         """The keys of torch.amp.GradScaler's state; empty where the loss is not scaled."""

@@ -241,9 +241,9 @@ def _requested(trial: Trial, sweep: SweepConfig) -> list[str]:
         **{name.replace("_", "-"): value for name, value in wanted.options.items()},
     }
     return [
-        f"--{name}" if value is True else f"--{name}={value}"
+        f"--{name}" if value == "true" else f"--{name}={value}"
         for name, value in given.items()
-        if value is not None and value is not False
+        if value not in (None, "false")
     ]
 
 

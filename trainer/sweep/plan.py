@@ -19,7 +19,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from trainer.config import Config, ConfigError, ParallelConfig, typed
-from trainer.config.compose import gather_values, hydra_over, quote_value, to_config
+from trainer.config.compose import gather_values, hydra_over, quote_value, read_override, to_config
 from trainer.config.fields import option
 from trainer.planning.resolve import check_config
 
@@ -47,7 +47,9 @@ class SlurmConfig:
     partition: str | None = option(None, "partition; null means the cluster's default")
     account: str | None = option(None, "account")
     qos: str | None = option(None, "quality of service")
-    options: dict[str, Any] = option({}, "further options of sbatch: {constraint: h200, exclusive: true}; they win")
+    options: dict[str, str | None] = option(
+        {}, "further options of sbatch: {constraint: h200, exclusive: true}; they win"
+    )
 
 
 @dataclass
@@ -112,15 +114,16 @@ def expand_sweep(
 
     Raises `ConfigError` with everything that is wrong about the sweep itself; the rest is for the composition to find.
     """
-    own, common, swept, problems = OmegaConf.create({}), [], [], {}
+    own, common, swept, problems = (OmegaConf.create({}), OmegaConf.create({})), [], [], {}
     with hydra_over(config_dir) as loader:
-        parser = OverridesParser.create(config_loader=loader)
+        parser = OverridesParser.create()
         for text in arguments:
             try:
-                [override] = parser.parse_overrides([text])
+                parser.parse_override(text)
             except HydraException:
                 common.append(text)
                 continue
+            override, written = read_override(text)
             key = override.key_or_group
             if key == "sweep" or key.startswith("sweep."):
                 if override.is_delete():
@@ -130,15 +133,17 @@ def expand_sweep(
                 elif key == "sweep" and not isinstance(override.value(), dict):
                     problems[text] = f"{text}: the settings of a sweep are a mapping; one of them is sweep.parallel=2"
                 else:
-                    OmegaConf.update(own, key, override.value(), merge=True)
+                    for settings, read in zip(own, (override, written)):
+                        OmegaConf.update(settings, key, read.value(), merge=True)
             elif key == "run.dir" or key == "run.name" and override.is_sweep_override():
                 problems[text] = (
                     f"{text}: each trial has a name and a folder of its own in sweep.dir; set sweep.name or sweep.dir"
                 )
+            elif override.is_sweep_override():
+                swept.append(override if typed.holds_number(key) else written)
+                swept[-1].config_loader = loader
             else:
-                (swept if override.is_sweep_override() else common).append(
-                    override if override.is_sweep_override() else text
-                )
+                common.append(text)
         problems |= _problems_of_values(swept)
         values = (
             []
@@ -149,7 +154,9 @@ def expand_sweep(
             ]
         )
         trials = [list(trial) for trial in itertools.product(*values)]
-    sweep = typed.build_typed(OmegaConf.to_container(own).get("sweep", {}), problems, SweepConfig, "sweep")
+    readings = [OmegaConf.to_container(settings).get("sweep", {}) for settings in own]
+    chosen = typed.choose_written(SweepConfig, *readings, problems, "sweep")
+    sweep = typed.build_typed(chosen, problems, SweepConfig, "sweep")
     problems |= {text: text for text in typed.out_of_range(sweep, "sweep")}
     if sweep.launcher == "slurm" and sweep.time_minutes:
         problems["time"] = f"sweep.time_minutes={sweep.time_minutes}: a job's limit is sweep.slurm.time_minutes"

@@ -36,7 +36,8 @@ BYTES = ("comm/bytes_inner", "comm/bytes_outer")
 
 
 class NonFiniteError(RuntimeError):
-    """Training cannot go on: too many steps in a row had a non-finite loss or gradient, or the state is not finite."""
+    """Training cannot go on: too many steps in a row had a non-finite loss or gradient, or the state is not finite. Or
+    it has ended without any update of the weights."""
 
 
 class MetricsTracker:
@@ -44,9 +45,10 @@ class MetricsTracker:
 
     corpus: what is trained on; the losses of its sources are told apart where they are several. profiled: metrics of
     the newest step that was profiled. pauses: of training between steps. losses: the first and the latest; skipped:
-    steps of the run without an update; repeated: steps of this start that were run again; stop: whether a rank asks to
-    end the run, and finished: as done; latest: the newest known number of each name; log: where the steps go, and
-    notices.
+    steps of the run without an update, skipped_before: those of earlier starts; why_skipped: the reason for the newest
+    of them; moved: whether a step of this start has updated the weights, with a learning rate above 0; repeated: steps
+    of this start that were run again; stop: whether a rank asks to end the run, and finished: as done; latest: the
+    newest known number of each name; log: where the steps go, and notices.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class MetricsTracker:
         self.pauses, self.logged = pauses, state.step
         self.losses: list[float] = []
         self.skipped, self.skipped_in_row, self.stop, self.finished = skipped, 0, False, False
+        self.skipped_before, self.why_skipped, self.moved = skipped, "", False
         self.first_skipped: int | None = None  # of the streak of skipped steps that the last step belongs to
         self.scale_before = 1.0  # the loss scale with which that streak began
         self.asked, self.latest, self.repeated = ControlFlag(0), dict[str, Any](), 0
@@ -118,22 +121,28 @@ class MetricsTracker:
         `NonFiniteError` on all ranks."""
         for step, numbers, host in self.deferred.pop_ready(block=everything):
             self.meter.finished(step, numbers["seconds"], host["data_seconds"], self.tokens_a_step)
-            bad = numbers["found_inf"] > 0
-            self.losses = [*self.losses[:1], numbers["loss"]]
+            bad, empty = numbers["found_inf"] > 0, numbers["valid"] == 0
             self.skipped += bad
-            if bad and self.first_skipped is None:
-                self.scale_before = numbers["loss_scale"]
-            self.first_skipped = None if not bad else self.first_skipped or step
-            # An fp16 overflow is the scaler's business until the scale has nowhere left to go.
-            strike = bad and not (self.scaled and numbers["loss_scale"] > 1)
-            self.skipped_in_row = self.skipped_in_row + 1 if strike else 0
+            self.moved |= bool(not bad and numbers["lr"] > 0)
+            if bad:
+                self.why_skipped = "no token of it is learned" if empty else self.describe_non_finite(numbers)
+            if empty:  # not a fault, so it neither belongs to a streak of skipped steps nor ends one
+                numbers["loss"] = math.nan
+            else:
+                self.losses = [*self.losses[:1], numbers["loss"]]
+                if bad and self.first_skipped is None:
+                    self.scale_before = numbers["loss_scale"]
+                self.first_skipped = None if not bad else self.first_skipped or step
+                # An fp16 overflow is the scaler's business until the scale has nowhere left to go.
+                strike = bad and not (self.scaled and numbers["loss_scale"] > 1)
+                self.skipped_in_row = self.skipped_in_row + 1 if strike else 0
             self.asked |= ControlFlag(sum(ask for ask, ranks in zip(ControlFlag, numbers["asked"]) if ranks))
             self.finished = ControlFlag.FINISH in self.asked
             self.stop = self.finished or ControlFlag.STOP in self.asked
             if self.due(step) or bad or self.stop:
                 self.log_step(step, numbers, host)
             if bad:
-                self.log.event(f"step {step}: no update, {self.describe_non_finite(numbers)}")
+                self.log.event(f"step {step}: no update, {self.why_skipped}")
             if self.skipped_in_row >= self.config.guard.max_skipped:
                 self.give_up(step, numbers, host["ids"])
 
@@ -156,6 +165,7 @@ class MetricsTracker:
             "damaged": self.damaged,
             **{name: int(numbers[name]) for name in BYTES if name in numbers},
             **{name: numbers[name] for name in ("loss", "grad_norm", "lr", "loss_scale", "memory_gib")},
+            "learned": numbers["valid"] / self.tokens_a_step,
             **losses_by_source(self.sources, sums),
             **{name: value for name, value in numbers.items() if name.startswith("user/")},
             **self.terms(numbers),
@@ -178,7 +188,10 @@ class MetricsTracker:
     def terms(self, numbers: dict[str, Any]) -> dict[str, float]:
         """The mean over valid tokens of each registered term of the loss."""
         statistics = dict(zip(self.reports, np.split(numbers["statistics"], np.cumsum([*self.reports.values()])[:-1])))
-        return {f"term/{name}": statistics[f"head.{name}"].item() / numbers["valid"] for name in self.config.loss.terms}
+        return {
+            f"term/{name}": statistics[f"head.{name}"].item() / max(numbers["valid"], 1)
+            for name in self.config.loss.terms
+        }
 
     def evaluated(self, record: dict[str, Any]) -> None:
         """Writes an evaluation's line of metrics."""
@@ -261,17 +274,37 @@ class MetricsTracker:
             f"{', '.join(samples[:20]) or 'none'}. Look at these samples, lower lr.peak, or raise guard.max_skipped"
         )
 
+    def check_updates(self, first: int, step: int) -> None:
+        """Raises `NonFiniteError` on all ranks where no step after step `first` has updated the weights, unless few
+        steps follow an earlier start that did."""
+        made, skipped = step - first, self.skipped - self.skipped_before
+        few = first > self.skipped_before and made < self.config.guard.max_skipped
+        if self.moved or not made or few:
+            return
+        why = f"{skipped} of {made} steps were skipped, the last of them: {self.why_skipped}" if skipped else ""
+        if skipped < made:
+            why = f"the learning rate was 0 in all steps that were not skipped{why and f'; {why}'}"
+            advice = "look at lr.schedule, lr.final and lr.warmup"
+        elif self.scaled and self.first_skipped is not None:
+            advice = f"lower precision.loss_scale={self.config.precision.loss_scale:g}, which halves at each overflow"
+        else:
+            advice = "look at the samples of these steps and their learned tokens, or raise batch.sequence_length"
+        raise NonFiniteError(f"no step updated the weights: {why}. Nothing is saved at the end; {advice}")
+
     def summary(self, first: int, step: int, code: int, ended: str) -> str:
         """How a run that began after step `first` ended after `step` with an exit code, for people; by what, if it was
         stopped."""
         folder, steps = Path(self.config.run.dir), self.config.run.steps
         fell = f"loss {self.losses[0]:.3f} -> {self.losses[-1]:.3f}" if self.losses else "no step was logged"
+        made, skipped = step - first, self.skipped - self.skipped_before
+        updated = f", {made - skipped} of which updated the weights" if skipped else ""
+        partly = f" in {made} steps{updated}" if skipped else ""
         if self.finished and step < steps:
-            return f"finished by a callback after step {step} of {steps} ({fell}); everything is in {folder}"
+            return f"finished by a callback after step {step} of {steps} ({fell}{partly}); everything is in {folder}"
         if code == STOPPED:
-            return f"stopped by {ended} after step {step} of {steps} ({fell}); {way_on(self.config)}"
+            return f"stopped by {ended} after step {step} of {steps} ({fell}{partly}); {way_on(self.config)}"
         left_out = f"; {self.damaged} damaged rows were left out" if self.damaged else ""
-        return f"done: {fell} in steps {first + 1} to {step}{left_out}; everything is in {folder}"
+        return f"done: {fell} in steps {first + 1} to {step}{updated}{left_out}; everything is in {folder}"
 
 
 def losses_by_source(names: Sequence[str], sums: np.ndarray) -> dict[str, float | None]:

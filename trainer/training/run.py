@@ -121,8 +121,7 @@ def run(config: Config) -> RunResult:
         start = replace(start, notes=[*notes, *start.notes, *decision.notes])
         watchdog.total = config.run.steps
         if start.step >= config.run.steps:
-            report_done(config, start, world)
-            code = DONE
+            code = report_done(config, start, world)
         else:
             with (
                 explain_oom(config, layout, world, memory, lambda: max(start.step, watchdog.done)) as states,
@@ -150,15 +149,19 @@ def decide_together(
     return decision
 
 
-def report_done(config: Config, start: RunStart, world: World) -> None:
+def report_done(config: Config, start: RunStart, world: World) -> int:
     """For a run that has made all its steps: trains nothing and prints how to continue. The folder's status stays what
-    it was."""
-    world.agree(lambda: settle_status(Path(config.run.dir), start.step, config.run.steps))
+    it was. Returns the exit code, of a failure if no step updated the weights."""
+    updated = start.step - start.manifest["skipped"]
+    if updated:
+        world.agree(lambda: settle_status(Path(config.run.dir), start.step, config.run.steps))
     if world.rank == 0 and config.logging.console != "none":
         limit = f"run.steps={config.run.steps}" if config.run.tokens is None else f"run.tokens={config.run.tokens}"
-        done = f"{start.path} has {start.step} steps, and {limit} asks for no more"
+        of_them = "" if updated == start.step else f" ({updated} of them updated the weights)"
+        done = f"{start.path} has {start.step} steps{of_them}, and {limit} asks for no more"
         setting = limit.partition("=")[0]
         print(*start.notes, f"{done}: raise {setting} to train on, or set another run.name", sep="\n", flush=True)
+    return DONE if updated else FAILED
 
 
 def with_total_steps(config: Config, batch: BatchPlan, start: RunStart | None = None) -> Config:

@@ -58,7 +58,7 @@ class UpdateGate:
 
     def suspects(self, numbers: Mapping[str, Any]) -> bool:
         """The same of a step whose numbers have been read back."""
-        bad = not np.isfinite(numbers["loss"]) if self.scaled else numbers["found_inf"] > 0
+        bad = not np.isfinite(numbers["loss"]) if self.scaled else numbers["found_inf"] > 0 and numbers["valid"] > 0
         return self.active and bool(bad)
 
     def open(self) -> None:

@@ -33,17 +33,17 @@ def train_step(state: TrainState, batches: list[MicroBatch], requested: int) -> 
 
     The loss of the step is the sum of the token losses over all ranks and micro-batches, divided by the global number
     of valid tokens. It therefore does not depend on how the batch is split. A step whose loss or gradient is not finite
-    changes nothing and can be run again (see `state.gate`).
+    changes nothing and can be run again (see `state.gate`). A step without any valid token changes nothing either.
 
     batches: one per micro-batch of the schedule. requested: the `ControlFlag`s that this rank requests.
 
-    Returns device tensors that are equal on all ranks, except where noted. Scalars: loss (nats per token), valid
-    (number of tokens that the loss is the mean of), grad_norm (before clipping), lr, loss_scale, found_inf (1 where the
-    update was skipped). Vectors: asked (number of ranks that request each `ControlFlag`), squares (squared gradient
-    norm of each parameter of the whole model, in the order of `state.names`), losses and targets (summed loss and
-    number of valid tokens of each of this rank's sequences; they differ by rank and are parts of a sum over the ranks
-    that share a sequence), statistics (the statistics that layers report, concatenated in the order of
-    `state.reports`).
+    Returns device tensors that are equal on all ranks, except where noted. Scalars: loss (nats per token; 0 without any
+    valid token), valid (number of tokens that the loss is the mean of), grad_norm (before clipping), lr, loss_scale,
+    found_inf (1 where the update was skipped). Vectors: asked (number of ranks that request each `ControlFlag`),
+    squares (squared gradient norm of each parameter of the whole model, in the order of `state.names`), losses and
+    targets (summed loss and number of valid tokens of each of this rank's sequences; they differ by rank and are parts
+    of a sum over the ranks that share a sequence), statistics (the statistics that layers report, concatenated in the
+    order of `state.reports`).
     """
     world, scaler, optimizer = state.world, state.scaler, state.optimizer
     # The gradient of every micro-batch is divided by the number of valid tokens of the global batch, so this number has
@@ -55,12 +55,15 @@ def train_step(state: TrainState, batches: list[MicroBatch], requested: int) -> 
         if requested & flag:
             counts[index] = 1
     valid, requests = world.sum_all(counts).split([1, len(ControlFlag)])
-    valid = valid.squeeze().clamp(min=1)  # a step without any target has loss and gradients of zero
+    valid = valid.squeeze()
+    # A step without any valid token has gradients of zero, but weight decay and moments would change the weights.
+    empty = (valid == 0).float()
+    divisor = valid.clamp(min=1)
 
     state.compression.begin_step(state.step, scaler)
     # The runtime backpropagates each micro-batch's summed loss times (loss scale / valid tokens), so gradients are sums
     # and no rank divides by a number of ranks afterwards.
-    losses = own_losses(state, state.runtime.train(batches, scaler.scale(1 / valid.float())))
+    losses = own_losses(state, state.runtime.train(batches, scaler.scale((1 - empty) / divisor.float())))
     # FSDP has reduced over the data-parallel ranks only. Parameters that tensor-parallel ranks hold whole, and tied
     # embeddings on two pipeline stages, still have partial gradients.
     state.shared.sum()
@@ -71,8 +74,8 @@ def train_step(state: TrainState, batches: list[MicroBatch], requested: int) -> 
     # From here on, all ranks compute the same values from the same bits, so they skip or apply the update together.
     scale = scaler.value.double()
     # The gradients still contain the loss scale. The optimizer divides by it inside of its update.
-    loss, norm = total / valid, squares.sum().sqrt() / scale
-    found_inf = state.gate.found_inf(loss, norm)
+    loss, norm = total / divisor, squares.sum().sqrt() / scale
+    found_inf = torch.maximum(state.gate.found_inf(loss, norm), empty)
     clip = state.config.optimizer.clip_norm
     coefficient = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones_like(norm)
     rate = learning_rate(state.config.lr, state.config.run.steps, optimizer.updates)
@@ -100,7 +103,7 @@ def train_step(state: TrainState, batches: list[MicroBatch], requested: int) -> 
         "statistics": statistics,
     }
     # Last, because everything above has to use the scale that this step's gradients were computed with.
-    scaler.update(found_inf, state.gate.shut)
+    scaler.update(found_inf, torch.maximum(state.gate.shut, empty))
     state.step += 1
     return result
 

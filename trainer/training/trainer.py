@@ -192,6 +192,8 @@ class Trainer:
             # exit code the run ends.
             self.read_back(everything=True)
             self.watchdog.enter(ENDING, self.state.step)
+            if self.ledger.finished or not self.ledger.stop:
+                self.ledger.check_updates(first, self.state.step)
             if self.save_at_end():
                 self.hooks.call("end")
                 code = DONE if self.state.step >= steps or self.ledger.finished else STOPPED
@@ -473,9 +475,10 @@ class Trainer:
         return exists or self.checkpointer.saved_step == step
 
     def save_at_end(self) -> bool:
-        """Writes the last checkpoint where one is wanted. Returns False where that failed."""
-        ledger = self.ledger
+        """Writes the last checkpoint where one is wanted or due. Returns False where that failed."""
+        ledger, every = self.ledger, self.config.checkpoint.every
         wanted = self.config.checkpoint.at_end or ledger.stop and not ledger.finished or ledger.take(ControlFlag.SAVE)
+        wanted = wanted or every and self.state.step % every == 0
         if not (wanted or self.save_waits) or self.save_now():
             return True
         text = f"{self.folder}: the last checkpoint, of step {self.state.step - self.failing}, could not be written"

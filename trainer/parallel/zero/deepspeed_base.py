@@ -156,11 +156,14 @@ class DeepSpeedScaler:
         return torch.tensor(float(self.theirs.cur_scale), device=self.device)
 
     def scale(self, loss: Tensor) -> Tensor:
+        self.before = self.state_dict()
         return loss * self.theirs.cur_scale
 
     def update(self, found_inf: Tensor, held: Tensor | None = None) -> None:
         """DeepSpeed's step has moved the scale; it counts one good step more than we do before the scale may grow."""
-        if self.enabled and self.theirs.last_overflow_iter == self.theirs.cur_iter - 1:
+        if held is not None and held > 0:
+            self.load_state_dict(self.before)
+        elif self.enabled and self.theirs.last_overflow_iter == self.theirs.cur_iter - 1:
             self._set_tracker(0)
 
     def _set_tracker(self, good_steps: int) -> None:
