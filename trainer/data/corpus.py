@@ -25,7 +25,10 @@ from trainer.config import Config, ConfigError
 from trainer.data.documents import DocumentSource, HubStream, digest_text, held_out_threshold
 from trainer.data.shards import (
     SPLITS,
+    TextCount,
     TokeniseJob,
+    check_count,
+    count_tokens,
     cuts_documents,
     is_due,
     mark_verified,
@@ -34,7 +37,7 @@ from trainer.data.shards import (
     tokenise_shards,
     write_manifest,
 )
-from trainer.data.text import ChatTemplate, PackedConversations, read_template
+from trainer.data.text import ChatTemplate, PackedConversations, RowTally, read_template
 from trainer.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_tokenizer
 from trainer.data.tokens import (
     DataError,
@@ -169,6 +172,10 @@ TRAINING_BYTES = 100 << 20
 """Text that a tokenizer is trained on, at most, over all sources."""
 
 
+SAMPLED = 1 << 20
+"""Characters of a stream that tell what the tokenizer makes of it."""
+
+
 MakeCached = Callable[..., None]
 """Makes what is not there yet; `_make_cached` for one configuration."""
 
@@ -211,7 +218,7 @@ class Corpus:
 
     `fingerprint` identifies what sample numbers refer to: tokens, sequence length and weights. The seed is no part of
     it. sets: what else is evaluated, by name; sets_fingerprint: identifies it. damaged: rows to train on that were left
-    out, None where none may be. notes: what is to be said of the data."""
+    out, None where none may be. notes: what is to be said of the data. opened: sources and sets, by name."""
 
     tokenizer: Tokenizer
     train: CorpusSide
@@ -221,6 +228,7 @@ class Corpus:
     sets_fingerprint: str
     damaged: int | None
     notes: list[str]
+    opened: dict[str, OpenedSource]
 
     @property
     def vocab_size(self) -> int:
@@ -275,20 +283,22 @@ def open_corpus(config: Config, prepare: bool = True) -> Corpus:
         _key(parts),
         evaluated,
         _key([[source.name, one.content] for source, one in zip(sets, opened[len(sources) :])]),
-        sum(one.damaged for one in opened[: len(sources)]) if config.data.on_error == "skip" else None,
+        sum(one.tally.damaged for one in opened[: len(sources)]) if config.data.on_error == "skip" else None,
         [note for one in opened for note in one.notes],
+        {source.name: one for source, one in zip([*sources, *sets], opened)},
     )
 
 
 class OpenedSource(NamedTuple):
-    """A source, tokenised: training and held-out sequences, what identifies their content, how many rows were left out,
-    and what is to be said of it."""
+    """A source, tokenised: training and held-out sequences, what identifies their content, the rows that were read,
+    what is to be said of it, and what was tokenised of each split, where that was counted."""
 
     train: TokenSequences
     held: PackedSequences | PackedConversations
     content: Any
-    damaged: int = 0
+    tally: RowTally = RowTally()
     notes: tuple[str, ...] = ()
+    counts: dict[str, TextCount | None] = dict.fromkeys(SPLITS)
 
 
 def _sources(config: Config) -> tuple[list[DocumentSource], list[DocumentSource]]:
@@ -393,10 +403,12 @@ def _open(
         threshold = held_out_threshold(source.documents, fraction)
         dtype = token_dtype(tokenizer.vocab_size)
         job = TokeniseJob(source.documents, tokenizer, dtype, threshold, folder, chat=source.template is not None)
-        tokenise_shards(job, source.name, config.data.workers)
+        tokenise_shards(job, source.name, config.data.workers, check)
 
+    check = partial(check_count, setting=source.setting, tokenizer=config.data.tokenizer)
     once(folder / "manifest.json", prepare, verified=True)
-    runs, content, tally = read_manifest(folder)
+    runs, content, tally, counts = read_manifest(folder)
+    check(sum(filter(None, counts.values()), TextCount()))
     if tally.damaged > config.data.max_damaged * max(tally.rows, tally.damaged):
         raise ConfigError(
             f"{source.setting}: {tally.damaged} of {tally.rows} rows cannot be read, more than "
@@ -411,7 +423,7 @@ def _open(
             f"{source.setting}: {cut} conversations are longer than batch.sequence_length="
             f"{config.batch.sequence_length}, and end there"
         )
-    return OpenedSource(*sides, content, tally.damaged, tuple(notes))
+    return OpenedSource(*sides, content, tally, tuple(notes), counts)
 
 
 def _open_stream(
@@ -424,6 +436,9 @@ def _open_stream(
     folder = _cache(config) / "tokens" / f"{source.name}-{_key([*content, wanted])}"
 
     def prepare() -> None:
+        texts = list(source.sample_texts(SAMPLED))
+        made = count_tokens(tokenizer, texts, tokenizer.encode_batch(texts))
+        check_count(made, source.setting, config.data.tokenizer)
         folder.mkdir(parents=True, exist_ok=True)
         writer = TokenWriter(str(folder / "eval.bin"), token_dtype(tokenizer.vocab_size))
         try:
@@ -522,7 +537,12 @@ def _make_cached(
                 raise
             lock = os.open(target, os.O_RDONLY)  # a cache that is somebody else's is read
         with open(lock) as held:
-            fcntl.flock(held, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if "RANK" not in os.environ:  # ranks of one run wait for each other at every start
+                    print_notice(f"another process prepares {target.parent}; waiting for it")
+                fcntl.flock(held, fcntl.LOCK_EX)
             if verified and target.exists() and is_due(target.parent):
                 remove_damaged(target.parent)
             if not target.exists():

@@ -261,26 +261,56 @@ def on_terminal() -> bool:
 
 
 @contextlib.contextmanager
-def start_progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Gives a function to call with each amount of work done; the amounts add up to `total`."""
+def start_progress(label: str, kept: int) -> Iterator[Callable[[int, int, float], None]]:
+    """Shows how far the tokenising of a source is, how fast it is, and how long the rest takes.
+
+    kept: bytes of text that an earlier start has tokenised. Gives a function to call with the bytes of text and the
+    tokens that were made since this start, and the bytes of text expected in all.
+    """
+    from trainer.util.tables import format_count, format_duration
+
+    begin = last = time.monotonic()
+    done = made = 0
+
+    def describe_rate() -> str:
+        seconds = max(time.monotonic() - begin, 1e-3)
+        return f"{done / seconds / 1e6:.1f} MB/s, {format_count(made / seconds)} tokens/s"
+
+    def describe_rest(total: float) -> str:
+        seconds = time.monotonic() - begin
+        return f"ETA {format_duration(seconds * (total - kept - done) / done if done else None)}"
+
     if on_terminal():
         from rich.console import Console
-        from rich.progress import Progress
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-        with Progress(console=Console(stderr=True)) as bar:
-            task = bar.add_task(label, total=total)
-            yield lambda amount: bar.advance(task, amount)
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[rate]}"),
+        )
+        with Progress(*columns, console=Console(stderr=True)) as bar:
+            task = bar.add_task(label, total=None, completed=kept, rate="")
+
+            def draw(size: int, tokens: int, total: float) -> None:
+                nonlocal done, made
+                done, made = size, tokens
+                pace = f"{describe_rate()}, {describe_rest(total)}"
+                bar.update(task, completed=kept + done, total=total, rate=pace)
+
+            yield draw
+            bar.update(task, completed=kept + done, total=kept + done, rate=describe_rate())
         return
-    done, start = 0, time.monotonic()
-    last = start
     print_notice(f"{label} ...")
 
-    def advance(amount: int) -> None:
-        nonlocal done, last
-        done += amount
+    def report(size: int, tokens: int, total: float) -> None:
+        nonlocal done, made, last
+        done, made = size, tokens
         if time.monotonic() - last > EVERY:
             last = time.monotonic()
-            print_notice(f"{label}: {100 * done // max(1, total)}%")
+            share = 100 * (kept + done) // max(1, total)
+            print_notice(f"{label}: {share:.0f}%, {describe_rate()}, {describe_rest(total)}")
 
-    yield advance
-    print_notice(f"{label}: done in {time.monotonic() - start:.1f} s")
+    yield report
+    print_notice(f"{label}: done in {time.monotonic() - begin:.1f} s, {describe_rate()}")
