@@ -72,7 +72,7 @@ def summarise_corpus(config: Config, corpus: Corpus) -> str:
             facts["epochs"] = describe_epochs(config, opened.train.length, share)
         lines += [
             name if trained else f"{name} (evaluated)",
-            *(f"  {label:<16}{text}" for label, text in facts.items()),
+            *(f"  {label:<17}{text}" for label, text in facts.items()),
         ]
     return "\n".join(
         [*lines, *corpus.notes, f"ready in data.cache={config.data.cache}: trainer train starts from there"]

@@ -405,7 +405,7 @@ def _open(
         job = TokeniseJob(source.documents, tokenizer, dtype, threshold, folder, chat=source.template is not None)
         tokenise_shards(job, source.name, config.data.workers, check)
 
-    check = partial(check_count, setting=source.setting, tokenizer=config.data.tokenizer)
+    check = partial(_check_loss, config, source)
     once(folder / "manifest.json", prepare, verified=True)
     runs, content, tally, counts = read_manifest(folder)
     check(sum(filter(None, counts.values()), TextCount()))
@@ -426,6 +426,15 @@ def _open(
     return OpenedSource(*sides, content, tally, tuple(notes), counts)
 
 
+def _check_loss(config: Config, source: DocumentSource, count: TextCount) -> None:
+    """Raises `ConfigError` where the tokenizer makes nothing of the text of a source. Those that are made here have a
+    token for every byte, and lose nothing of text of which they make few tokens."""
+    name, folder = config.data.tokenizer, config.model.from_hf
+    if name not in ("bytes", "bpe") or name == "bpe" and folder:
+        named = f"the tokenizer of model.from_hf={folder}" if name == "bpe" else f"data.tokenizer={name}"
+        check_count(count, source.setting, named)
+
+
 def _open_stream(
     config: Config, source: DocumentSource, tokenizer: Tokenizer, fraction: float, once: MakeCached
 ) -> OpenedSource:
@@ -438,7 +447,7 @@ def _open_stream(
     def prepare() -> None:
         texts = list(source.sample_texts(SAMPLED))
         made = count_tokens(tokenizer, texts, tokenizer.encode_batch(texts))
-        check_count(made, source.setting, config.data.tokenizer)
+        _check_loss(config, source, made)
         folder.mkdir(parents=True, exist_ok=True)
         writer = TokenWriter(str(folder / "eval.bin"), token_dtype(tokenizer.vocab_size))
         try:

@@ -112,7 +112,7 @@ MOST_UNKNOWN = 0.5
 
 def check_count(count: TextCount, setting: str, tokenizer: str) -> None:
     """Raises `ConfigError` where a tokenizer makes nothing of the text of a source. setting: the source's own;
-    tokenizer: as data.tokenizer names it."""
+    tokenizer: the setting that names it."""
     if count.text_bytes < COUNTED_FROM:
         return
     made = ""
@@ -122,8 +122,8 @@ def check_count(count: TextCount, setting: str, tokenizer: str) -> None:
         made = f"knows no token for {100 * count.unknown / count.text_tokens:.0f}% of what it makes of the text"
     if made:
         raise ConfigError(
-            f"data.tokenizer={tokenizer} {made} in {setting}, so that most of the text is lost; name the tokenizer of "
-            "such text, or set data.tokenizer=bpe, which trains one on it"
+            f"{tokenizer} {made} in {setting}, so that most of the text is lost; set data.tokenizer to one that is "
+            "made for such text, or to bytes"
         )
 
 
