@@ -154,7 +154,7 @@ def format_sequences(config: Config, corpus: Corpus, count: int, ids: bool) -> s
         f"+ learned, - not learned; {borders} the borders of documents (data.mask_documents={str(masked).lower()})"
     ]
     for number, (batch, divided) in enumerate(zip(batches, parted), 1):
-        sequence = ShownSequence.of(batch, divided)
+        sequence = LabelledSequence.of(batch, divided)
         lines += ["", f"sequence {number} of {count}: {batch.ids[0]}, {sequence.describe()}"]
         lines += sequence.format(corpus.tokenizer, ids, coloured)
     return "\n".join(lines)
@@ -173,7 +173,7 @@ def draw_batches(config: Config, corpus: Corpus, count: int, mask_documents: boo
         loader.close()
 
 
-class ShownSequence(NamedTuple):
+class LabelledSequence(NamedTuple):
     """The tokens of a sequence, the document of each by number, and whether it is learned, as the target of the token
     before. The last token of a sequence is a target only, and is left out where it is not learned.
 
@@ -185,7 +185,7 @@ class ShownSequence(NamedTuple):
     share: float
 
     @classmethod
-    def of(cls, batch: MicroBatch, divided: MicroBatch) -> ShownSequence:
+    def of(cls, batch: MicroBatch, divided: MicroBatch) -> LabelledSequence:
         """A micro-batch of one sequence. divided: the same sequence with its documents masked."""
         from trainer.model.loss import IGNORE
 
