@@ -90,6 +90,18 @@ def test_the_summary_equals_an_independent_count(kind, workers, tmp_path, monkey
     assert found["epochs"][0] == pytest.approx(7 * size / length, rel=0.01)
 
 
+def test_a_document_that_the_split_cuts_counts_once_for_each_end_mark(tmp_path, monkeypatch):
+    """A long file is cut into chunks, of which some are held out; shards begin inside of it."""
+    monkeypatch.setattr(shards, "SHARD_BYTES", 64 << 10)
+    source = make_source("text", tmp_path, ["".join(f"line {number}\n" for number in range(120_000))])
+    given = words(tmp_path, source, "data.eval_fraction=0.5")
+    code, out, error = call("prepare", *given)
+    sides = open_corpus(compose(given)).opened["mine"]
+    runs = [[run.map() for run in side.runs] for side in (sides.held, sides.train)]
+    held, trained = (sum(int((ids == 256).sum()) for ids in side) for side in runs)
+    assert code == 0 and held > 1 and facts(out)["documents"] == [held + trained, held], error
+
+
 ROWS = st.lists(st.sampled_from(["text", "empty", "cut", "list"]), min_size=40, max_size=80)
 
 
