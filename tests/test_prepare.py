@@ -408,7 +408,7 @@ def drawn(config, count: int):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("kind", ["text", "jsonl", "chat", "stream"])
+@pytest.mark.parametrize("kind", ["text", "jsonl", "chat", "stream", "fitting"])
 def test_show_prints_what_the_first_step_trains_on(kind, masked, tmp_path):
     more = [f"data.mask_documents={masked}", "run.seed=5"]
     if kind == "chat":
@@ -422,6 +422,8 @@ def test_show_prints_what_the_first_step_trains_on(kind, masked, tmp_path):
         (tmp_path / "hub").mkdir()
         datasets.Dataset.from_dict({"text": texts(200)}).to_parquet(str(tmp_path / "hub" / "rows.parquet"))
         source = {"kind": "hub", "path": tmp_path / "hub", "streaming": "true"}
+    elif kind == "fitting":  # the last target of a sequence begins the next document
+        source = make_source("jsonl", tmp_path, [f"{number:0{LENGTH - 1}d}" for number in range(100)])
     else:
         source = make_source(kind, tmp_path, texts(200))
         second = write_jsonl(tmp_path / "second.jsonl", texts(100, "other\x1b[31m"))

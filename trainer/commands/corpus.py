@@ -37,6 +37,7 @@ def use_corpus(options: RecipeOptions, use: Callable[[Config, Corpus], str]) -> 
     and SIGTERM end the preparation, of which the finished shards stay in the cache."""
     from trainer.config.compose import gather_values
     from trainer.data.corpus import open_corpus
+    from trainer.data.tokens import DataError
     from trainer.planning.resolve import check_values
 
     config = check_values(*gather_values(options.overrides, options.config_dir), None)
@@ -48,12 +49,15 @@ def use_corpus(options: RecipeOptions, use: Callable[[Config, Corpus], str]) -> 
         text = f"stopped; what is tokenised is kept in data.cache={config.data.cache}, and the same command goes on"
         print_once(text, sys.stderr)
         return STOPPED
-    except RuntimeError as error:  # DataError: files vanished, a stream broke off, a process that tokenised was killed
+    except DataError as error:
         print(f"the corpus is not ready: {error}", file=sys.stderr, flush=True)
         return FAILED
     finally:
         if main_thread:
             signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+
+# trainer prepare
 
 
 def prepare_corpus(options: RecipeOptions) -> int:
@@ -83,22 +87,22 @@ def describe_source(opened: OpenedSource, kind: str) -> Iterator[tuple[str, str]
     """What is known of a source: labels and texts."""
     train, out = (opened.counts[split] for split in ("train", "eval"))
     tally, held, length = opened.tally, opened.held.tokens, opened.train.length
-    counted = None if train is None or out is None else train + out
+    counted = train + out if train and out else None
     if length is None:
         yield "tokens", f"read while training; {held:,} held out"
         return
     tokens = cast("PackedSequences | PackedConversations", opened.train).tokens + held
-    if counted is not None and out is not None:
+    if counted and out:
         yield "documents", f"{counted.documents:,}, of which {out.documents:,} are held out"
     yield "tokens", f"{tokens:,}, of which {held:,} are held out"
     yield "sequences", f"{length:,} to train on, {opened.held.length:,} held out"
-    if counted is not None and counted.text_tokens:
+    if counted and counted.text_tokens:
         yield "bytes per token", f"{counted.text_bytes / counted.text_tokens:.2f}"
         if counted.unknown:
             yield "unknown tokens", f"{counted.unknown:,} ({100 * counted.unknown / counted.text_tokens:.1f}%)"
     if tally.rows:
         lines = kind in ("stdlib", "text")
-        empty = 0 if lines or counted is None else tally.rows - tally.damaged - counted.documents
+        empty = 0 if lines or not counted else tally.rows - tally.damaged - counted.documents
         rest = f", {empty:,} without text" if empty else ""
         yield "lines" if lines else "rows", f"{tally.rows:,}, of which {tally.damaged:,} are damaged{rest}"
 
