@@ -263,6 +263,21 @@ def test_progress_has_rate_and_time_left(tmp_path, monkeypatch):
     assert re.search(r"done in [\d.]+ s, [\d.]+ MB/s, [\d.]+[kM]? tokens/s$", error)
 
 
+@pytest.mark.parametrize("columns", [120, 60])
+def test_a_terminal_has_one_line_that_is_drawn_anew(columns, tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "SHARD_BYTES", 64 << 10)
+    monkeypatch.setattr(tokens, "REDRAWN", 0.0)
+    monkeypatch.setattr(tokens, "on_terminal", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    code, _, error = call("prepare", *words(tmp_path, make_source("jsonl", tmp_path, texts(8000))))
+    first, drawn_lines, rest = error.split("\n")
+    drawn_lines = drawn_lines.split("\r")[1:]
+    assert code == 0 and first == "tokenising mine (0.5 MB) ..." and not rest and len(drawn_lines) > 5, error
+    assert all(len(line) < columns for line in drawn_lines[:-1])
+    assert all(re.search(r" MB/s, \S+ tokens/s, ETA .*s *$", line) for line in drawn_lines[:-2])
+    assert drawn_lines[-2].isspace() and re.search("done in .* tokens/s$", drawn_lines[-1])
+
+
 # Tokenizers that make nothing of the text.
 
 PROSE = "the quick brown fox jumps over the lazy dog and says something of no great importance\n" * 400

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -243,11 +244,12 @@ class TokenWriter:
             os.unlink(self._part)
 
 
-# Progress of data preparation: a bar where a machine's first process has a terminal, elsewhere lines now and then.
+# Progress of data preparation: one line that is drawn anew where a machine's first process has a terminal, elsewhere
+# lines now and then.
 
 
-EVERY = 10.0
-"""Seconds between plain lines."""
+EVERY, REDRAWN = 10.0, 0.2
+"""Seconds between plain lines, and between two drawings of the line on a terminal."""
 
 
 def print_notice(text: str) -> None:
@@ -256,7 +258,7 @@ def print_notice(text: str) -> None:
 
 
 def on_terminal() -> bool:
-    """Whether to draw bars: only on a terminal, and only in one process of a machine."""
+    """Whether to draw: only on a terminal, and only in one process of a machine."""
     return sys.stderr.isatty() and os.environ.get("LOCAL_RANK", "0") == "0"
 
 
@@ -270,47 +272,32 @@ def start_progress(label: str, kept: int) -> Iterator[Callable[[int, int, float]
     from trainer.util.tables import format_count, format_duration
 
     begin = last = time.monotonic()
-    done = made = 0
+    done, rate, live = 0, "", on_terminal()
 
-    def describe_rate() -> str:
-        seconds = max(time.monotonic() - begin, 1e-3)
-        return f"{done / seconds / 1e6:.1f} MB/s, {format_count(made / seconds)} tokens/s"
-
-    def describe_rest(total: float) -> str:
-        seconds = time.monotonic() - begin
-        return f"ETA {format_duration(seconds * (total - kept - done) / done if done else None)}"
-
-    if on_terminal():
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TextColumn("{task.fields[rate]}"),
-        )
-        with Progress(*columns, console=Console(stderr=True)) as bar:
-            task = bar.add_task(label, total=None, completed=kept, rate="")
-
-            def draw(size: int, tokens: int, total: float) -> None:
-                nonlocal done, made
-                done, made = size, tokens
-                pace = f"{describe_rate()}, {describe_rest(total)}"
-                bar.update(task, completed=kept + done, total=total, rate=pace)
-
-            yield draw
-            bar.update(task, completed=kept + done, total=kept + done, rate=describe_rate())
-        return
-    print_notice(f"{label} ...")
+    def draw(line: str) -> None:
+        room = shutil.get_terminal_size().columns - 1
+        line = line if len(line) <= room else f"...{line[len(line) - room + 3 :]}"
+        print(f"\r{line:<{room}}", end="", file=sys.stderr, flush=True)
 
     def report(size: int, tokens: int, total: float) -> None:
-        nonlocal done, made, last
-        done, made = size, tokens
-        if time.monotonic() - last > EVERY:
+        nonlocal done, rate, last
+        seconds, done = max(time.monotonic() - begin, 1e-3), size
+        rate = f"{done / seconds / 1e6:.1f} MB/s, {format_count(tokens / seconds)} tokens/s"
+        if time.monotonic() - last > (REDRAWN if live else EVERY):
             last = time.monotonic()
             share = 100 * (kept + done) // max(1, total)
-            print_notice(f"{label}: {share:.0f}%, {describe_rate()}, {describe_rest(total)}")
+            rest = format_duration(seconds * (total - kept - done) / done if done else None)
+            (draw if live else print_notice)(f"{label}: {share:.0f}%, {rate}, ETA {rest}")
 
-    yield report
-    print_notice(f"{label}: done in {time.monotonic() - begin:.1f} s, {describe_rate()}")
+    print_notice(f"{label} ...")
+    try:
+        yield report
+    except BaseException:
+        if live:
+            print_notice("")  # what is said next begins on a line of its own
+        raise
+    line = f"{label}: done in {time.monotonic() - begin:.1f} s{', ' * bool(rate)}{rate}"
+    if live:
+        draw("")
+        line = f"\r{line}"
+    print_notice(line)
