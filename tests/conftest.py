@@ -60,6 +60,7 @@ LONG = (
     "test_site.py",
     "test_copied.py",
     "test_documents.py",
+    "test_prepare.py",
     "test_resume_precision.py",
     "test_pipeline_runtime.py",
     "test_watchdog.py",

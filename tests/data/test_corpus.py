@@ -290,7 +290,7 @@ def test_killed_preparation_goes_on_where_it_was(tmp_path, small_shards, monkeyp
 
     written = []
     write_shard = shards.write_shard
-    monkeypatch.setattr(shards, "write_shard", lambda job, number: (written.append(number), write_shard(job, number)))
+    monkeypatch.setattr(shards, "write_shard", lambda job, number: written.append(number) or write_shard(job, number))
     resumed = open_corpus(settings)
     assert {path: path.stat().st_mtime_ns for path in finished} == finished and not list(folder.glob("*.part"))
     assert not {f"shard-{number:05d}.json" for number in written} & {path.name for path in finished}

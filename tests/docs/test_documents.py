@@ -30,12 +30,13 @@ import trainer
 from trainer.commands import WORDS, help, load_command
 from trainer.commands import main as program
 from trainer.config import Config, ConfigError, typed
+from trainer.config.compose import gather_values
 from trainer.config.fields import CONFIGS
 from trainer.config.hardware import HardwareConfig
 from trainer.config.json_schema import json_schema
 from trainer.config.synonyms import REMOVED
 from trainer.observe import metrics
-from trainer.planning import neighbours
+from trainer.planning import neighbours, resolve
 from trainer.sweep import plan as sweep
 
 ROOT = Path(__file__).parents[2]
@@ -276,6 +277,8 @@ def understood(word: str, given: Any, world: int) -> None:
     elif word in ("estimate", "probe"):
         given.take_changes("hardware.")
         assert neighbours.compose_variant(given.overrides, given.config_dir, world, corpus=False)
+    elif word in ("prepare", "show"):
+        assert resolve.check_values(*gather_values(given.overrides, given.config_dir), None)
     elif word in ("train", "parity"):
         composed(tuple(given.overrides), world, given.config_dir)
     if word == "parity":

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from support.browser import CHROMIUM, Browser
 from support.runs import account, step_line, write_metrics, write_run, write_search
 
-from trainer.commands import watch
+from trainer.commands.report import watch
 from trainer.pages.page import PageRuns, write_page
 from trainer.pages.server import PageServer, start_server
 from trainer.planning.schedules.costs import StageCosts
@@ -126,11 +126,11 @@ def test_others_cannot_ask(tmp_path):
 
 
 def test_what_cannot_be_served_is_said_once(tmp_path, capsys):
-    assert watch.main([str(tmp_path / "no"), "port=99999", "every=0"]) == 2
+    assert watch([str(tmp_path / "no"), "port=99999", "every=0"]) == 2
     told = capsys.readouterr().err
     assert "port=99999 must lie in [0, 65535]" in told and "every=0.0 must lie" in told and "no is no folder" in told
     with serving(tmp_path) as server:
-        assert watch.main([str(tmp_path), f"port={server.server_port}"]) == 2
+        assert watch([str(tmp_path), f"port={server.server_port}"]) == 2
     assert "cannot be used (Address already in use); give another one, or 0" in capsys.readouterr().err
 
 

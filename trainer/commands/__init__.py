@@ -14,9 +14,10 @@ from typing import Any
 from trainer.config.fields import CONFIGS, ConfigError
 from trainer.util.exit_codes import refuse_config
 
-WORDS = {word: f"{word}.main" for word in ("train", "estimate", "probe", "tune", "diagnose", "plot", "report", "watch")}
+WORDS = {word: f"{word}.main" for word in ("train", "estimate", "probe", "tune", "diagnose", "plot", "report")}
 WORDS |= {word: f"{word}.main" for word in ("sample", "export", "merge", "parity", "preflight", "torchrun")}
 WORDS |= {"sweep": "train.sweep", "eval": "evaluate.main", "completion": "completion.main", "help": "help.main"}
+WORDS |= {"watch": "report.watch", "prepare": "corpus.prepare", "show": "corpus.show"}
 """Word -> module in this folder, and the `Command` in it."""
 
 

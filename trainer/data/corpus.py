@@ -27,7 +27,10 @@ from trainer.data.documents import DocumentSource, HubStream, LocalStream, Strea
 from trainer.data.mixture import Mixture, MixtureStage
 from trainer.data.shards import (
     SPLITS,
+    TextCount,
     TokeniseJob,
+    check_count,
+    count_tokens,
     encode_pieces,
     is_due,
     mark_pieces,
@@ -187,6 +190,10 @@ CHECKED: Shape = {
 }
 """What is noted of each ready-made token file, see `TokenCheck`."""
 
+SAMPLED = 1 << 20
+"""Characters of a stream that tell what the tokenizer makes of it."""
+
+
 MakeCached = Callable[..., None]
 """Makes what is not there yet; `_make_cached` for one configuration."""
 
@@ -262,7 +269,7 @@ class Corpus:
     `fingerprint` identifies what sample numbers refer to: tokens, sequence length and weights. The seed is no part of
     it. contents: identifies the tokens of each source to train on, by its name. sets: what else is evaluated, by name;
     sets_fingerprint: identifies it. damaged: rows to train on that were left out, None where none may be, and with a
-    stream, which prints them. notes: what is to be said of the data."""
+    stream, which prints them. notes: what is to be said of the data. opened: sources and sets, by name."""
 
     tokenizer: Tokenizer
     train: CorpusSide
@@ -273,6 +280,7 @@ class Corpus:
     sets_fingerprint: str
     damaged: int | None
     notes: list[str]
+    opened: dict[str, OpenedSource]
 
     @property
     def vocab_size(self) -> int:
@@ -330,20 +338,24 @@ def open_corpus(config: Config, prepare: bool = True) -> Corpus:
         {source.name: _key([one.content]) for source, one in zip(sources, opened)},
         evaluated,
         _key([[source.name, one.content] for source, one in zip(sets, opened[len(sources) :])]),
-        None if train.endless or config.data.on_error != "skip" else sum(one.damaged for one in opened[: len(sources)]),
+        None
+        if train.endless or config.data.on_error != "skip"
+        else sum(one.tally.damaged for one in opened[: len(sources)]),
         [note for one in opened for note in one.notes],
+        {source.name: one for source, one in zip([*sources, *sets], opened)},
     )
 
 
 class OpenedSource(NamedTuple):
-    """A source, tokenised: training and held-out sequences, what identifies their content, how many rows were left out,
-    and what is to be said of it."""
+    """A source, tokenised: training and held-out sequences, what identifies their content, the rows that were read,
+    what is to be said of it, and what was tokenised of each split, where that was counted."""
 
     train: TokenSequences
     held: PackedSequences | PackedConversations
     content: Any
-    damaged: int = 0
+    tally: RowTally = RowTally()
     notes: tuple[str, ...] = ()
+    counts: dict[str, TextCount | None] = dict.fromkeys(SPLITS)
 
 
 def _sources(config: Config) -> tuple[list[DocumentSource], list[DocumentSource]]:
@@ -476,21 +488,24 @@ def _open(
         threshold = held_out_threshold(source.documents, fraction)
         dtype = token_dtype(tokenizer.vocab_size)
         job = TokeniseJob(source.documents, tokenizer, dtype, threshold, folder, chat=source.template is not None)
-        tokenise_shards(job, source.name, config.data.workers)
+        tokenise_shards(job, source.name, config.data.workers, check)
 
+    check = partial(_check_loss, config, source)
     once(folder / "manifest.json", prepare, verified=True)
-    runs, content, tally = read_manifest(folder)
+    runs, content, tally, counts = read_manifest(folder)
+    check(sum(filter(None, counts.values()), TextCount()))
     _check_damaged(config, source, tally)
-    counts = {
+    rows = {
         "rows cannot be read and are left out": tally.damaged,
         "rows hold an empty text and are left out": tally.empty,
         "lines end in CRLF, of which the carriage return is kept": tally.crlf,
     }
     notes = [source.unread] if source.unread else []
-    notes += [f"{source.setting}: {count} of {tally.rows} {what}" for what, count in counts.items() if count]
+    notes += [f"{source.setting}: {count} of {tally.rows} {what}" for what, count in rows.items() if count]
     if unread := tally.unread:
         names = ", ".join(
-            f"{', '.join(name for name in unread if unread[name] == rows)} ({rows} rows)" for rows in {*unread.values()}
+            f"{', '.join(name for name in unread if unread[name] == count)} ({count} rows)"
+            for count in {*unread.values()}
         )
         notes.append(f"{source.setting}: columns not read: {names}")
     if source.template and source.template.prints_date:
@@ -501,7 +516,16 @@ def _open(
             f"{source.setting}: {cut} conversations are longer than batch.sequence_length="
             f"{config.batch.sequence_length}, and end there"
         )
-    return OpenedSource(*sides, content, tally.damaged, tuple(notes))
+    return OpenedSource(*sides, content, tally, tuple(notes), counts)
+
+
+def _check_loss(config: Config, source: DocumentSource, count: TextCount) -> None:
+    """Raises `ConfigError` where the tokenizer makes nothing of the text of a source. Those that are made here have a
+    token for every byte, and lose nothing of text of which they make few tokens."""
+    name, folder = config.data.tokenizer, config.model.from_hf
+    if name not in ("bytes", "bpe") or name == "bpe" and folder:
+        named = f"the tokenizer of model.from_hf={folder}" if name == "bpe" else f"data.tokenizer={name}"
+        check_count(count, source.setting, named)
 
 
 def _check_damaged(config: Config, source: DocumentSource, tally: RowTally) -> None:
@@ -536,6 +560,9 @@ def _open_stream(
     folder = _cache(config) / "tokens" / f"{source.name}-{_key([*content, wanted])}"
 
     def prepare() -> None:
+        texts = list(source.sample_texts(SAMPLED))
+        made = count_tokens(tokenizer, texts, tokenizer.encode_batch(texts))
+        _check_loss(config, source, made)
         folder.mkdir(parents=True, exist_ok=True)
         writer = TokenWriter(str(folder / "eval.bin"), token_dtype(tokenizer.vocab_size))
         try:
@@ -568,7 +595,14 @@ def _token_files(
     def check() -> None:
         if source.unread:
             print_notice(source.unread)
-        with start_progress(f"checking the tokens of {source.name}", sum(run.length for run in runs)) as advance:
+        width, whole, done = np.dtype(runs[0].dtype).itemsize, sum(run.length for run in runs), 0
+
+        def advance(tokens: int) -> None:
+            nonlocal done
+            done += tokens
+            report(width * done, done, width * whole)
+
+        with start_progress(f"checking the tokens of {source.name}", 0) as report:
             found = check_token_files(source.setting, runs, tokenizer.end_id, starts_file, advance)
         write_atomic(folder / "checked.json", json.dumps([asdict(one) for one in found]))
 
@@ -705,7 +739,12 @@ def _make_cached(
                 raise
             lock = os.open(target, os.O_RDONLY)  # a cache that is somebody else's is read
         with open(lock) as held:
-            fcntl.flock(held, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if "RANK" not in os.environ:  # ranks of one run wait for each other at every start
+                    print_notice(f"another process prepares {target.parent}; waiting for it")
+                fcntl.flock(held, fcntl.LOCK_EX)
             if verified and target.exists() and is_due(target.parent):
                 remove_damaged(target.parent)
             if not target.exists():

@@ -15,15 +15,16 @@ import json
 import os
 import pickle
 import random
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,7 +32,15 @@ from trainer.config import ConfigError
 from trainer.data.documents import Documents, digest_text
 from trainer.data.text import FIRST, LEARNED, RowTally, TextDocument
 from trainer.data.tokenizer import Tokenizer
-from trainer.data.tokens import TOKEN_DTYPES, TokenRun, TokenWriter, content_digest, print_notice, start_progress
+from trainer.data.tokens import (
+    TOKEN_DTYPES,
+    DataError,
+    TokenRun,
+    TokenWriter,
+    content_digest,
+    print_notice,
+    start_progress,
+)
 from trainer.util.reading import (
     Malformed,
     Shape,
@@ -50,8 +59,26 @@ SHARD_BYTES = 8 << 20
 BATCH = 1 << 20
 """Characters tokenised together."""
 
+
+@dataclass
+class TextCount:
+    """What was tokenised: documents, bytes of their text, the tokens of the text without end marks and special tokens,
+    and those of them that are the tokenizer's unknown token."""
+
+    documents: int = 0
+    text_bytes: int = 0
+    text_tokens: int = 0
+    unknown: int = 0
+
+    def __add__(self, other: TextCount) -> TextCount:
+        return TextCount(*map(sum, zip(astuple(self), astuple(other))))
+
+
+COUNTS = [one.name for one in fields(TextCount)]
+
 WRITTEN: Shape = {"file": str, "tokens": int, "digest": str, "marks": (str, NoneType), "open": (bool, NoneType)}
-"""What is noted of each token file. open: see `TokenRun`."""
+WRITTEN |= {name: (int, NoneType) for name in COUNTS}
+"""What is noted of each token file. open: see `TokenRun`. Earlier versions did not note counts."""
 
 VERIFIED = "verified"
 """An empty file in a folder of token files, as old as the last comparison of their content with its digests."""
@@ -65,9 +92,51 @@ AGAIN = 3600.0
 MOST = 64 << 30
 """Bytes that are compared at a start, at some 0.7 GB/s a core on up to eight cores."""
 
-COUNTS = ("rows", "damaged", "empty", "crlf")
-TALLY: Shape = {"first": (str, NoneType), "unread": (dict, NoneType)} | dict.fromkeys(COUNTS, (int, NoneType))
+ROW_COUNTS = ("rows", "damaged", "empty", "crlf")
+TALLY: Shape = {"first": (str, NoneType), "unread": (dict, NoneType)} | dict.fromkeys(ROW_COUNTS, (int, NoneType))
 """What is noted of the rows that were read, see `RowTally`; of a stream's evaluation set nothing is."""
+
+
+COUNTED_FROM = 4 << 10
+"""Bytes of text from which on it shows what a tokenizer makes of them."""
+
+JUDGED_FROM = 8 * SHARD_BYTES
+"""Bytes of text from which on tokenising is broken off for it. A shard may be unlike the rest of a corpus."""
+
+MOST_BYTES_PER_TOKEN = 64
+"""Text of which a tokenizer makes fewer tokens is mostly lost. Tokenizers of subwords make a token of 2 to 6 bytes of
+any language or code, of whole words 6 to 15, and of text that is mostly runs of blanks up to 30."""
+
+MOST_UNKNOWN = 0.5
+"""Share of unknown tokens. Vocabularies of whole words miss 5% to 30% of the words of a text of their language."""
+
+
+def check_count(count: TextCount, setting: str, tokenizer: str) -> None:
+    """Raises `ConfigError` where a tokenizer makes nothing of the text of a source. setting: the source's own;
+    tokenizer: the setting that names it."""
+    if count.text_bytes < COUNTED_FROM:
+        return
+    made = ""
+    if count.text_bytes > MOST_BYTES_PER_TOKEN * count.text_tokens:
+        made = f"makes {count.text_tokens} tokens of {count.text_bytes} bytes of text"
+    elif count.unknown > MOST_UNKNOWN * count.text_tokens:
+        made = f"knows no token for {100 * count.unknown / count.text_tokens:.0f}% of what it makes of the text"
+    if made:
+        raise ConfigError(
+            f"{tokenizer} {made} in {setting}, so that most of the text is lost; set data.tokenizer to one that is "
+            "made for such text, or to bytes"
+        )
+
+
+def count_tokens(tokenizer: Tokenizer, texts: list[str], ids: list[list[int]], special: int = 0) -> TextCount:
+    """What a tokenizer made of whole documents. special: how many of the ids are end marks and special tokens."""
+    unknown = tokenizer.unknown_id
+    return TextCount(
+        len(texts),
+        sum(len(text.encode("utf-8", "surrogatepass")) for text in texts),
+        sum(map(len, ids)) - special,
+        0 if unknown is None else sum(some.count(unknown) for some in ids),
+    )
 
 
 @dataclass
@@ -88,6 +157,11 @@ class TokeniseJob:
 
     def __post_init__(self) -> None:
         self.shards = shards_of(self.documents)
+
+    def count(self, piece: TextPiece, ids: list[int]) -> TextCount:
+        """What was made of a piece, which is a document where an end mark follows it."""
+        special = sum(map(self.tokenizer.special_ids.__contains__, ids)) if self.chat else piece.mark
+        return replace(count_tokens(self.tokenizer, [piece.text], [ids], special), documents=int(piece.mark))
 
     def description(self, number: int) -> Path:
         return self.folder / f"shard-{number:05d}.json"
@@ -112,26 +186,51 @@ def shards_of(documents: Documents) -> list[tuple[int, int]]:
     return [(first, min(first + step, count)) for first in range(0, count, step)]
 
 
-def tokenise_shards(job: TokeniseJob, name: str, workers: int) -> None:
-    """Writes the shards that are missing and the manifest. `workers`: processes; 0 means one a core."""
+def tokenise_shards(job: TokeniseJob, name: str, workers: int, check: Callable[[TextCount], None]) -> None:
+    """Writes the shards that are missing and the manifest.
+
+    workers: processes; 0 means one a core. check: called with what has been tokenised so far, once that is much; ends
+    the work by a `ConfigError`."""
     job.folder.mkdir(parents=True, exist_ok=True)
     for part in job.folder.glob("*.part"):  # of a killed run
         part.unlink()
-    missing = [number for number in range(len(job.shards)) if job.described(number) is None]
+    found = [job.described(number) for number in range(len(job.shards))]
+    missing = [number for number, shard in enumerate(found) if shard is None]
     workers = min(workers or len(os.sched_getaffinity(0)), len(missing))
     label = f"tokenising {name} ({job.documents.bytes / 1e6:.1f} MB)"
-    with start_progress(label, len(job.shards)) as advance:
-        advance(len(job.shards) - len(missing))
-        for _ in _in_processes(job, missing, workers) if workers > 1 else _in_turn(job, missing):
-            advance(1)
+    finished, whole, made = len(found) - len(missing), count_shards(filter(None, found)), TextCount()
+    kept = whole
+    with start_progress(label, kept.text_bytes) as report:
+        for event in _in_processes(job, missing, workers) if workers > 1 else _in_turn(job, missing):
+            if isinstance(event, TextCount):
+                made += event
+            else:
+                finished, whole = finished + 1, whole + count_shards([job.described(event) or {}])
+            if (kept + made).text_bytes > JUDGED_FROM:
+                check(kept + made)
+            # Rows have more bytes than their text: what is done tells how many bytes of text there are.
+            expected = whole.text_bytes / finished * len(found) if finished else job.documents.bytes
+            report(made.text_bytes, made.text_tokens, max(expected, (kept + made).text_bytes))
     described = [job.described(number) or {} for number in range(len(job.shards))]
     files = {split: [shard[split] for shard in described if split in shard] for split in SPLITS}
     write_manifest(job.folder, job.dtype, files, sum(map(tally_of, described), RowTally()))
 
 
+def count_shards(described: Iterable[dict[str, Any]]) -> TextCount:
+    """What the descriptions of shards say that was tokenised."""
+    files = [shard[split] for shard in described for split in SPLITS if split in shard]
+    return sum(filter(None, map(count_of, files)), TextCount())
+
+
+def count_of(written: dict[str, Any]) -> TextCount | None:
+    """What the description of a token file says that was tokenised; None where it does not."""
+    counts = [written.get(name) for name in COUNTS]
+    return None if None in counts else TextCount(*counts)
+
+
 def tally_of(noted: dict[str, Any]) -> RowTally:
     """What a manifest or the description of a shard says of rows."""
-    tally = RowTally(first=noted.get("first") or "", **{name: noted.get(name) or 0 for name in COUNTS})
+    tally = RowTally(first=noted.get("first") or "", **{name: noted.get(name) or 0 for name in ROW_COUNTS})
     for name, rows in (noted.get("unread") or {}).items():
         if isinstance(rows, int):
             tally.count_unread([name], rows)
@@ -143,9 +242,19 @@ def write_manifest(folder: Path, dtype: str, files: dict[str, list[dict]], tally
     write_atomic(folder / "manifest.json", json.dumps({"dtype": dtype, "files": files, **asdict(tally or RowTally())}))
 
 
-def read_manifest(folder: Path) -> tuple[dict[str, list[TokenRun]], list[str], RowTally]:
-    """The token files of each split, digests of their content, and the rows that they were made of. Raises
-    `ConfigError` for missing or cut files, and for a manifest that is damaged or names files elsewhere."""
+class Manifest(NamedTuple):
+    """A folder of tokens: the token files of each split, digests of their content, the rows that they were made of,
+    and what was tokenised of each split, None where an earlier version did not count it."""
+
+    runs: dict[str, list[TokenRun]]
+    digests: list[str]
+    tally: RowTally
+    counts: dict[str, TextCount | None]
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """What is in a folder of tokens. Raises `ConfigError` for missing or cut files, and for a manifest that is damaged
+    or names files elsewhere."""
     way_out = f"delete the folder {folder} and it is made anew"
     try:
         manifest = read_json(
@@ -159,7 +268,13 @@ def read_manifest(folder: Path) -> tuple[dict[str, list[TokenRun]], list[str], R
         ) from None
     except Malformed as error:
         raise ConfigError(f"data.cache: {error}" + ("" if way_out in str(error) else f"; {way_out}")) from None
-    return runs, [file["digest"] for split in SPLITS for file in files[split]], tally_of(manifest)
+    counts = {split: [count_of(file) for file in files[split]] for split in SPLITS}
+    return Manifest(
+        runs,
+        [file["digest"] for split in SPLITS for file in files[split]],
+        tally_of(manifest),
+        {split: None if None in found else sum(found, TextCount()) for split, found in counts.items()},
+    )
 
 
 def is_due(folder: Path) -> bool:
@@ -184,7 +299,7 @@ def remove_damaged(folder: Path) -> None:
     """Compares token files with their digests, up to about `MOST` bytes of them, and of more some by chance. Removes
     those that differ and the manifest, so that they are made anew, and says so. Raises `OSError`."""
     try:
-        runs, digests, _ = read_manifest(folder)
+        runs, digests, *_ = read_manifest(folder)
     except ConfigError as error:
         print_notice(f"{str(error).partition('; delete')[0]}; it is made anew")
         return (folder / "manifest.json").unlink()
@@ -231,21 +346,31 @@ def _whole(folder: Path, name: str, size: int) -> str:
     return str(path)
 
 
-def write_shard(job: TokeniseJob, number: int) -> None:
-    """Tokenises one shard; its description appears when its files are complete."""
+def write_shard(job: TokeniseJob, number: int) -> Iterator[TextCount]:
+    """Tokenises one shard, and yields what each batch of texts came to; its description appears when its files are
+    complete."""
     stem = str(job.description(number).with_suffix(""))
     writers = {held: TokenWriter(f"{stem}.{split}.bin", job.dtype, job.chat) for held, split in enumerate(SPLITS)}
     job.documents.take_tally()  # of what was read before
-    piece = None
+    counts, piece = [TextCount() for _ in SPLITS], None
     try:
         for pieces in _batches(mark_pieces(job.documents.read(*job.shards[number]), job.threshold)):
+            batch = [TextCount() for _ in SPLITS]
             for piece, (ids, marks) in zip(pieces, encode_pieces(job.tokenizer, pieces, job.chat)):
                 writers[piece.held].append(ids, marks)
+                batch[piece.held] += job.count(piece, ids)
+            counts = [before + new for before, new in zip(counts, batch)]
+            yield sum(batch, TextCount())
         tally = job.documents.take_tally()
         goes_on = piece is not None and not piece.mark and _goes_on(job, number, piece.held)
         if piece is not None and not piece.mark and not goes_on:
             writers[piece.held].append([job.tokenizer.end_id])
-        written = {split: writers[held].finish() for held, split in enumerate(SPLITS) if writers[held].count}
+            counts[piece.held] += TextCount(documents=1)
+        written = {
+            split: writers[held].finish() | asdict(counts[held])
+            for held, split in enumerate(SPLITS)
+            if writers[held].count
+        }
         if piece is not None and goes_on:
             written[SPLITS[piece.held]]["open"] = True
         described = {"documents": job.shards[number], **written, **asdict(tally)}
@@ -321,15 +446,16 @@ def _batches(pieces: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
         yield batch
 
 
-def _in_turn(job: TokeniseJob, numbers: list[int]) -> Iterator[int]:
+def _in_turn(job: TokeniseJob, numbers: list[int]) -> Iterator[TextCount | int]:
+    """Yields what each batch of texts came to, and each number when its shard is done."""
     for number in numbers:
-        write_shard(job, number)
+        yield from write_shard(job, number)
         yield number
 
 
-def _in_processes(job: TokeniseJob, numbers: list[int], workers: int) -> Iterator[int]:
-    """Yields each number when its shard is done. Workers get the job through their standard input, which nobody else
-    can write, and report to one pipe, a line of JSON at a time."""
+def _in_processes(job: TokeniseJob, numbers: list[int], workers: int) -> Iterator[TextCount | int]:
+    """Yields the same from several processes. They get the job through their standard input, which nobody else can
+    write, and report to one pipe, a line of JSON at a time."""
     package = str(Path(__file__).parents[2])
     environment = {  # what this process can import, a registered source's module among it
         **os.environ,
@@ -359,10 +485,10 @@ def _in_processes(job: TokeniseJob, numbers: list[int], workers: int) -> Iterato
                 report = json.loads(line)
                 if "problems" in report:
                     raise ConfigError(report["problems"])
-                yield report["shard"]
+                yield report["shard"] if "shard" in report else TextCount(*report["count"])
         codes = [process.wait() for process in processes]
         if any(codes):
-            raise RuntimeError(
+            raise DataError(
                 f"processes that tokenise ended with {codes}; finished shards are kept, run it again (with fewer "
                 "data.workers if memory ran out)"
             )
@@ -373,11 +499,14 @@ def _in_processes(job: TokeniseJob, numbers: list[int], workers: int) -> Iterato
 
 
 def run_worker(pipe: int, numbers: list[int]) -> None:
-    """One worker process. Writing to the pipe fails, and ends it, when the process that started it is gone."""
+    """One worker process. It ends without a word when the process that started it is gone, and at Ctrl-C."""
+    for number in (signal.SIGPIPE, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
     with open(pipe, "w", buffering=1) as reports:
         try:
-            for number in _in_turn(pickle.load(sys.stdin.buffer), numbers):
-                print(json.dumps({"shard": number}), file=reports)
+            for event in _in_turn(pickle.load(sys.stdin.buffer), numbers):
+                report = {"count": astuple(event)} if isinstance(event, TextCount) else {"shard": event}
+                print(json.dumps(report), file=reports)
         except ConfigError as error:
             print(json.dumps({"problems": error.problems}), file=reports)
 

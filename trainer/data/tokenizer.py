@@ -29,7 +29,8 @@ class Tokenizer:
 
     `digest` identifies how it encodes text. Text never becomes special tokens: a document that spells out the end
     mark's name keeps it as text. `original` is the transformers tokenizer that it was made from, or None; `save` keeps
-    all settings of an `original`. chat_template: the text of the Jinja template of conversations, or None."""
+    all settings of an `original`. chat_template: the text of the Jinja template of conversations, or None.
+    unknown_id: the token that stands for what the vocabulary lacks, or None."""
 
     def __init__(self, backend: Backend, end_id: int, original: Any = None):
         self.backend, self.end_id, self._original = backend, end_id, original
@@ -40,6 +41,8 @@ class Tokenizer:
         backend.no_padding()
         self.vocab_size = max(backend.get_vocab().values()) + 1
         state = json.loads(backend.to_str())
+        unknown = state["model"].get("unk_token")
+        self.unknown_id: int | None = backend.token_to_id(unknown) if unknown else state["model"].get("unk_id")
         del state["post_processor"]  # it only adds special tokens
         self.digest = hashlib.blake2b(json.dumps([end_id, state], sort_keys=True).encode(), digest_size=16).hexdigest()
 
@@ -52,6 +55,11 @@ class Tokenizer:
         if self._original is None:
             return {"eos_token": self.backend.id_to_token(self.end_id)}
         return {name: token for name, token in self._original.special_tokens_map.items() if isinstance(token, str)}
+
+    @cached_property
+    def special_ids(self) -> set[int]:
+        """The ids of special tokens."""
+        return {number for number, token in self.backend.get_added_tokens_decoder().items() if token.special}
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, without any mark added at its start or end."""

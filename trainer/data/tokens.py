@@ -7,6 +7,7 @@ import errno
 import hashlib
 import os
 import resource
+import shutil
 import struct
 import sys
 import time
@@ -557,11 +558,12 @@ def file_digest(run: TokenRun) -> str:
     return seen.hexdigest()
 
 
-# Progress of data preparation: a bar where a machine's first process has a terminal, elsewhere lines now and then.
+# Progress of data preparation: one line that is drawn anew where a machine's first process has a terminal, elsewhere
+# lines now and then.
 
 
-EVERY = 10.0
-"""Seconds between plain lines."""
+EVERY, REDRAWN = 10.0, 0.2
+"""Seconds between plain lines, and between two drawings of the line on a terminal."""
 
 
 def print_notice(text: str) -> None:
@@ -570,31 +572,46 @@ def print_notice(text: str) -> None:
 
 
 def on_terminal() -> bool:
-    """Whether to draw bars: only on a terminal, and only in one process of a machine."""
+    """Whether to draw: only on a terminal, and only in one process of a machine."""
     return sys.stderr.isatty() and os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 @contextlib.contextmanager
-def start_progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Gives a function to call with each amount of work done; the amounts add up to `total`."""
-    if on_terminal():
-        from rich.console import Console
-        from rich.progress import Progress
+def start_progress(label: str, kept: int) -> Iterator[Callable[[int, int, float], None]]:
+    """Shows how far the tokenising of a source is, how fast it is, and how long the rest takes.
 
-        with Progress(console=Console(stderr=True)) as bar:
-            task = bar.add_task(label, total=total)
-            yield lambda amount: bar.advance(task, amount)
-        return
-    done, start = 0, time.monotonic()
-    last = start
-    print_notice(f"{label} ...")
+    kept: bytes of text that an earlier start has tokenised. Gives a function to call with the bytes of text and the
+    tokens that were made since this start, and the bytes of text expected in all.
+    """
+    from trainer.util.tables import format_count, format_duration
 
-    def advance(amount: int) -> None:
-        nonlocal done, last
-        done += amount
-        if time.monotonic() - last > EVERY:
+    begin = last = time.monotonic()
+    done, rate, live = 0, "", on_terminal()
+
+    def draw(line: str) -> None:
+        room = shutil.get_terminal_size().columns - 1
+        line = line if len(line) <= room else f"...{line[len(line) - room + 3 :]}"
+        print(f"\r{line:<{room}}", end="", file=sys.stderr, flush=True)
+
+    def report(size: int, tokens: int, total: float) -> None:
+        nonlocal done, rate, last
+        seconds, done = max(time.monotonic() - begin, 1e-3), size
+        rate = f"{done / seconds / 1e6:.1f} MB/s, {format_count(tokens / seconds)} tokens/s"
+        if time.monotonic() - last > (REDRAWN if live else EVERY):
             last = time.monotonic()
-            print_notice(f"{label}: {100 * done // max(1, total)}%")
+            share = 100 * (kept + done) // max(1, total)
+            rest = format_duration(seconds * (total - kept - done) / done if done else None)
+            (draw if live else print_notice)(f"{label}: {share:.0f}%, {rate}, ETA {rest}")
 
-    yield advance
-    print_notice(f"{label}: done in {time.monotonic() - start:.1f} s")
+    print_notice(f"{label} ...")
+    try:
+        yield report
+    except BaseException:
+        if live:
+            print_notice("")  # what is said next begins on a line of its own
+        raise
+    line = f"{label}: done in {time.monotonic() - begin:.1f} s{', ' * bool(rate)}{rate}"
+    if live:
+        draw("")
+        line = f"\r{line}"
+    print_notice(line)
