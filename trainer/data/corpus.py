@@ -276,7 +276,7 @@ def open_corpus(config: Config, prepare: bool = True) -> Corpus:
         evaluated,
         _key([[source.name, one.content] for source, one in zip(sets, opened[len(sources) :])]),
         sum(one.damaged for one in opened[: len(sources)]) if config.data.on_error == "skip" else None,
-        [note for one in opened for note in one.notes],
+        [*tokenizer.notes, *(note for one in opened for note in one.notes)],
     )
 
 
