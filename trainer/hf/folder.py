@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import NoneType
@@ -117,7 +118,10 @@ def copy_tokenizer(source: Path, folder: Path, model_type: str) -> None:
             shutil.copytree(path, folder / path.name)
         elif path.suffix in SUFFIXES and path.name not in model:
             shutil.copy(path, folder)
-    save_tokenizer(open_tokenizer(source)[0], folder, model_type)
+    opened, notes = open_tokenizer(source)
+    for note in notes:
+        print(f"{source}: {note}", file=sys.stderr, flush=True)
+    save_tokenizer(opened, folder, model_type)
 
 
 def special_tokens(tokenizer: str | Path | None) -> dict[str, int | None]:
