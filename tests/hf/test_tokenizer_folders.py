@@ -10,15 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.corpora import write_texts
+from support.corpora import config, write_texts
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
 import trainer
 from trainer.commands import main as trainer_main
+from trainer.config import ConfigError, SourceConfig
+from trainer.data.corpus import open_corpus
 from trainer.data.tokenizer import load_tokenizer
 from trainer.hf.families import FAMILIES
 from trainer.hf.folder import copy_tokenizer
+from trainer.hf.tokenizer import encode_all, generate_texts
 from trainer.observe import metrics
 
 END, TURN, TOOL = "<|endoftext|>", "<|im_end|>", "<tool>"
@@ -45,6 +48,10 @@ PARTS: dict[str, tuple[Any, Any, Any]] = {  # normalizer, pre-tokenizer, decoder
     "compatible characters": (normalizers.NFKC(), BYTES, decoders.ByteLevel()),
     "blanks as characters": (None, pre_tokenizers.Metaspace(prepend_scheme="first"), decoders.Metaspace()),
 }
+NORMALIZERS = (
+    *(normalizers.NFC(), normalizers.NFD(), normalizers.NFKC(), normalizers.Lowercase()),
+    *(normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()]), normalizers.Strip()),
+)
 CLASSES = (
     *("PreTrainedTokenizerFast", "TokenizersBackend", "LlamaTokenizer", "Qwen2Tokenizer", "GPT2TokenizerFast"),
     *("GemmaTokenizer", "GPTNeoXTokenizer", "BertTokenizer", "T5Tokenizer", None),
@@ -54,7 +61,7 @@ TYPES = (None, "llama", "qwen2", "gemma2", "gpt2")
 
 @cache
 def state(parts: str) -> str:
-    """A tokenizer.json of 400 tokens."""
+    """A tokenizer.json of at most 401 tokens."""
     normalizer, splitter, decoder = PARTS[parts]
     backend = Tokenizer(models.BPE())
     if normalizer:
@@ -63,7 +70,7 @@ def state(parts: str) -> str:
     backend.train_from_iterator(
         WORDS,
         trainers.BpeTrainer(
-            vocab_size=398,
+            vocab_size=400,
             special_tokens=[END, TURN],
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
@@ -120,10 +127,41 @@ def test_text_has_the_ids_of_tokenizer_json(named, tmp_path):
     assert changed or named not in ("Qwen2Tokenizer", "GPT2TokenizerFast"), "this class is not rebuilt any more"
 
 
+def test_a_class_that_is_not_used_still_names_its_special_tokens(tmp_path):
+    """The end mark is a default of the class, and no file names it."""
+    folder = write_folder(tmp_path / "folder", Tokenizer.from_str(state("three digits")), eos_token=END)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.end_id == 0 and "opens it as GPT2Tokenizer" in tokenizer.notes[0]
+
+
 def template_of(backend: Tokenizer) -> processors.PostProcessor:
     return processors.TemplateProcessing(
         single=f"{TURN} $A", pair=None, special_tokens=[(TURN, backend.token_to_id(TURN))]
     )
+
+
+def changed(part: str, value: Any) -> Tokenizer:
+    """The tokenizer of bytes with another part, over the same vocabulary."""
+    backend = Tokenizer.from_str(state("bytes"))
+    setattr(backend, part, value)
+    return backend
+
+
+def test_the_generated_texts_tell_tokenizers_apart():
+    """Of one vocabulary, which differ in one part, or in the flags or kind of one token."""
+    backend = Tokenizer.from_str(state("bytes"))
+    others = [changed("normalizer", normalizer) for normalizer in NORMALIZERS]
+    others += [changed("pre_tokenizer", part) for _, part, _ in PARTS.values() if part is not BYTES]
+    others += [changed("post_processor", template_of(backend)), changed("decoder", decoders.Metaspace())]
+    for flag in ("lstrip", "rstrip", "special", "single_word"):
+        raw = json.loads(state("bytes"))
+        raw["added_tokens"][-1][flag] ^= True
+        others.append(Tokenizer.from_str(json.dumps(raw)))
+    texts = generate_texts([END, TURN, TOOL])
+    seen = [json.dumps(encode_all(one, texts)) for one in (backend, *others)]
+    assert len({*seen}) == len(seen) == 17
+    assert encode_all(Tokenizer.from_str(state("bytes")), texts) == encode_all(backend, texts)
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -163,14 +201,38 @@ def test_exports_open_with_the_ids_of_the_run(family, settings, tmp_path):
         ]
         assert (opened.eos_token_id, len(opened)) == (tokenizer.end_id, tokenizer.vocab_size)
         assert opened.chat_template == tokenizer.chat_template
-        assert getattr(opened, "turn_token", TURN) == TURN and TURN in {*opened.all_special_tokens, TURN}
         again = load_tokenizer(out)
         assert (again.digest, again.notes) == (tokenizer.digest, [])
         described = json.loads((out / "tokenizer_config.json").read_text())
         assert described["tokenizer_class"] == "PreTrainedTokenizerFast"
         assert described["add_prefix_space"] == (parts == "bytes after a space")
+        assert described.get("extra_special_tokens") == SETTINGS["names"]["extra_special_tokens"] or settings != "names"
         assert isinstance(described.get("extra_special_tokens", {}), dict)
         assert not {"is_local", "local_files_only"} & {*described}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_exports_add_no_default_tokens(family, tmp_path):
+    """Some classes add tokens of theirs to a vocabulary without them, with ids beyond the model's."""
+    backend = Tokenizer.from_str(state("bytes").replace(END, "<eos>"))
+    tokenizer = load_tokenizer(write_folder(tmp_path / "source", backend, eos_token="<eos>"))
+    tokenizer.save(tmp_path / "run")
+    (tmp_path / "out").mkdir()
+    copy_tokenizer(tmp_path / "run", tmp_path / "out", family)
+    (tmp_path / "out" / "config.json").write_text(json.dumps({"model_type": family}))
+    opened = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (len(opened), opened.special_tokens_map) == (tokenizer.vocab_size, {"eos_token": "<eos>"})
+    assert opened.encode(END, add_special_tokens=False) == tokenizer.encode(END)
+
+
+def test_notes_reach_the_start_and_refusals(tmp_path):
+    folder = write_folder(tmp_path / "folder", Tokenizer.from_str(state("bytes")), pad_token="<pad>")
+    setup = config(tmp_path, corpus=SourceConfig("text", str(write_texts(tmp_path / "files", WORDS * 9))))
+    setup.data.tokenizer, setup.model.vocab_size = str(folder), 512
+    assert any("lacks: <pad>" in note for note in open_corpus(setup).notes)
+    setup.model.vocab_size = Tokenizer.from_str(state("bytes")).get_vocab_size()
+    with pytest.raises(ConfigError, match="tokens, more than the model's vocab_size=.* lacks: <pad>"):
+        open_corpus(setup)
 
 
 def added(content: str, **options: Any) -> dict[str, Any]:
@@ -224,6 +286,10 @@ def test_what_contradicts_is_told(case, tmp_path):
     backend.no_padding()
     assert [tokenizer.encode(text) for text in TEXTS] == ids_of(backend, True)
     assert tokenizer.backend.id_to_token(tokenizer.end_id) == (TURN if case == "mark" else END)
+    (tmp_path / "out").mkdir()
+    copy_tokenizer(folder, tmp_path / "out", "llama")
+    again = load_tokenizer(tmp_path / "out")
+    assert (again.digest, again.end_id, again.notes) == (tokenizer.digest, tokenizer.end_id, [])
 
 
 def test_a_folder_without_contradictions_has_no_notes(tmp_path):
@@ -233,11 +299,13 @@ def test_a_folder_without_contradictions_has_no_notes(tmp_path):
 
 def test_flags_of_added_tokens_are_those_of_the_file_that_transformers_takes(tmp_path):
     """tokenizer_config.json changes the flags of a token; the export keeps the change."""
-    listed = {"0": added(END, special=True), "1": added(TURN, special=True), "398": added(TOOL, rstrip=True)}
-    folder = write_folder(tmp_path / "folder", Tokenizer.from_str(state("bytes")), added_tokens_decoder=listed)
+    backend = Tokenizer.from_str(state("bytes"))
+    listed = {END: added(END, special=True), TURN: added(TURN, special=True), TOOL: added(TOOL, rstrip=True)}
+    listed = {str(backend.token_to_id(name)): token for name, token in listed.items()}
+    folder = write_folder(tmp_path / "folder", backend, added_tokens_decoder=listed)
     tokenizer, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
     expected = [theirs.encode(text, add_special_tokens=False) for text in TEXTS]
-    assert expected != ids_of(Tokenizer.from_str(state("bytes")), False)
+    assert expected != ids_of(backend, False) and not tokenizer.notes
     tokenizer.save(tmp_path / "saved")
     for opened in (tokenizer, load_tokenizer(tmp_path / "saved")):
         assert [ids for ids, _ in opened.encode_special(TEXTS)] == expected
