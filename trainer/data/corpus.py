@@ -247,6 +247,7 @@ def open_corpus(config: Config, prepare: bool = True) -> Corpus:
         raise ConfigError(
             f"data.tokenizer={config.data.tokenizer} has {tokenizer.vocab_size} tokens, more than the model's "
             f"vocab_size={limit}; set model.vocab_size={tokenizer.vocab_size} or more, or take a smaller tokenizer"
+            + "".join(f"; {note}" for note in tokenizer.notes)
         )
     opened = _collect(
         [
