@@ -132,7 +132,7 @@ def test_a_class_that_is_not_used_still_names_its_special_tokens(tmp_path):
     folder = write_folder(tmp_path / "folder", Tokenizer.from_str(state("three digits")), eos_token=END)
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
     tokenizer = load_tokenizer(folder)
-    assert tokenizer.end_id == 0 and "opens it as GPT2Tokenizer" in tokenizer.notes[0]
+    assert tokenizer.end_id == 0 and "makes other tokens, as GPT2Tokenizer;" in tokenizer.notes[0]
 
 
 def template_of(backend: Tokenizer) -> processors.PostProcessor:
@@ -247,6 +247,11 @@ CONTRADICTIONS: dict[str, tuple[str, dict[str, Any], str]] = {  # file, what it 
         {"eos_token": TURN, "added_tokens_decoder": {"0": added(END, special=True)}},
         "name different tokens as eos_token; that of tokenizer_config.json is used",
     ),
+    "mark, nothing listed": (
+        "both",
+        {"eos_token": TURN, "added_tokens_decoder": {}},
+        "name different tokens as eos_token; that of tokenizer_config.json is used",
+    ),
     "id": (
         "tokenizer_config.json",
         {"added_tokens_decoder": {"7": added(TOOL, lstrip=True)}},
@@ -255,7 +260,11 @@ CONTRADICTIONS: dict[str, tuple[str, dict[str, Any], str]] = {  # file, what it 
     "unknown mark": ("tokenizer_config.json", {"pad_token": "<pad>"}, "add tokens that tokenizer.json lacks: <pad>"),
     "unknown token": ("added_tokens.json", {"<new>": 400}, "add tokens that tokenizer.json lacks: <new>"),
     "space": ("tokenizer_config.json", {"add_prefix_space": True}, "has add_prefix_space=true, tokenizer.json the opp"),
-    "truncation": ("tokenizer.json", {"truncation": 3}, "truncation to 3 tokens and padding are not applied"),
+    "truncation": (
+        "tokenizer.json",
+        {"truncation": 3},
+        "not applied, because documents are tokenised whole: truncation to 3 tokens, padding",
+    ),
     "lower case": (
         "tokenizer_config.json",
         {"tokenizer_class": "BertTokenizer", "do_lower_case": True},
@@ -294,7 +303,8 @@ def test_what_contradicts_is_told(case, tmp_path):
 
 def test_a_folder_without_contradictions_has_no_notes(tmp_path):
     for number, parts in enumerate(PARTS):
-        assert not load_tokenizer(write_folder(tmp_path / str(number), Tokenizer.from_str(state(parts)))).notes
+        says = {"tokenizer_class": "PreTrainedTokenizerFast", "add_prefix_space": parts == "bytes after a space"}
+        assert not load_tokenizer(write_folder(tmp_path / str(number), Tokenizer.from_str(state(parts)), **says)).notes
 
 
 def test_flags_of_added_tokens_are_those_of_the_file_that_transformers_takes(tmp_path):
@@ -302,7 +312,8 @@ def test_flags_of_added_tokens_are_those_of_the_file_that_transformers_takes(tmp
     backend = Tokenizer.from_str(state("bytes"))
     listed = {END: added(END, special=True), TURN: added(TURN, special=True), TOOL: added(TOOL, rstrip=True)}
     listed = {str(backend.token_to_id(name)): token for name, token in listed.items()}
-    folder = write_folder(tmp_path / "folder", backend, added_tokens_decoder=listed)
+    says = {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": listed}
+    folder = write_folder(tmp_path / "folder", backend, **says)
     tokenizer, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
     expected = [theirs.encode(text, add_special_tokens=False) for text in TEXTS]
     assert expected != ids_of(backend, False) and not tokenizer.notes

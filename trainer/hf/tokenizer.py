@@ -104,9 +104,7 @@ def follow_file(folder: Path, file: Path, opened: Any, named: dict[str, str]) ->
         )
         drop_lengths(followed.backend_tokenizer)
         if made != encode_all(followed.backend_tokenizer, texts):  # else tokenizer_config.json adds tokens to the file
-            does = (
-                "cannot open it" if opened is None else f"opens it as {type(opened).__name__}, which makes other tokens"
-            )
+            does = f"makes other tokens, as {type(opened).__name__}" if opened is not None else "cannot open it"
             notes.append(
                 f"AutoTokenizer of transformers {transformers.__version__} {does}; {file.name} is used as it is, as "
                 "PreTrainedTokenizerFast.from_pretrained does"
@@ -141,7 +139,8 @@ def encode_all(backend: Backend, texts: list[str]) -> list[tuple[list[int], str]
     kept, found = backend.encode_special_tokens, []
     for plain in (True, False):
         backend.encode_special_tokens = plain
-        for encoding in backend.encode_batch(texts, add_special_tokens=not plain):
+        # One by one: after a batch, which takes threads, `tokenizers` warns in every process that is forked.
+        for encoding in (backend.encode(text, add_special_tokens=not plain) for text in texts):
             found.append((encoding.ids, backend.decode(encoding.ids, skip_special_tokens=False)))
     backend.encode_special_tokens = kept
     return found
@@ -154,7 +153,7 @@ def drop_lengths(backend: Backend) -> list[str]:
     dropped += ["padding"] if backend.padding else []
     backend.no_truncation()
     backend.no_padding()
-    return [f"its {' and '.join(dropped)} are not applied: documents are tokenised whole"] if dropped else []
+    return [f"not applied, because documents are tokenised whole: {', '.join(dropped)}"] if dropped else []
 
 
 def prefix_space_settings(backend: Backend) -> dict[str, bool]:
@@ -177,9 +176,9 @@ def read_config(folder: Path, name: str) -> dict[str, Any]:
 def find_contradictions(folder: Path, backend: Backend | None = None) -> list[str]:
     """Where the files of a tokenizer say different things, and which of them is used. backend: its tokenizer.json."""
     described, mapped = (read_config(folder, name) for name in CONFIGS[:2])
-    listed = described.get("added_tokens_decoder")
+    listed = described.get("added_tokens_decoder", {})
     # transformers reads special_tokens_map.json only where tokenizer_config.json does not list the tokens.
-    taken, left = CONFIGS[:2] if listed else CONFIGS[1::-1]
+    taken, left = CONFIGS[:2] if "added_tokens_decoder" in described else CONFIGS[1::-1]
     notes = [
         f"{taken} and {left} name different tokens as {name}; that of {taken} is used"
         for name in sorted({*described} & {*mapped})
