@@ -95,7 +95,7 @@ def follow_file(folder: Path, file: Path, opened: Any, named: dict[str, str]) ->
     if made != encode_all(backend, texts):
         known = getattr(opened, "special_tokens_map", {})
         options = {name: token for name, token in known.items() if backend.token_to_id(str(token)) is not None}
-        options[PREFIX] = prefix_space_settings(backend).get(PREFIX, False)
+        options[PREFIX] = any(prefix_space_settings(backend))
         extra = read_config(folder, "tokenizer_config.json").get("extra_special_tokens")
         if isinstance(extra, list):  # as transformers 5 writes it, and transformers 4 cannot read it
             options |= {"extra_special_tokens": {}, "additional_special_tokens": extra}
@@ -156,14 +156,14 @@ def drop_lengths(backend: Backend) -> list[str]:
     return [f"not applied, because documents are tokenised whole: {', '.join(dropped)}"] if dropped else []
 
 
-def prefix_space_settings(backend: Backend) -> dict[str, bool]:
-    """The values of add_prefix_space in the pre-tokenizer of a tokenizer, by their places in it."""
+def prefix_space_settings(backend: Backend) -> set[bool]:
+    """The values of add_prefix_space in the pre-tokenizer of a tokenizer, and in the parts of one."""
     state = json.loads(backend.pre_tokenizer.__getstate__()) if backend.pre_tokenizer else {}
-    return {place: value for place, value in list_leaves(state) if place.split(".")[-1] == PREFIX}
+    return {value for place, value in list_leaves(state) if place.split(".")[-1] == PREFIX}
 
 
 PREFIX = "add_prefix_space"
-"""A setting of a pre-tokenizer. transformers 4 changes it to that of tokenizer_config.json unless there are several."""
+"""A setting of a pre-tokenizer. transformers 4 changes it to that of tokenizer_config.json unless it is in a part."""
 
 
 def read_config(folder: Path, name: str) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def find_contradictions(folder: Path, backend: Backend | None = None) -> list[st
     wrong = [token for token, id in ids.items() if str(backend.token_to_id(str(token))) not in (str(id), "None")]
     if wrong:
         notes.append(f"{CONFIGS[0]} gives {shorten_foreign(wrong[0])} another id than tokenizer.json, whose is used")
-    spaces, wanted = prefix_space_settings(backend).values(), described.get(PREFIX)
+    spaces, wanted = prefix_space_settings(backend), described.get(PREFIX)
     if spaces and isinstance(wanted, bool) and wanted not in spaces:
         notes.append(f"{CONFIGS[0]} has {PREFIX}={str(wanted).lower()}, tokenizer.json the opposite, which is used")
     return notes
@@ -227,11 +227,7 @@ def save_tokenizer(opened: Any, folder: Path, model_type: str | None = None) -> 
 
 def write_config(folder: Path, described: dict[str, Any], backend: Backend, model_type: str | None = None) -> None:
     """Writes tokenizer_config.json such that transformers 4 and 5 use the tokenizer.json beside it as it is."""
-    described = {
-        **described,
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        PREFIX: prefix_space_settings(backend).get(PREFIX, False),
-    }
+    described = {**described, "tokenizer_class": "PreTrainedTokenizerFast", PREFIX: any(prefix_space_settings(backend))}
     if model_type in REBUILT:
         # In this file the key allows no code; that takes the argument of from_pretrained. transformers 5 passes it to
         # the function that rebuilds, which then does not. The class would add default tokens instead of those that are
