@@ -1,13 +1,15 @@
 """Tokenizers: reversible, opened and saved as others do, and never fooled by text that spells an end mark."""
 
 import pickle
+import tempfile
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.corpora import config, texts, write_texts
+from tokenizers import AddedToken, models, processors
 from tokenizers import Tokenizer as Backend
-from tokenizers import models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from trainer.config import ConfigError, SourceConfig
@@ -80,6 +82,52 @@ def test_what_cannot_be_loaded(tmp_path):
     PreTrainedTokenizerFast(tokenizer_object=endless).save_pretrained(tmp_path / "endless")
     with pytest.raises(ConfigError, match="has no end mark; set eos_token"):
         load_tokenizer(tmp_path / "endless")
+
+
+MARKS = ["</s>", "<eos>", "<|im_end|>", "<sep2>"]
+"""Names of which the last is not known as an end mark."""
+
+
+@given(
+    st.lists(st.sampled_from(["ordinary", "special", "none"]), min_size=4, max_size=4),
+    st.sampled_from([None, *MARKS]),
+    st.sampled_from([None, *MARKS]),
+)
+@settings(max_examples=150, deadline=None)
+def test_the_end_mark_of_a_bare_file_is_special_where_one_is(kinds, first, last):
+    """Also where a post-processor puts a special token before or behind each text."""
+    named = dict(zip(MARKS, kinds))
+    backend = Backend(models.BPE(vocab={"a": 0}, merges=[]))
+    for name, kind in named.items():
+        if kind != "none":
+            backend.add_tokens([AddedToken(name, special=kind == "special")])
+    first, last = (name if named.get(name) == "special" else None for name in (first, last))
+    marks = sorted({(name, backend.token_to_id(name)) for name in (first, last) if name})
+    text = " ".join([*([first] if first else []), "$A", *([last] if last else [])])
+    backend.post_processor = processors.TemplateProcessing(single=text, pair=None, special_tokens=marks)
+    special, ordinary = ([name for name in MARKS[:3] if named[name] == kind] for kind in ("special", "ordinary"))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tokenizer.json"
+        backend.save(str(path))
+        if not (last or special or ordinary):
+            with pytest.raises(ConfigError, match="has none of the end marks"):
+                load_tokenizer(path)
+            return
+        tokenizer = load_tokenizer(path)
+    expected = last or [*special, *ordinary][0]
+    assert tokenizer.backend.id_to_token(tokenizer.end_id) == expected
+    others = [name for name in [*special, *ordinary] if name != expected]
+    assert bool(tokenizer.notes) == bool(others or expected in ordinary)
+    for note in tokenizer.notes:
+        assert f"is the {named[expected]} token {expected}" in note and all(name in note for name in others)
+
+
+def test_an_unknown_word_is_no_end_mark(tmp_path):
+    """A post-processor that adds nothing behind a text whose last token is special."""
+    backend = Backend(models.WordLevel({"[UNK]": 0, "<eos>": 1}, unk_token="[UNK]"))
+    backend.add_special_tokens(["[UNK]", "<eos>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path / "tokenizer.json").end_id == 1
 
 
 def test_a_tokenizer_larger_than_the_model(tmp_path):

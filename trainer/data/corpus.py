@@ -307,6 +307,7 @@ def open_corpus(config: Config, prepare: bool = True) -> Corpus:
         raise ConfigError(
             f"data.tokenizer={config.data.tokenizer} has {tokenizer.vocab_size} tokens, more than the model's "
             f"vocab_size={limit}; set model.vocab_size={tokenizer.vocab_size} or more, or take a smaller tokenizer"
+            + "".join(f"; {note}" for note in tokenizer.notes)
         )
     opened = _collect(
         [
@@ -341,7 +342,7 @@ def open_corpus(config: Config, prepare: bool = True) -> Corpus:
         None
         if train.endless or config.data.on_error != "skip"
         else sum(one.tally.damaged for one in opened[: len(sources)]),
-        [note for one in opened for note in one.notes],
+        [*tokenizer.notes, *(note for one in opened for note in one.notes)],
         {source.name: one for source, one in zip([*sources, *sets], opened)},
     )
 

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
 from trainer.config import ConfigError
-from trainer.hf.tokenizer import LIMIT, open_tokenizer
+from trainer.hf.tokenizer import LIMIT, drop_lengths, open_tokenizer, save_tokenizer, write_config
 from trainer.util.reading import read_bytes, shorten_foreign
 
 END = "<|endoftext|>"
@@ -30,15 +30,15 @@ class Tokenizer:
     `digest` identifies how it encodes text. Text never becomes special tokens: a document that spells out the end
     mark's name keeps it as text. `original` is the transformers tokenizer that it was made from, or None; `save` keeps
     all settings of an `original`. chat_template: the text of the Jinja template of conversations, or None.
-    unknown_id: the token that stands for what the vocabulary lacks, or None."""
+    unknown_id: the token that stands for what the vocabulary lacks, or None. notes: what is to be said of the files
+    that it was made from."""
 
-    def __init__(self, backend: Backend, end_id: int, original: Any = None):
-        self.backend, self.end_id, self._original = backend, end_id, original
+    def __init__(self, backend: Backend, end_id: int, original: Any = None, notes: Iterable[str] = ()):
+        self.backend, self.end_id, self._original, self.notes = backend, end_id, original, list(notes)
         found = getattr(original, "chat_template", None)
         self.chat_template: str | None = found.get("default") if isinstance(found, dict) else found
         backend.encode_special_tokens = True
-        backend.no_truncation()
-        backend.no_padding()
+        drop_lengths(backend)
         self.vocab_size = max(backend.get_vocab().values()) + 1
         state = json.loads(backend.to_str())
         unknown = state["model"].get("unk_token")
@@ -97,17 +97,15 @@ class Tokenizer:
         if self._original is not None:
             if self.chat_template is not None:
                 self._original.chat_template = self.chat_template
-            self._original.save_pretrained(str(folder))
+            save_tokenizer(self._original, Path(folder))
             return
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self.backend.save(str(folder / "tokenizer.json"))
-        described = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "eos_token": self.backend.id_to_token(self.end_id),
-            "clean_up_tokenization_spaces": False,
-        } | ({"chat_template": self.chat_template} if self.chat_template else {})
-        (folder / "tokenizer_config.json").write_text(json.dumps(described, indent=2))
+        described = {"eos_token": self.backend.id_to_token(self.end_id), "clean_up_tokenization_spaces": False} | (
+            {"chat_template": self.chat_template} if self.chat_template else {}
+        )
+        write_config(folder, described, self.backend)
 
 
 class ByteTokenizer(Tokenizer):
@@ -166,20 +164,47 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise ConfigError(
             f"{named} is not a tokenizer.json: {shorten_foreign(error)}; write it anew, or name another"
         ) from error
-    ends = [end for end in map(backend.token_to_id, KNOWN_ENDS) if end is not None]
+    return _made(named, backend, None, notes=drop_lengths(backend))
+
+
+def _find_end(named: str, backend: Backend) -> tuple[int, list[str]]:
+    """The end mark of a tokenizer.json, which has no field for it, and what is to be said of it.
+
+    It is a special token: the one that the post-processor ends texts with, or else the first of `KNOWN_ENDS`. An
+    ordinary token is taken only where there is no special one."""
+    special = {id for id, token in backend.get_added_tokens_decoder().items() if token.special}
+    found = [end for end in map(backend.token_to_id, KNOWN_ENDS) if end is not None]
+    whole, plain = (backend.encode("a", add_special_tokens=added).ids[-1:] for added in (True, False))
+    last = [end for end in whole if whole != plain and end in special]
+    ends = [*last, *(end for end in found if end in special)] or found
     if not ends:
         raise ConfigError(
             f"{named} has none of the end marks {', '.join(KNOWN_ENDS)}; name a transformers tokenizer folder whose "
             "tokenizer_config.json has an eos_token"
         )
-    return _made(named, backend, ends[0])
+    name, *others = (shorten_foreign(backend.id_to_token(end)) for end in dict.fromkeys([*ends, *found]))
+    if not others and ends[0] in special:
+        return ends[0], []
+    kind = "special" if ends[0] in special else "ordinary"
+    told = f" (others: {', '.join(others)})" if others else ""
+    return ends[0], [
+        f"the end mark is the {kind} token {name}{told}; the eos_token of a transformers tokenizer folder names another"
+    ]
 
 
-def _made(named: str, backend: Backend, end_id: int, original: Any = None) -> Tokenizer:
-    """The tokenizer, if it can encode: a file may be well-formed, and its parts not fit each other."""
+def _made(
+    named: str, backend: Backend, end_id: int | None, original: Any = None, notes: Iterable[str] = ()
+) -> Tokenizer:
+    """The tokenizer, if it can encode: a file may be well-formed, and its parts not fit each other. end_id: None to
+    find the end mark."""
     try:
-        tokenizer = Tokenizer(backend, end_id, original)
+        if end_id is None:
+            end_id, more = _find_end(named, backend)
+            notes = [*notes, *more]
+        tokenizer = Tokenizer(backend, end_id, original, [f"{named}: {note}" for note in notes])
         tokenizer.decode(tokenizer.encode("Words, 1 2 3\n\tä €"))
+    except ConfigError:
+        raise
     except BaseException as error:
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
@@ -191,7 +216,7 @@ def _made(named: str, backend: Backend, end_id: int, original: Any = None) -> To
 
 def _from_folder(path: Path, named: str) -> Tokenizer:
     try:
-        original = open_tokenizer(path)
+        original, notes = open_tokenizer(path)
     except ConfigError as error:
         raise ConfigError(f"data.tokenizer={error}") from error
     backend = getattr(original, "backend_tokenizer", None)
@@ -201,7 +226,7 @@ def _from_folder(path: Path, named: str) -> Tokenizer:
         )
     if original.eos_token_id is None:
         raise ConfigError(f"{named} has no end mark; set eos_token in its tokenizer_config.json")
-    return _made(named, backend, original.eos_token_id, original)
+    return _made(named, backend, original.eos_token_id, original, notes)
 
 
 def _byte_level(backend: Backend) -> None:

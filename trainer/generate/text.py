@@ -173,6 +173,7 @@ def print_continuations(
         say(f"--- {row + 1}\n" * numbered + tokenizer.decode(tokenizer.encode(prompts[row])))
 
     if process_rank() == 0:
+        print(*tokenizer.notes, sep="\n", end="\n" * bool(tokenizer.notes), file=sys.stderr, flush=True)
         warn_of_length(model.spec.max_length, tokens, [len(tokenizer.encode(prompt)) for prompt in prompts])
     begin(0)
     with model.inference():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import NoneType
@@ -19,7 +20,7 @@ from trainer.config.schema import ModelConfig
 from trainer.hf.agreement import check_export, check_import, usual_config
 from trainer.hf.config import check_sizes, config_from_spec, spec_from_config
 from trainer.hf.families import FAMILIES
-from trainer.hf.tokenizer import SUFFIXES, TEMPLATES, named_files, open_tokenizer
+from trainer.hf.tokenizer import SUFFIXES, TEMPLATES, named_files, open_tokenizer, save_tokenizer
 from trainer.hf.weights import StoredTensors, write_weights
 from trainer.util.reading import check_links, on_one_line, read_json, shorten_foreign
 
@@ -129,7 +130,7 @@ def export_model(
     partial.mkdir(parents=True)
     write_weights(partial, spec, tensors if callable(tensors) else tensors.__getitem__, dtype, shard_size)
     if tokenizer:
-        copy_tokenizer(Path(tokenizer), partial)
+        copy_tokenizer(Path(tokenizer), partial, config["model_type"])
     (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     GenerationConfig(**{key: config[key] for key in SPECIAL}).save_pretrained(partial)
     if folder.exists():
@@ -137,14 +138,19 @@ def export_model(
     partial.rename(folder)
 
 
-def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copies the files of a tokenizer, which may lie beside a model."""
+def copy_tokenizer(source: Path, folder: Path, model_type: str) -> None:
+    """Copies the files of a tokenizer, which may lie beside a model, to those of a model of this type. transformers
+    opens the copy with the ids that text has in a run on `source`."""
     model = ("config.json", "generation_config.json", ADAPTER)
     for path in source.iterdir():
         if path.is_dir() and path.name == TEMPLATES:
             shutil.copytree(path, folder / path.name)
         elif path.suffix in SUFFIXES and path.name not in model and not path.name.endswith(".index.json"):
             shutil.copy(path, folder)
+    opened, notes = open_tokenizer(source)
+    for note in notes:
+        print(f"{source}: {note}", file=sys.stderr, flush=True)
+    save_tokenizer(opened, folder, model_type)
 
 
 def special_tokens(tokenizer: str | Path | None) -> dict[str, int | None]:
@@ -153,5 +159,5 @@ def special_tokens(tokenizer: str | Path | None) -> dict[str, int | None]:
     Without a tokenizer they are null: an id that is left out would take the architecture's default."""
     if tokenizer is None:
         return dict.fromkeys(SPECIAL)
-    opened = open_tokenizer(Path(tokenizer))
+    opened, _ = open_tokenizer(Path(tokenizer))
     return {name: getattr(opened, name) for name in SPECIAL}

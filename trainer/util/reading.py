@@ -121,7 +121,7 @@ def _wrong(value: Any, wanted: str, place: str) -> str:
     return f"{place or 'it'} is {shorten_foreign(value)} instead of {wanted}"
 
 
-WORD = re.compile(r"[\w.+*/@<>=-]{1,40}")
+WORD = re.compile(r"[\w.+*/@<>=|-]{1,40}")
 """What a message may quote of a file that somebody else wrote: one short word. The file may be another one than was
 meant, such as one with passwords, and messages end in logs."""
 
