@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -58,9 +59,7 @@ def test_models_are_read_one_tensor_at_a_time(root, tmp_path, monkeypatch) -> No
 
     def noting(checkpoint: str):
         saved = open_saved(checkpoint)
-        return SimpleNamespace(
-            spec=saved.spec, tokenizer=saved.tokenizer, tensor=lambda name: (read.append(name), saved.tensor(name))[1]
-        )
+        return replace(saved, tensor=lambda name: (read.append(name), saved.tensor(name))[1])
 
     monkeypatch.setattr("trainer.checkpointing.loading.open_saved", noting)
     assert merge.main([str(folder / "run"), str(folder / "hf"), str(tmp_path / "out")]) == 0

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpointing.loading import read_launchers, read_states
+from trainer.checkpointing.loading import BEGIN, read_begin, read_launchers, read_states
 from trainer.checkpointing.manifest import WAY_OUT, DamagedCheckpoint, list_checkpoints, read_manifest
 from trainer.checkpointing.retention import choose_whole, describe_damages, find_resume, find_whole
 from trainer.config import CheckpointConfig, Config, ConfigError
@@ -65,13 +66,31 @@ def known_launchers(path: Path) -> set[str]:
         return set()
 
 
-def data_identity(fingerprint: str, seed: int, batch: BatchPlan) -> dict[str, Any]:
-    """The settings and content without which a position in the data means nothing."""
+def data_identity(fingerprint: str, seed: int, batch: BatchPlan, begin: list[int]) -> dict[str, Any]:
+    """The settings and content without which a position in the data means nothing. begin: the ids with which documents
+    begin; earlier versions, whose documents began with their text, did not note them."""
     return {
         "corpus (as cut into sequences)": fingerprint,
         "run.seed": seed,
         "batch.sequence_length": batch.sequence_length,
+        **({BEGIN: begin} if begin else {}),
     }
+
+
+def find_begin(setting: CheckpointConfig, folder: Path) -> list[int] | None:
+    """The ids with which the documents began that the checkpoint of `find_start` was trained on; None if a run would
+    start from no checkpoint. folder: the run's checkpoints. Of damaged checkpoints, which are not resumed, none
+    counts."""
+    if setting.resume == "none":
+        return None
+    paths = [*list_checkpoints(folder).values()]
+    if setting.resume != "auto":
+        named = Path(setting.resume).expanduser()
+        paths = [*list_checkpoints(named / "checkpoints").values(), named]
+    for path in paths:
+        with contextlib.suppress(DamagedCheckpoint):
+            return read_begin(path, read_manifest(path))
+    return None
 
 
 def fitting_manifest(
@@ -97,7 +116,7 @@ def fitting_manifest(
             "which sets the earlier run aside"
         )
     if manifest["data"] != data and config.checkpoint.data == "continue":
-        changed = [name for name, value in data.items() if manifest["data"].get(name) != value]
+        changed = [name for name in manifest["data"] | data if manifest["data"].get(name) != data.get(name)]
         problems.append(
             f"the data differ from the checkpoint's in {', '.join(changed)}, so its position means nothing here: set "
             "checkpoint.data=restart to train on from the first sample of the new data, or restore the old settings"

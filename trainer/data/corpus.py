@@ -133,8 +133,9 @@ class StreamedSequences:
         texts = [text for text in self.documents.texts(rows) if digest_text(text) >= self.threshold]
         if texts:
             self._kept = True
+            begin, end = self.tokenizer.document_begin, self.tokenizer.end_id
             encoded = self.tokenizer.encode_batch(texts)
-            self._buffer = np.concatenate([self._buffer, *([*ids, self.tokenizer.end_id] for ids in encoded)])
+            self._buffer = np.concatenate([self._buffer, *([*begin, *ids, end] for ids in encoded)])
         if len(rows) < GROUP:
             if not self._kept:
                 raise DataError(
@@ -156,7 +157,7 @@ def hold_out(documents: HubStream, tokenizer: Tokenizer, threshold: int, tokens:
         if writer.count >= tokens:
             return
         if digest_text(text) < threshold:
-            writer.append([*tokenizer.encode(text), tokenizer.end_id])
+            writer.append([*tokenizer.document_begin, *tokenizer.encode(text), tokenizer.end_id])
 
 
 # The corpus of a configuration, of all kinds of sources.
@@ -211,7 +212,8 @@ class Corpus:
 
     `fingerprint` identifies what sample numbers refer to: tokens, sequence length and weights. The seed is no part of
     it. sets: what else is evaluated, by name; sets_fingerprint: identifies it. damaged: rows to train on that were left
-    out, None where none may be. notes: what is to be said of the data."""
+    out, None where none may be. notes: what is to be said of the data. marks: what stands before and behind a document,
+    for the table of a start. stop_ids: the tokens that end what the model writes."""
 
     tokenizer: Tokenizer
     train: CorpusSide
@@ -221,6 +223,8 @@ class Corpus:
     sets_fingerprint: str
     damaged: int | None
     notes: list[str]
+    marks: str
+    stop_ids: list[int]
 
     @property
     def vocab_size(self) -> int:
@@ -231,9 +235,10 @@ class MissingPart(ConfigError):
     """A part of the corpus would have to be made first."""
 
 
-def open_corpus(config: Config, prepare: bool = True) -> Corpus:
+def open_corpus(config: Config, prepare: bool = True, begin: list[int] | None = None) -> Corpus:
     """The corpus of `config.data`, tokenised first if the cache does not have it, or, unless it is to be prepared, a
-    `MissingPart` raised.
+    `MissingPart` raised. begin: the ids with which documents begin under data.bos=auto; None means as the tokenizer
+    says.
 
     Safe to call from many processes at once, on one or several machines, before any process group exists. Raises
     `ConfigError` with everything that is wrong with the sources, the tokenizer or their sizes.
@@ -241,6 +246,7 @@ def open_corpus(config: Config, prepare: bool = True) -> Corpus:
     sources, sets = _sources(config)
     once = partial(_make_cached, config=config, prepare=prepare)
     tokenizer = _tokenizer(config, sources, once)
+    marks = _use_bos(config, tokenizer, begin)
     _use_template(config, [*sources, *sets], tokenizer)
     limit = _model_vocab_size(config)
     if tokenizer.vocab_size > limit:
@@ -277,6 +283,7 @@ def open_corpus(config: Config, prepare: bool = True) -> Corpus:
         _key([[source.name, one.content] for source, one in zip(sets, opened[len(sources) :])]),
         sum(one.damaged for one in opened[: len(sources)]) if config.data.on_error == "skip" else None,
         [note for one in opened for note in one.notes],
+        *_describe_turns(marks, sources, tokenizer),
     )
 
 
@@ -301,6 +308,45 @@ def _sources(config: Config) -> tuple[list[DocumentSource], list[DocumentSource]
     cache, skip = _cache(config), config.data.on_error == "skip"
     made = _collect(lambda entry=entry: DocumentSource(*entry, cache, skip) for entry in entries)
     return made[: len(named)], made[len(named) :]
+
+
+def _use_bos(config: Config, tokenizer: Tokenizer, begin: list[int] | None) -> str:
+    """Makes the tokenizer begin texts as data.bos says; `begin`: as in `open_corpus`. Returns what stands before and
+    behind a document."""
+    data, own = config.data, tokenizer.begin
+    if data.bos == "true":
+        if tokenizer.bos_id in (None, tokenizer.end_id) and not own:
+            what = (
+                "no BOS" if tokenizer.bos_id is None else "one token for BOS and end mark, which is before it already"
+            )
+            raise ConfigError(
+                f"data.bos=true, but data.tokenizer={data.tokenizer} has {what}; leave data.bos out, or name a "
+                "tokenizer folder whose tokenizer_config.json has another bos_token"
+            )
+        begin = own or [tokenizer.bos_id]
+    elif data.bos == "false":
+        begin = []
+    tokenizer.begin_with(own if begin is None else begin)
+    named = (
+        f"{tokenizer.name_tokens(tokenizer.document_begin)} text {tokenizer.name_tokens([tokenizer.end_id])}".strip()
+    )
+    if tokenizer.begin == own:
+        return named
+    why = "as the run has begun" if data.bos == "auto" else f"data.bos={data.bos}"
+    return f"{named} ({why}; the tokenizer itself begins with {tokenizer.name_tokens(own) or 'the text'})"
+
+
+def _describe_turns(marks: str, sources: list[DocumentSource], tokenizer: Tokenizer) -> tuple[str, list[int]]:
+    """What stands before and behind documents and conversations, and the tokens that end what the model writes."""
+    chats = [source for source in sources if source.template]
+    if not chats:
+        return marks, [tokenizer.end_id]
+    begin, end = tokenizer.begin, tokenizer.turn_end_id
+    missing = f", without {tokenizer.name_tokens(begin)}" * (tokenizer.render_probe()[0][: len(begin)] != begin)
+    turns = f"turns of the assistant end with {'text' if end is None else tokenizer.name_tokens([end])}"
+    conversations = f"conversations as their template writes them{missing}; {turns}"
+    stop_ids = [tokenizer.end_id, *([] if end in (None, tokenizer.end_id) else [end])]
+    return "; ".join([marks] * (len(chats) < len(sources)) + [conversations]), stop_ids
 
 
 def _use_template(config: Config, sources: list[DocumentSource], tokenizer: Tokenizer) -> None:

@@ -151,6 +151,7 @@ def start_report(
                     )
                     + f", {tables.format_count(len(corpus.eval))} held out",
                 ),
+                ("documents", corpus.marks),
             ],
             "memory": [
                 ("counts", "the states of one rank, predicted; activations come on top"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,9 +51,10 @@ class RunStart:
     """Where a run begins, the same on all ranks.
 
     path: the checkpoint that it resumes from, None for a new run. manifest: of that checkpoint. launchers: who started
-    the run. data: what its position in the data depends on. Both are for the checkpoints that it writes. notes:
-    messages for the log, such as checkpoints that were passed over. nodes: the ranks by the host memory that they
-    share. in_memory: whether `path` is an in-memory checkpoint of this run; its folder is that of this rank's node.
+    the run. data: what its position in the data depends on. generation: the model's generation configuration. The three
+    are for the checkpoints that it writes. notes: messages for the log, such as checkpoints that were passed over.
+    nodes: the ranks by the host memory that they share. in_memory: whether `path` is an in-memory checkpoint of this
+    run; its folder is that of this rank's node.
     """
 
     path: Path | None
@@ -62,6 +64,7 @@ class RunStart:
     notes: list[str]
     nodes: MemoryNodes
     in_memory: bool = False
+    generation: dict[str, Any] = field(default_factory=dict)
 
     @property
     def step(self) -> int:
@@ -74,10 +77,12 @@ class RunStart:
         return self.manifest["tokens"] if self.path else 0
 
     @classmethod
-    def find(cls, config: Config, layout: Layout, fingerprint: str, world: World) -> RunStart:
-        """Finds the start that `checkpoint.resume` asks for. fingerprint: of the corpus. All ranks call it together.
-        Raises `ConfigError` on all of them where the checkpoint is of another model or of other data."""
-        data, mine = data_identity(fingerprint, config.run.seed, layout.batch), list_launchers(world)
+    def find(cls, config: Config, layout: Layout, fingerprint: str, begin: list[int], world: World) -> RunStart:
+        """Finds the start that `checkpoint.resume` asks for.
+
+        fingerprint: of the corpus; begin: the ids with which its documents begin. All ranks call it together. Raises
+        `ConfigError` on all of them where the checkpoint is of another model or of other data."""
+        data, mine = data_identity(fingerprint, config.run.seed, layout.batch, begin), list_launchers(world)
         run = Path(config.run.dir)
         folder, nodes = run / "checkpoints", MemoryNodes.find(config.checkpoint, run, world)
         # Rank 0 reads the folder for all: on a shared file system, ranks may see different versions of it.
@@ -237,6 +242,7 @@ def describe_checkpoint(
         "callbacks": progress.callbacks,
         "scaler": scaler,
         "data": start.data,
+        "generation": start.generation,
         "data_restarted": state.config.checkpoint.data == "restart",
         "began_from": state.config.checkpoint.resume,
     }
@@ -267,16 +273,19 @@ def sharded_model(state: TrainState) -> ShardedModel:
     )
 
 
-def draw_samples(state: TrainState, settings: GenerateConfig, tokenizer: Tokenizer) -> list[tuple[str, str]]:
-    """Each prompt and its continuation. All ranks call it together, between steps, and none of what they train on
-    changes: weights, gradients, and the state of random numbers.
+def draw_samples(
+    state: TrainState, settings: GenerateConfig, tokenizer: Tokenizer, stop_ids: Sequence[int] = ()
+) -> list[tuple[str, str]]:
+    """Each prompt and its continuation, which ends before the end mark or any of `stop_ids`.
 
-    No backward pass follows that would drop the gathered parameters, so they are dropped here."""
+    All ranks call it together, between steps, and none of what they train on changes: weights, gradients, and the state
+    of random numbers. No backward pass follows that would drop the gathered parameters, so they are dropped here."""
     from trainer.generate.sampling import SamplingOptions
     from trainer.generate.text import continue_prompts
 
     sampling = SamplingOptions(settings.temperature, TOP_K)
-    texts = continue_prompts(sharded_model(state), tokenizer, settings.prompts, settings.tokens, sampling, [])
+    prompts = [tokenizer.encode_prompt(prompt) for prompt in settings.prompts]
+    texts = continue_prompts(sharded_model(state), tokenizer, prompts, settings.tokens, sampling, stop_ids=stop_ids)
     for stage in state.stages:
         state.runtime.sharding.reshard(stage)
     return list(zip(settings.prompts, texts))
