@@ -238,7 +238,7 @@ def read_begin(path: Path, manifest: dict[str, Any]) -> list[int]:
     """The ids with which the documents began that a checkpoint was trained on."""
     data = manifest.get("data")
     begin = data.get(BEGIN, []) if isinstance(data, dict) else []
-    _demand(path, f"data.{BEGIN}", is_ids(begin), begin, "a list of token ids")
+    _demand(path, BEGIN, is_ids(begin), begin, "a list of token ids")
     return begin
 
 
