@@ -9,10 +9,11 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import datasets
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.corpora import MARKED, PLAIN, config, conversations, write_conversations, write_jsonl
+from support.corpora import MARKED, PLAIN, config, conversations, texts, write_conversations, write_jsonl
 from tokenizers import AddedToken, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -142,6 +143,29 @@ def test_bos_stands_at_the_start_of_every_document_and_nowhere_else(files, chunk
             corpus = opened(Path(folder), contents, chunk, shard, fraction, bos)
             found.append([tokens_of(side) for side in (corpus.train, corpus.eval)])
     assert found[1] == [with_bos(tokens) for tokens in found[0]]
+
+
+def test_documents_of_a_stream_begin_with_bos(tmp_path: Path) -> None:
+    """Those that are trained on and those that are held out."""
+    (tmp_path / "hub").mkdir()
+    datasets.Dataset.from_dict({"text": texts(80)}).to_parquet(str(tmp_path / "hub/train.parquet"))
+    one = config(
+        tmp_path,
+        16,
+        str(folder_of(tmp_path / "its", "bos")),
+        stream=SourceConfig("hub", str(tmp_path / "hub"), streaming=True),
+    )
+    one.eval.every, one.eval.sequences = 5, 12
+    found = {}
+    for one.data.bos in ("false", "true"):
+        corpus = open_corpus(one)
+        sides = (corpus.train.sources[0], 60), (corpus.eval, len(corpus.eval))
+        found[one.data.bos] = [
+            [int(token) for index in range(count) for token in side.get(index).tokens[:-1]] for side, count in sides
+        ]
+    for plain, marked in zip(found["false"], found["true"]):
+        count = min(len(marked), len(plain)) - 1
+        assert with_bos(plain)[:count] == marked[:count] and marked.count(BOS) > 4
 
 
 def test_the_setting_is_part_of_the_fingerprint_where_it_matters(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_a_folder_stops_where_transformers_stops_and_keeps_it_in_exports_and_mer
     prompt = AutoTokenizer.from_pretrained(folder)("ab").input_ids
     free, _ = greedy(folder, prompt)
     stop = next(token for place, token in enumerate(free) if token not in free[:place] and place > 4)
-    defaults = {"eos_token_id": [END, stop], "temperature": 0.6, "top_p": 0.9, "do_sample": True, "pad_token_id": END}
+    defaults = {"eos_token_id": [START, stop], "temperature": 0.6, "top_p": 0.9, "do_sample": True, "pad_token_id": END}
     (folder / "generation_config.json").write_text(json.dumps({**defaults, "unheard_of": 1}))
     expected = greedy(folder, prompt)
     assert expected[0] == free[: free.index(stop) + 1] and len(expected[0]) < len(free)
@@ -207,6 +207,7 @@ def test_lm_eval_begins_texts_as_the_tokenizer_does(tmp_path) -> None:
     tokenizer.begin_with([START])
     tokenizer.save(folder)
     assert evaluate.text_arguments(folder, False) == {"add_bos_token": True, "prefix_token_id": START}
+    assert evaluate.text_arguments(folder, False, []) == {"add_bos_token": False, "prefix_token_id": END}
     assert evaluate.text_arguments(folder, True) == {"add_bos_token": False, "prefix_token_id": START}
     chat_tokenizer(tmp_path / "plain", None)
     with pytest.raises(ConfigError, match="no chat template"):

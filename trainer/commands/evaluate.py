@@ -63,7 +63,7 @@ def run(options: EvalOptions) -> None:
     model = {
         "pretrained": str(exported),
         "dtype": str(products.DTYPES[options.dtype]).removeprefix("torch."),
-        **text_arguments(exported, options.chat),
+        **text_arguments(exported, options.chat, saved.begin),
     }
     found = lm_eval.simple_evaluate(
         model="hf",
@@ -97,10 +97,10 @@ def run(options: EvalOptions) -> None:
     print(folder / RESULTS)
 
 
-def text_arguments(model: Path, chat: bool) -> dict[str, Any]:
-    """How lm-eval is to begin texts, which by default it does without BOS: as the tokenizer in the folder `model` does,
-    or as its chat template does alone. Nothing without a tokenizer. Raises `ConfigError` for chat without a
-    template."""
+def text_arguments(model: Path, chat: bool, begin: list[int] | None = None) -> dict[str, Any]:
+    """How lm-eval is to begin texts, which by default it does without BOS: with `begin`, or None: as the tokenizer in
+    the folder `model` does, or with chat as its template does alone. Nothing without a tokenizer. Raises `ConfigError`
+    for chat without a template."""
     from trainer.data.tokenizer import load_tokenizer
 
     if not (model / "tokenizer_config.json").is_file():
@@ -108,8 +108,9 @@ def text_arguments(model: Path, chat: bool) -> dict[str, Any]:
     tokenizer = load_tokenizer(model)
     if chat:
         tokenizer.render_prompt("a")
-    first = (tokenizer.begin or [tokenizer.end_id])[0]  # before a text of which every token is scored
-    return {"add_bos_token": bool(tokenizer.begin) and not chat, "prefix_token_id": first}
+    begin = tokenizer.begin if begin is None else begin
+    first = (begin or [tokenizer.end_id])[0]  # before a text of which every token is scored
+    return {"add_bos_token": bool(begin) and not chat, "prefix_token_id": first}
 
 
 def check_tasks(tasks: list[str], known: list[str]) -> None:

@@ -88,7 +88,9 @@ def run(options: SampleOptions) -> None:
     tokenizer = load_tokenizer(saved.tokenizer)
     if saved.begin is not None:
         tokenizer.begin_with(saved.begin)
-    stop_ids = {*saved.generation.get("eos_token_id", ()), *([tokenizer.turn_end_id] * options.chat)} - {None}
+    stop_ids = {*saved.generation.get("eos_token_id", [tokenizer.end_id])}
+    if options.chat and tokenizer.turn_end_id is not None:
+        stop_ids.add(tokenizer.turn_end_id)
     device = local_device(RunConfig(device=options.device))
     auto = "bf16" if device.type == "cuda" else "fp32"
     dtype = auto if options.dtype == "auto" else options.dtype

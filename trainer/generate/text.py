@@ -79,14 +79,15 @@ def generate_text(
     count: int,
     sampling: SamplingOptions,
     stops: Sequence[str] = (),
-    stop_ids: Collection[int] = (),
+    stop_ids: Collection[int] | None = None,
 ) -> Iterator[TextPiece]:
     """What follows each of `prompts`, piece by piece as it is computed, of all prompts at a time.
 
-    prompts: token ids, as `Tokenizer.encode_prompt` makes them. Ends after `count` tokens, before the end mark or one
-    of `stop_ids`, or before the first of `stops`. All ranks call it together and take all of it, within
+    prompts: token ids, as `Tokenizer.encode_prompt` makes them. Ends after `count` tokens, before one of `stop_ids`
+    (None: the end mark), or before the first of `stops`. All ranks call it together and take all of it, within
     `model.inference()`."""
-    generation = TokenGenerator(model, prompts, count, sampling, {tokenizer.end_id, *stop_ids})
+    stop_ids = {tokenizer.end_id} if stop_ids is None else stop_ids
+    generation = TokenGenerator(model, prompts, count, sampling, stop_ids)
     streams = {row: TextStream(tokenizer.decode, prompt, stops) for row, prompt in enumerate(prompts)}
     for found in generation:
         for row, stream in list(streams.items()):
@@ -120,7 +121,7 @@ def continue_prompts(
     count: int,
     sampling: SamplingOptions,
     stops: Sequence[str] = (),
-    stop_ids: Collection[int] = (),
+    stop_ids: Collection[int] | None = None,
 ) -> list[str]:
     """The same, whole: what follows each of `prompts`."""
     texts = [""] * len(prompts)

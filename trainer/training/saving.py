@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -274,9 +274,9 @@ def sharded_model(state: TrainState) -> ShardedModel:
 
 
 def draw_samples(
-    state: TrainState, settings: GenerateConfig, tokenizer: Tokenizer, stop_ids: Sequence[int] = ()
+    state: TrainState, settings: GenerateConfig, tokenizer: Tokenizer, stop_ids: Collection[int]
 ) -> list[tuple[str, str]]:
-    """Each prompt and its continuation, which ends before the end mark or any of `stop_ids`.
+    """Each prompt and its continuation, which ends before any of `stop_ids`.
 
     All ranks call it together, between steps, and none of what they train on changes: weights, gradients, and the state
     of random numbers. No backward pass follows that would drop the gathered parameters, so they are dropped here."""
