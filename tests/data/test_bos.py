@@ -102,6 +102,20 @@ def test_a_text_begins_as_transformers_begins_it(tmp_path: Path, kind: str, bos:
     assert load_tokenizer(tmp_path / "saved").begin == expected
 
 
+@pytest.mark.parametrize("bos", ["auto", "true", "false"])
+def test_a_key_of_the_folder_that_adds_bos_is_obeyed_and_replaced(tmp_path: Path, bos: str) -> None:
+    """transformers makes the post-processor anew from add_bos_token, also when it opens what a run has saved."""
+    place = folder_of(tmp_path / "its", "none", add_bos_token=True)
+    assert AutoTokenizer.from_pretrained(place)("one").input_ids == [BOS, *b"one"]
+    one = config(tmp_path, length=4, tokenizer=str(place), a=SourceConfig("jsonl", str(tmp_path / "a.jsonl")))
+    write_jsonl(tmp_path / "a.jsonl", ["one", "two three"] * 8)
+    one.data.bos = bos
+    tokenizer = open_corpus(one).tokenizer
+    assert tokenizer.begin == [] if bos == "false" else [BOS]
+    tokenizer.save(tmp_path / "saved")
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved")("one").input_ids == [*tokenizer.begin, *b"one"]
+
+
 def opened(folder: Path, contents: list[bytes], chunk: int, shard: int, fraction: float, bos: str) -> Corpus:
     for number, content in enumerate(contents):
         (folder / f"{number:03d}.txt").write_bytes(content)
