@@ -105,7 +105,9 @@ def test_a_text_begins_as_transformers_begins_it(tmp_path: Path, kind: str, bos:
 @pytest.mark.parametrize("bos", ["auto", "true", "false"])
 def test_a_key_of_the_folder_that_adds_bos_is_obeyed_and_replaced(tmp_path: Path, bos: str) -> None:
     """transformers makes the post-processor anew from add_bos_token, also when it opens what a run has saved."""
-    place = folder_of(tmp_path / "its", "none", add_bos_token=True)
+    place = folder_of(tmp_path / "its", "none")
+    described = json.loads((place / "tokenizer_config.json").read_text())
+    (place / "tokenizer_config.json").write_text(json.dumps({**described, "add_bos_token": True}))
     assert AutoTokenizer.from_pretrained(place)("one").input_ids == [BOS, *b"one"]
     one = config(tmp_path, length=4, tokenizer=str(place), a=SourceConfig("jsonl", str(tmp_path / "a.jsonl")))
     write_jsonl(tmp_path / "a.jsonl", ["one", "two three"] * 8)
