@@ -103,19 +103,23 @@ def test_a_text_begins_as_transformers_begins_it(tmp_path: Path, kind: str, bos:
 
 
 @pytest.mark.parametrize("bos", ["auto", "true", "false"])
-def test_a_key_of_the_folder_that_adds_bos_is_obeyed_and_replaced(tmp_path: Path, bos: str) -> None:
-    """transformers makes the post-processor anew from add_bos_token, also when it opens what a run has saved."""
-    place = folder_of(tmp_path / "its", "none")
+@pytest.mark.parametrize("kind", ["none", "bos"])
+@pytest.mark.parametrize("name", ["GPT2Tokenizer", "GPTNeoXTokenizer", "Qwen2Tokenizer", "PreTrainedTokenizerFast"])
+def test_classes_that_make_their_own_post_processor_keep_the_decision(tmp_path, name: str, kind: str, bos: str) -> None:
+    """GPTNeoXTokenizer of transformers 5 replaces the post-processor of tokenizer.json by its own."""
+    place = folder_of(tmp_path / "its", kind)
     described = json.loads((place / "tokenizer_config.json").read_text())
-    (place / "tokenizer_config.json").write_text(json.dumps({**described, "add_bos_token": True}))
-    assert AutoTokenizer.from_pretrained(place)("one").input_ids == [BOS, *b"one"]
+    (place / "tokenizer_config.json").write_text(json.dumps({**described, "tokenizer_class": name}))
+    its = AutoTokenizer.from_pretrained(place)
+    plain = its("one", add_special_tokens=False).input_ids
     one = config(tmp_path, length=4, tokenizer=str(place), a=SourceConfig("jsonl", str(tmp_path / "a.jsonl")))
     write_jsonl(tmp_path / "a.jsonl", ["one", "two three"] * 8)
     one.data.bos = bos
-    tokenizer = open_corpus(one).tokenizer
-    assert tokenizer.begin == [] if bos == "false" else [BOS]
-    tokenizer.save(tmp_path / "saved")
-    assert AutoTokenizer.from_pretrained(tmp_path / "saved")("one").input_ids == [*tokenizer.begin, *b"one"]
+    corpus = open_corpus(one)
+    begin = {"auto": its("one").input_ids[: -len(plain)], "true": [BOS], "false": []}[bos]
+    corpus.tokenizer.save(tmp_path / "saved")
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved")("one").input_ids == [*begin, *plain]
+    assert corpus.train.get(0).tokens[: len(begin) + 1].tolist() in ([*begin, plain[0]], [*begin, b"t"[0]])
 
 
 def opened(folder: Path, contents: list[bytes], chunk: int, shard: int, fraction: float, bos: str) -> Corpus:

@@ -146,10 +146,11 @@ def rewrite_begin(folder: Path, ids: list[int]) -> None:
     backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
     set_begin(backend, ids)
     backend.save(str(folder / "tokenizer.json"))
-    # Some classes make the post-processor anew from this key, or from its default.
+    # Other classes make the post-processor anew, from this key, or from its default.
     path = folder / "tokenizer_config.json"
     described = read_json(path, dict, "write it anew with transformers' save_pretrained", LIMIT)
-    path.write_text(json.dumps({**described, "add_bos_token": ids == [opened.bos_token_id]}, indent=2) + "\n")
+    described |= {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": ids == [opened.bos_token_id]}
+    path.write_text(json.dumps(described, indent=2) + "\n")
 
 
 # Chat templates: transformers renders them, in Jinja's sandbox. A template is data that somebody else wrote.
