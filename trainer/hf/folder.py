@@ -127,7 +127,7 @@ def open_generation(folder: str | Path, vocab_size: int) -> tuple[dict[str, Any]
     option that is left out. Without generation_config.json, options in config.json count, as in transformers. Raises
     `ConfigError` for a file that cannot be read."""
     path = Path(folder).expanduser() / GENERATION
-    own = path.is_file()
+    own = path.exists() or path.is_symlink()
     path = path if own else path.with_name("config.json")
     given = read_json(path, dict, "write it anew with transformers' save_pretrained")
     kept, left = select_generation(given, vocab_size)
