@@ -235,11 +235,12 @@ def write_shard(job: TokeniseJob, number: int) -> None:
     """Tokenises one shard; its description appears when its files are complete."""
     stem = str(job.description(number).with_suffix(""))
     writers = {held: TokenWriter(f"{stem}.{split}.bin", job.dtype, job.chat) for held, split in enumerate(SPLITS)}
+    begun = _begun(job, number)
     job.documents.take_tally()  # of what was read before
     piece = None
     try:
         documents = job.documents.read(*job.shards[number])
-        for pieces in _batches(_marked(documents, job.threshold, _begun(job, number))):
+        for pieces in _batches(_marked(documents, job.threshold, begun)):
             for piece, (ids, marks) in zip(pieces, _encoded(job, pieces)):
                 writers[piece.held].append(ids, marks)
         tally = job.documents.take_tally()
@@ -272,7 +273,6 @@ def _begun(job: TokeniseJob, number: int) -> bool | None:
     while job.documents.begins_inside(first):
         first -= 1
         for text, final, _ in job.documents.read(first, first + 1):
-            job.documents.take_tally()
             return None if final else digest_text(text) < job.threshold
     return None
 
