@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -58,9 +59,7 @@ def test_models_are_read_one_tensor_at_a_time(root, tmp_path, monkeypatch) -> No
 
     def noting(checkpoint: str):
         saved = open_saved(checkpoint)
-        return SimpleNamespace(
-            spec=saved.spec, tokenizer=saved.tokenizer, tensor=lambda name: (read.append(name), saved.tensor(name))[1]
-        )
+        return replace(saved, tensor=lambda name: (read.append(name), saved.tensor(name))[1])
 
     monkeypatch.setattr("trainer.checkpointing.loading.open_saved", noting)
     assert merge.main([str(folder / "run"), str(folder / "hf"), str(tmp_path / "out")]) == 0
@@ -132,6 +131,10 @@ def test_evaluations_are_kept_by_checkpoint_and_export_once(tmp_path, lm_eval, c
     assert evaluate.main([*common, "tasks=[mean]", "limit=7", "shots=2"]) == 0
     shown = capsys.readouterr().out
     assert "mean" in shown and "1.0000" in shown and "0.5000" in shown and str(run / "results.json") in shown
+    assert lm_eval[0]["add_bos_token"] is False and lm_eval[0]["prefix_token_id"] == 256
+    assert lm_eval[0]["apply_chat_template"] is False
+    assert evaluate.main([*common, "tasks=[mean]", "chat=true"]) == 2 and len(lm_eval) == 1
+    assert "chat=true: the tokenizer has no chat template" in capsys.readouterr().err
     assert lm_eval[0]["limit"] == 7 and lm_eval[0]["num_fewshot"] == 2 and lm_eval[0]["dtype"] == "float32"
     (folder,) = (run / "exports").iterdir()
     stamp = folder.stat().st_mtime_ns

@@ -174,9 +174,7 @@ def test_a_model_is_left_as_it_was() -> None:
     model = build(small("llama")).train()
     layer = model.layers["0"]
     layer.recompute = recompute = lambda body, *inputs: body(*inputs)
-    generation = TokenGenerator(
-        ShardedModel(model.spec, {0: model}, CPU, torch.float64), [[1]], 2, SamplingOptions(), None
-    )
+    generation = TokenGenerator(ShardedModel(model.spec, {0: model}, CPU, torch.float64), [[1]], 2, SamplingOptions())
     with generation.model.inference():
         next(iter(generation))
         assert not model.training and layer.recompute is None and not torch.is_grad_enabled()

@@ -36,7 +36,7 @@ def test_cuda_graphs_generate_what_whole_passes_do(family: str, dtype: torch.dty
     """In fp64 with torch's attention, of up to 64, 128 and 192 slots, the first once; in fp32 with the kernels'."""
     model = build(family, dtype)
     sampling = SamplingOptions(temperature=1.0, seed=5)
-    generation = TokenGenerator(model, PROMPTS, 80, sampling, None)
+    generation = TokenGenerator(model, PROMPTS, 80, sampling)
     with model.inference():
         for _ in generation:
             pass

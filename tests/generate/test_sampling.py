@@ -134,7 +134,7 @@ def test_prompts_end_by_themselves(model) -> None:
     free = generate_tokens(model, prompts, 12, SamplingOptions())
     end = free[0][5]
     expected = [tokens[: tokens.index(end)] if end in tokens else tokens for tokens in free]
-    assert generate_tokens(model, prompts, 12, SamplingOptions(), end) == expected and len(expected[0]) <= 5
+    assert generate_tokens(model, prompts, 12, SamplingOptions(), [end]) == expected and len(expected[0]) <= 5
     assert len(expected[1]) == 12  # the other goes on
 
 
@@ -159,7 +159,8 @@ def test_the_pieces_of_a_text_are_the_text_up_to_the_first_stop(before, text, st
 
 
 def test_text_comes_while_more_is_computed_and_stops_at_a_word(model) -> None:
-    tokenizer, prompts, sampling = byte_tokenizer(), ["def ", "", "x"], SamplingOptions(1.0, seed=2)
+    tokenizer, sampling = byte_tokenizer(), SamplingOptions(1.0, seed=2)
+    prompts = [tokenizer.encode_prompt(text) for text in ("def ", "", "x")]
     whole = continue_prompts(model, tokenizer, prompts, 30, sampling)
     with model.inference():
         pieces = list(generate_text(model, tokenizer, prompts, 30, sampling))

@@ -38,7 +38,7 @@ from trainer.diagnosis.oom_report import MemoryOverride, OOMReport
 from trainer.diagnosis.oom_report import read_oom_report as read_shortage
 from trainer.diagnosis.traces import read_trace as read_trace
 from trainer.diagnosis.verdict import to_json
-from trainer.hf import HFWeights, spec_from_hf
+from trainer.hf import HFWeights, open_generation, spec_from_hf
 from trainer.hf.config import config_from_spec
 from trainer.observe import metrics
 from trainer.observe.diagnose_run import diagnose_run
@@ -171,6 +171,12 @@ def tokenizer_config(folder: Path) -> File:
 
 def hf_config(folder: Path) -> File:
     return written(folder / "config.json", json.dumps(config_from_spec(SPEC))), lambda: spec_from_hf(folder)
+
+
+def generation_config(folder: Path) -> File:
+    options = {"eos_token_id": [256, 3], "do_sample": True, "temperature": 0.6, "stop_strings": ["a"]}
+    text = json.dumps(options | {"watermarking_config": {"greenlist_ratio": 0.25}})
+    return written(folder / "generation_config.json", text), lambda: open_generation(folder, 257)
 
 
 def hf_folder(folder: Path, sharded: bool) -> tuple[Path, Callable[[], object]]:
@@ -431,6 +437,7 @@ KINDS: dict[str, Callable[[Path], File]] = {
         tokenizer_json,
         tokenizer_config,
         hf_config,
+        generation_config,
         hf_index,
         hf_weights,
         schedule,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
@@ -243,6 +243,30 @@ def _first(names: list[str]) -> str:
 # What a run saves about itself besides tensors: plain data in the manifest, checked before it is used.
 
 
+BEGIN = "data.bos"
+"""The entry of `data` with the ids with which documents begin; there is none where they begin with their text."""
+
+
+def read_begin(path: Path, manifest: dict[str, Any]) -> list[int]:
+    """The ids with which the documents began that a checkpoint was trained on."""
+    data = manifest.get("data")
+    begin = data.get(BEGIN, []) if isinstance(data, dict) else []
+    _demand(path, BEGIN, is_ids(begin), begin, "a list of token ids")
+    return begin
+
+
+def read_generation(path: Path, manifest: dict[str, Any]) -> dict[str, Any] | None:
+    """The generation configuration of the model in a checkpoint; None in those of earlier versions."""
+    generation = manifest.get("generation")
+    fits = generation is None or isinstance(generation, dict) and is_ids(generation.get("eos_token_id"))
+    _demand(path, "generation", fits, generation, "a generation configuration")
+    return generation
+
+
+def is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(token) is int and 0 <= token < 2**31 for token in value)
+
+
 def read_states(path: Path) -> dict[str, Any]:
     """The manifest of a run's checkpoint, checked to be what `saving.describe_checkpoint` writes. Its `spec` is
     completed with defaults. Raises DamagedCheckpoint, which names the first wrong entry."""
@@ -267,6 +291,8 @@ def read_states(path: Path) -> dict[str, Any]:
         manifest["streams"] = parse_points(manifest["streams"])
     except ValueError as error:
         raise DamagedCheckpoint(f"{path / MANIFEST}: streams: {shorten_foreign(error)}") from None
+    read_begin(path, manifest)
+    manifest["generation"] = read_generation(path, manifest)
     compression = manifest.setdefault("compression", None)
     known = compression is None or isinstance(compression, dict) and _texts(compression.get("chosen"))
     _demand(path, "compression", known, compression, "null or a mapping with what was chosen")
@@ -312,13 +338,17 @@ CONFIG = "config.json"
 @dataclass(frozen=True)
 class SavedModel:
     """A model on disk. path: the checkpoint's own folder, or a transformers folder. tensor: reads the whole parameter
-    of a given name. tokenizer: the folder of the model's tokenizer, or None. run: the folder of its run, or None."""
+    of a given name. tokenizer: the folder of the model's tokenizer, or None. run: the folder of its run, or None.
+    generation: the model's generation configuration. begin: the ids with which the documents began that it was trained
+    on; None means as its tokenizer says."""
 
     path: Path
     spec: ModelSpec
     tensor: Callable[[str], Tensor]
     tokenizer: Path | None
     run: Path | None
+    generation: dict[str, Any] = field(default_factory=dict)
+    begin: list[int] | None = None
 
 
 def open_saved(checkpoint: str, weights: str = "trained") -> SavedModel:
@@ -345,6 +375,8 @@ def open_saved(checkpoint: str, weights: str = "trained") -> SavedModel:
                     "weights=ema out"
                 )
         check_model(contents, spec, prefix)
+        generation = read_generation(path, contents.manifest) or {}
+        begin = read_begin(path, contents.manifest)
     except DamagedCheckpoint as damage:
         way_out = "" if "imports=" in str(damage) else "; give another checkpoint"
         raise ConfigError(f"checkpoint={checkpoint}: {damage}{way_out}") from None
@@ -352,7 +384,7 @@ def open_saved(checkpoint: str, weights: str = "trained") -> SavedModel:
     def tensor(name: str) -> Tensor:
         return contents.read([prefix + name])[prefix + name]
 
-    return SavedModel(path, spec, tensor, tokenizer if tokenizer.is_dir() else None, run)
+    return SavedModel(path, spec, tensor, tokenizer if tokenizer.is_dir() else None, run, generation, begin)
 
 
 def find_whole(checkpoint: str) -> Path:
@@ -389,15 +421,16 @@ def open_transformers(folder: str, weights: str) -> SavedModel:
             f"weights=ema: {folder} is a transformers folder, which holds one set of weights; leave it out"
         )
     path = Path(folder).expanduser()
-    from trainer.hf import HFWeights, spec_from_hf  # imported late: checkpoints of runs do not need it
+    from trainer.hf import HFWeights, open_generation, spec_from_hf  # imported late: checkpoints of runs do not need it
 
     notes: list[str] = []
     spec = spec_from_hf(path, notes)
+    generation, left_out = open_generation(path, spec.vocab_size)
     values = HFWeights(path, spec)
-    for note in (*notes, *values.notes):
+    for note in (*notes, *values.notes, *left_out):
         print(note, file=sys.stderr)
     tokenizer = path if (path / "tokenizer_config.json").is_file() else None
-    return SavedModel(path, spec, lambda name: values(name, values.infos[name]), tokenizer, None)
+    return SavedModel(path, spec, lambda name: values(name, values.infos[name]), tokenizer, None, generation)
 
 
 def check_model(contents: CheckpointContents, spec: ModelSpec, prefix: str) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.checkpointing.loading import read_launchers, read_states
+from trainer.checkpointing.loading import BEGIN, read_begin, read_launchers, read_states
 from trainer.checkpointing.manifest import WAY_OUT, DamagedCheckpoint, list_checkpoints, read_manifest
 from trainer.checkpointing.retention import choose_whole, describe_damages, find_resume, find_whole
 from trainer.config import CheckpointConfig, Config, ConfigError
@@ -72,20 +73,38 @@ CORPUS = "corpus (as cut into sequences)"
 
 
 def data_identity(corpus: Corpus, seed: int, batch: BatchPlan) -> dict[str, Any]:
-    """The settings and content without which a position in the data means nothing."""
+    """The settings and content without which a position in the data means nothing. The ids with which documents begin
+    are noted where there are any; earlier versions, whose documents began with their text, did not note them."""
     return {
         CORPUS: corpus.fingerprint,
         "run.seed": seed,
         "batch.sequence_length": batch.sequence_length,
         "sources": corpus.contents,
+        **({BEGIN: corpus.tokenizer.begin} if corpus.tokenizer.begin else {}),
     }
+
+
+def find_begin(setting: CheckpointConfig, folder: Path) -> list[int] | None:
+    """The ids with which the documents began that the checkpoint of `find_start` was trained on; None if a run would
+    start from no checkpoint. folder: the run's checkpoints. Of damaged checkpoints, which are not resumed, none
+    counts."""
+    if setting.resume == "none":
+        return None
+    paths = [*list_checkpoints(folder).values()]
+    if setting.resume != "auto":
+        named = Path(setting.resume).expanduser()
+        paths = [*list_checkpoints(named / "checkpoints").values(), named]
+    for path in paths:
+        with contextlib.suppress(DamagedCheckpoint):
+            return read_begin(path, read_manifest(path))
+    return None
 
 
 def find_changed_data(saved: dict[str, Any], data: dict[str, Any]) -> list[str]:
     """The settings and sources in which the data of a run differ from those of a checkpoint in such a way that the
     checkpoint's position means nothing. Both are `data_identity`. Other weights, and sources that were not there
     before or are no longer there, are no such difference: every source continues where it stands."""
-    changed = [name for name in ("run.seed", "batch.sequence_length") if saved.get(name) != data[name]]
+    changed = [name for name in ("run.seed", "batch.sequence_length", BEGIN) if saved.get(name) != data.get(name)]
     before, now = saved.get("sources"), data["sources"]
     if not isinstance(before, dict):  # a checkpoint from before sources were recorded one by one
         return [*changed, *([CORPUS] if saved.get(CORPUS) != data[CORPUS] else [])]

@@ -29,6 +29,9 @@ class EvalOptions(ModelOptions):
     tasks: list[str] = option(None, "tasks and groups of lm-eval, such as [hellaswag,arc_easy]")
     dtype: str = option("bf16", "type that the model computes in", DTYPES)
     shots: int = option(-1, "examples before each question; -1: as the task has it")
+    chat: bool = option(
+        False, "each question is a user's message, and its examples are a conversation, which the chat template writes"
+    )
     limit: int = option(0, "questions of each task; 0 means all", range="[0, inf)")
     batch: int = option(8, "questions at a time", range="[1, inf)")
     include: str = option("", "folder with task files of your own, which can name Python code that lm-eval runs")
@@ -56,14 +59,18 @@ def run(options: EvalOptions) -> None:
     folder = saved.run or saved.path
     known = known_results(folder)
     device = "cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu"
+    exported = export_checkpoint(saved, options)
     model = {
-        "pretrained": str(export_checkpoint(saved, options)),
+        "pretrained": str(exported),
         "dtype": str(products.DTYPES[options.dtype]).removeprefix("torch."),
+        **text_arguments(exported, options.chat, saved.begin),
     }
     found = lm_eval.simple_evaluate(
         model="hf",
         model_args=model,
         tasks=options.tasks,
+        apply_chat_template=options.chat,
+        fewshot_as_multiturn=options.chat,
         num_fewshot=None if options.shots < 0 else options.shots,
         limit=options.limit or None,
         batch_size=options.batch,
@@ -72,7 +79,7 @@ def run(options: EvalOptions) -> None:
         log_samples=False,
     )
     name = saved.path.name + ("-ema" if options.weights == "ema" else "")
-    how = {"limit": options.limit, "dtype": options.dtype}
+    how = {"limit": options.limit, "dtype": options.dtype} | ({"chat": True} if options.chat else {})
     measured = {
         task: select_numbers(values) | {"shots": found["n-shot"].get(task, options.shots)} | how
         for task, values in found["results"].items()
@@ -88,6 +95,22 @@ def run(options: EvalOptions) -> None:
         ],
     )
     print(folder / RESULTS)
+
+
+def text_arguments(model: Path, chat: bool, begin: list[int] | None = None) -> dict[str, Any]:
+    """How lm-eval is to begin texts, which by default it does without BOS: with `begin`, or None: as the tokenizer in
+    the folder `model` does, or with chat as its template does alone. Nothing without a tokenizer. Raises `ConfigError`
+    for chat without a template."""
+    from trainer.data.tokenizer import load_tokenizer
+
+    if not (model / "tokenizer_config.json").is_file():
+        return {}
+    tokenizer = load_tokenizer(model)
+    if chat:
+        tokenizer.render_prompt("a")
+    begin = tokenizer.begin if begin is None else begin
+    first = (begin or [tokenizer.end_id])[0]  # before a text of which every token is scored
+    return {"add_bos_token": bool(begin) and not chat, "prefix_token_id": first}
 
 
 def check_tasks(tasks: list[str], known: list[str]) -> None:
@@ -119,7 +142,15 @@ def export_checkpoint(saved: SavedModel, options: EvalOptions) -> Path:
     names = [saved.path.name, read_digest(saved.path)[:12], options.dtype, *(["ema"] * (options.weights == "ema"))]
     folder = saved.run / "exports" / "-".join(names)
     if not folder.exists():
-        export_model(saved.spec, saved.tensor, folder, DTYPES[options.dtype], saved.tokenizer)
+        export_model(
+            saved.spec,
+            saved.tensor,
+            folder,
+            DTYPES[options.dtype],
+            saved.tokenizer,
+            generation=saved.generation,
+            begin=saved.begin,
+        )
     return folder
 
 

@@ -24,7 +24,15 @@ def run(options: ExportOptions) -> None:
 
     import_modules(options.imports)
     saved = open_saved(options.checkpoint, options.weights)
-    export_model(saved.spec, saved.tensor, options.out, products.DTYPES[options.dtype], saved.tokenizer)
+    export_model(
+        saved.spec,
+        saved.tensor,
+        options.out,
+        products.DTYPES[options.dtype],
+        saved.tokenizer,
+        generation=saved.generation,
+        begin=saved.begin,
+    )
     rounded = "" if options.dtype == "fp32" else " (dtype=fp32 keeps them as trained)"
     print(f"{options.out}: weights in {options.dtype}{rounded}")
 

@@ -32,7 +32,13 @@ from trainer.util.exit_codes import DONE, REFUSED, process_rank, refuse_config
 DTYPES = ("fp32", "bf16", "fp16")
 """Names of `precision.dtypes.DTYPES`, which needs torch."""
 
-KINDS = {int: "a whole number", float: "a number", list[str]: "a list [a,b]", list[float]: "a list of numbers [1,2]"}
+KINDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    list[str]: "a list [a,b]",
+    list[float]: "a list of numbers [1,2]",
+}
 """Type of an option -> what a value must be."""
 
 ITEMS = re.compile(r"""\s*(?:"([^"]*)"|'([^']*)'|([^,]*?))\s*(?:,|$)""")
@@ -196,8 +202,7 @@ class Command:
     @cached_property
     def keys(self) -> list[str]:
         """Options that may be spelled `name=VALUE`: others have names that settings have, or may come to have."""
-        own = [name for name in self.fields if name not in self.inherited and self.hints[name] is not bool]
-        return [] if self.word == "train" else own
+        return [] if self.word == "train" else [name for name in self.fields if name not in self.inherited]
 
     def is_list(self, name: str) -> bool:
         return typing.get_origin(self.hints[name]) is list
@@ -241,13 +246,16 @@ class Command:
     def read(self, arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         """The options that are given, as texts and lists of texts, and what is wrong with the other arguments. Raises
         `ConfigError` where an option lacks its value."""
-        spelled = []
+        spelled, switches = [], {}
         for word in arguments:
             name, equals, value = word.partition("=")
+            if equals and name in self.keys and self.hints[name] is bool:  # as an option, it takes no value
+                switches[name] = value
+                continue
             name = spell_flag(name) if equals and name in self.keys else name.replace("_", "-")
             spelled.append(name + equals + value if name.startswith("--") else word)
         parsed, unknown = self.parser.parse_known_intermixed_args(spelled)
-        given = vars(parsed)
+        given = vars(parsed) | switches
         words, problems = given.pop("arguments", []), [self._unknown(word) for word in unknown]
         if issubclass(self.options, RecipeOptions):
             settings = [field.name for field in dataclasses.fields(Config)]
@@ -320,8 +328,10 @@ def convert_text(kind: Any, text: str | list[str] | tuple[str, ...]) -> Any:
     """A value as its type. Texts are taken literally, spaces and all. The items of a list are several arguments, or
     stand in brackets, between commas, and may be quoted; those of a tuple had no name and are taken as they are. Raises
     `ValueError`."""
+    if kind is bool and text not in ("true", "false"):
+        raise ValueError
     if isinstance(text, str):
-        return kind(text)
+        return text == "true" if kind is bool else kind(text)
     (item,) = typing.get_args(kind)
     if isinstance(text, tuple) or len(text) > 1:
         return [item(part) for part in text]

@@ -58,7 +58,21 @@ def run(options: MergeOptions) -> None:
             value.add_(model.tensor(name).float(), alpha=share / total)
         return value
 
-    export_model(models[0].spec, merged, options.out, products.DTYPES[options.dtype], models[0].tokenizer)
+    first = models[0]
+    for model, name in zip(models[1:], options.models[1:]):
+        if (model.generation, model.begin) != (first.generation, first.begin):
+            print(
+                f"{name}: its stop ids, sampling defaults or BOS are not those of {options.models[0]}, which are taken"
+            )
+    export_model(
+        first.spec,
+        merged,
+        options.out,
+        products.DTYPES[options.dtype],
+        first.tokenizer,
+        generation=first.generation,
+        begin=first.begin,
+    )
     print(options.out)
 
 

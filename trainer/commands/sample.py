@@ -18,6 +18,10 @@ from trainer.config.fields import option
 class SampleOptions(ModelOptions, LaunchOptions):
     prompt: str = option("", "text to continue; an empty one starts a new document")
     prompts: str = option("", "instead, a text file with a prompt in each line (\\n in it is a new line), all at once")
+    chat: bool = option(
+        False,
+        "each prompt is a user's message, which the model's chat template writes; generation ends with the answer",
+    )
     tokens: int = option(100, "most tokens to generate of each prompt", range="[1, inf)")
     temperature: float = option(0.8, "divides the logits; 0 takes the most likely token", range="[0, inf)")
     top_k: int = option(50, "choose among this many most likely tokens; 0 means all", range="[0, inf)")
@@ -45,6 +49,8 @@ class SampleOptions(ModelOptions, LaunchOptions):
             yield f"stop={self.stop}: every text begins with an empty one, so nothing would be generated; leave it out"
         if self.prompt and self.prompts:
             yield f"prompt={self.prompt} and prompts={self.prompts} exclude each other; leave one out"
+        if self.chat and not (self.prompt or self.prompts):
+            yield "chat=true makes a user's message of each prompt, and there is none; give prompt=TEXT or prompts=FILE"
         together, processes = self.tp * self.cp, int(os.environ.get("WORLD_SIZE", self.count()))
         if together > 0 and processes % together:
             from trainer.planning.plan import nearby_worlds
@@ -80,6 +86,11 @@ def run(options: SampleOptions) -> None:
             "give the checkpoint in the folder of its run"
         )
     tokenizer = load_tokenizer(saved.tokenizer)
+    if saved.begin is not None:
+        tokenizer.begin_with(saved.begin)
+    stop_ids = {*saved.generation.get("eos_token_id", [tokenizer.end_id])}
+    if options.chat and tokenizer.turn_end_id is not None:
+        stop_ids.add(tokenizer.turn_end_id)
     device = local_device(RunConfig(device=options.device))
     auto = "bf16" if device.type == "cuda" else "fp32"
     dtype = auto if options.dtype == "auto" else options.dtype
@@ -87,7 +98,15 @@ def run(options: SampleOptions) -> None:
     model = place_saved(saved, device, dtype, options.tp, int(os.environ.get("WORLD_SIZE", 1)), options.cp)
     sampling = SamplingOptions(options.temperature, options.top_k, options.top_p, options.seed)
     print_continuations(
-        model, tokenizer, prompts, options.tokens, sampling, options.stop, numbered=bool(options.prompts)
+        model,
+        tokenizer,
+        prompts,
+        options.tokens,
+        sampling,
+        options.stop,
+        stop_ids,
+        numbered=bool(options.prompts),
+        chat=options.chat,
     )
     if alone and dist.is_initialized():
         dist.destroy_process_group()

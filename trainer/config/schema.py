@@ -139,6 +139,13 @@ class DataConfig:
     chat_template: str | None = option(
         None, "Jinja file of the template of conversations (chat); null means the one in the tokenizer's folder"
     )
+    bos: str = option(
+        "auto",
+        "whether every document begins with BOS, in training, evaluation and prompts: true, false, or auto (as the "
+        "tokenizer's post-processor does, and in a resumed run as before); conversations and token files are as their "
+        "template or writer made them",
+        ("auto", "true", "false"),
+    )
     cache: str = option("~/.cache/trainer", "folder of trained tokenizers and tokenised corpora")
     eval_fraction: float = option(0.01, "share of the documents held out for evaluation", range="[0, 1)")
     mask_documents: bool = option(False, "packed documents do not attend to each other")

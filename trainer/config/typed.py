@@ -288,8 +288,8 @@ def _convert(
         return converted if origin is dict else list(converted.values())
     if hint is Any:
         return value
-    if value is False and choices is not None and "off" in choices:  # which is what YAML takes a bare off for
-        value = "off"
+    if isinstance(value, bool) and choices is not None:  # which is what YAML takes a bare true, false or off for
+        value = next((word for word in (str(value).lower(), "off" * (not value)) if word in choices), value)
     node, words = LEAVES[hint]
     whole = hint is int and isinstance(value, float) and value.is_integer()  # 20e9
     try:

@@ -269,7 +269,9 @@ class Corpus:
     `fingerprint` identifies what sample numbers refer to: tokens, sequence length and weights. The seed is no part of
     it. contents: identifies the tokens of each source to train on, by its name. sets: what else is evaluated, by name;
     sets_fingerprint: identifies it. damaged: rows to train on that were left out, None where none may be, and with a
-    stream, which prints them. notes: what is to be said of the data. opened: sources and sets, by name."""
+    stream, which prints them. notes: what is to be said of the data. opened: sources and sets, by name. marks: what
+    stands before and behind a document, for the table of a start. stop_ids: the tokens that end what the model
+    writes."""
 
     tokenizer: Tokenizer
     train: CorpusSide
@@ -281,6 +283,8 @@ class Corpus:
     damaged: int | None
     notes: list[str]
     opened: dict[str, OpenedSource]
+    marks: str
+    stop_ids: list[int]
 
     @property
     def vocab_size(self) -> int:
@@ -291,9 +295,10 @@ class MissingPart(ConfigError):
     """A part of the corpus would have to be made first."""
 
 
-def open_corpus(config: Config, prepare: bool = True) -> Corpus:
+def open_corpus(config: Config, prepare: bool = True, begin: list[int] | None = None) -> Corpus:
     """The corpus of `config.data`, tokenised first if the cache does not have it, or, unless it is to be prepared, a
-    `MissingPart` raised.
+    `MissingPart` raised. begin: the ids with which documents begin under data.bos=auto; None means as the tokenizer
+    says.
 
     Safe to call from many processes at once, on one or several machines, before any process group exists. Raises
     `ConfigError` with everything that is wrong with the sources, the tokenizer or their sizes.
@@ -301,6 +306,7 @@ def open_corpus(config: Config, prepare: bool = True) -> Corpus:
     sources, sets = _sources(config)
     once = partial(_make_cached, config=config, prepare=prepare)
     tokenizer = _tokenizer(config, sources, once)
+    marks = _use_bos(config, tokenizer, begin)
     _use_template(config, [*sources, *sets], tokenizer)
     limit = _model_vocab_size(config)
     if tokenizer.vocab_size > limit:
@@ -344,6 +350,7 @@ def open_corpus(config: Config, prepare: bool = True) -> Corpus:
         else sum(one.tally.damaged for one in opened[: len(sources)]),
         [*tokenizer.notes, *(note for one in opened for note in one.notes)],
         {source.name: one for source, one in zip([*sources, *sets], opened)},
+        *_describe_turns(marks, sources, tokenizer),
     )
 
 
@@ -400,6 +407,45 @@ def _limit(config: Config, source: TokenSequences) -> tuple[str, int | None]:
             )
         limits.append(max(1, int(given.max_epochs * source.length)))
     return source.name, min(limits, default=None)
+
+
+def _use_bos(config: Config, tokenizer: Tokenizer, begin: list[int] | None) -> str:
+    """Makes the tokenizer begin texts as data.bos says; `begin`: as in `open_corpus`. Returns what stands before and
+    behind a document."""
+    data, own = config.data, tokenizer.begin
+    if data.bos == "true":
+        if tokenizer.bos_id in (None, tokenizer.end_id) and not own:
+            what = (
+                "no BOS" if tokenizer.bos_id is None else "one token for BOS and end mark, which is before it already"
+            )
+            raise ConfigError(
+                f"data.bos=true, but data.tokenizer={data.tokenizer} has {what}; leave data.bos out, or name a "
+                "tokenizer folder whose tokenizer_config.json has another bos_token"
+            )
+        begin = own or [tokenizer.bos_id]
+    elif data.bos == "false":
+        begin = []
+    tokenizer.begin_with(own if begin is None else begin)
+    named = (
+        f"{tokenizer.name_tokens(tokenizer.document_begin)} text {tokenizer.name_tokens([tokenizer.end_id])}".strip()
+    )
+    if tokenizer.begin == own:
+        return named
+    why = "as the run has begun" if data.bos == "auto" else f"data.bos={data.bos}"
+    return f"{named} ({why}; the tokenizer itself begins with {tokenizer.name_tokens(own) or 'the text'})"
+
+
+def _describe_turns(marks: str, sources: list[DocumentSource], tokenizer: Tokenizer) -> tuple[str, list[int]]:
+    """What stands before and behind documents and conversations, and the tokens that end what the model writes."""
+    chats = [source for source in sources if source.template]
+    if not chats:
+        return marks, [tokenizer.end_id]
+    begin, end = tokenizer.begin, tokenizer.turn_end_id
+    missing = f", without {tokenizer.name_tokens(begin)}" * (tokenizer.render_probe()[0][: len(begin)] != begin)
+    turns = f"turns of the assistant end with {'text' if end is None else tokenizer.name_tokens([end])}"
+    conversations = f"conversations as their template writes them{missing}; {turns}"
+    stop_ids = [tokenizer.end_id, *([] if end in (None, tokenizer.end_id) else [end])]
+    return "; ".join([marks] * (len(chats) < len(sources)) + [conversations]), stop_ids
 
 
 def _use_template(config: Config, sources: list[DocumentSource], tokenizer: Tokenizer) -> None:

@@ -351,10 +351,12 @@ def write_shard(job: TokeniseJob, number: int) -> Iterator[TextCount]:
     complete."""
     stem = str(job.description(number).with_suffix(""))
     writers = {held: TokenWriter(f"{stem}.{split}.bin", job.dtype, job.chat) for held, split in enumerate(SPLITS)}
+    begun = _begun(job, number)
     job.documents.take_tally()  # of what was read before
     counts, piece = [TextCount() for _ in SPLITS], None
     try:
-        for pieces in _batches(mark_pieces(job.documents.read(*job.shards[number]), job.threshold)):
+        documents = job.documents.read(*job.shards[number])
+        for pieces in _batches(mark_pieces(documents, job.threshold, begun)):
             batch = [TextCount() for _ in SPLITS]
             for piece, (ids, marks) in zip(pieces, encode_pieces(job.tokenizer, pieces, job.chat)):
                 writers[piece.held].append(ids, marks)
@@ -389,25 +391,37 @@ def _goes_on(job: TokeniseJob, number: int, held: bool) -> bool:
     return False
 
 
+def _begun(job: TokeniseJob, number: int) -> bool | None:
+    """Whether the document inside of which a shard begins is held out; None if a document begins there. The last text
+    before the shard tells, as the first one behind it does in `_goes_on`."""
+    first = job.shards[number][0]
+    while job.documents.begins_inside(first):
+        first -= 1
+        for text, final, _ in job.documents.read(first, first + 1):
+            return None if final else digest_text(text) < job.threshold
+    return None
+
+
 @dataclass(frozen=True)
 class TextPiece:
-    """A text, whether it is held out, whether an end mark follows it, and the spans of a conversation that are
-    learned."""
+    """A text, whether it is held out, whether an end mark follows it, the spans of a conversation that are learned, and
+    whether a document begins with it."""
 
     text: str
     held: bool
     mark: bool
     spans: tuple[tuple[int, int], ...] | None
+    first: bool = True
 
 
 def encode_pieces(
     tokenizer: Tokenizer, pieces: list[TextPiece], chat: bool = False
 ) -> Iterator[tuple[list[int], np.ndarray | None]]:
     """The ids of each piece, and the marks of a conversation's, which its template ends."""
-    texts = [piece.text for piece in pieces]
+    texts, begin, end = [piece.text for piece in pieces], tokenizer.document_begin, [tokenizer.end_id]
     if not chat:
         for piece, ids in zip(pieces, tokenizer.encode_batch(texts)):
-            yield [*ids, tokenizer.end_id] if piece.mark else ids, None
+            yield [*begin * piece.first, *ids, *end * piece.mark], None
         return
     for piece, (ids, offsets) in zip(pieces, tokenizer.encode_special(texts)):
         starts, ends = offsets.T
@@ -418,18 +432,19 @@ def encode_pieces(
         yield ids, marks
 
 
-def mark_pieces(documents: Iterable[TextDocument], threshold: int) -> Iterator[TextPiece]:
+def mark_pieces(documents: Iterable[TextDocument], threshold: int, begun: bool | None = None) -> Iterator[TextPiece]:
     """The documents as pieces. Between two chunks of one document there is no end mark, unless the split puts them on
-    different sides; nor is there one behind the last chunk, if the document goes on behind it."""
+    different sides, and the next chunk then begins a document; nor is there an end mark behind the last chunk, if the
+    document goes on behind it. begun: see `_begun`."""
     waiting: TextPiece | None = None
     for text, final, spans, _ in documents:
         if not text:  # the end of a file, whose lines were left out
-            waiting = waiting and replace(waiting, mark=True)
+            waiting, begun = waiting and replace(waiting, mark=True), None
             continue
         held = digest_text(text) < threshold
         if waiting:
             yield replace(waiting, mark=waiting.mark or held != waiting.held)
-        waiting = TextPiece(text, held, final, spans)
+        waiting, begun = TextPiece(text, held, final, spans, held != begun), None if final else held
     if waiting:
         yield waiting
 

@@ -14,7 +14,17 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
 from trainer.config import ConfigError
-from trainer.hf.tokenizer import LIMIT, drop_lengths, open_tokenizer, save_tokenizer, write_config
+from trainer.hf.tokenizer import (
+    LIMIT,
+    drop_lengths,
+    open_tokenizer,
+    read_marks,
+    render_chat,
+    rewrite_begin,
+    save_tokenizer,
+    set_begin,
+    write_config,
+)
 from trainer.util.reading import read_bytes, shorten_foreign
 
 END = "<|endoftext|>"
@@ -24,27 +34,70 @@ KNOWN_ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "<|endofdocument|>", "<|i
 """Names under which a bare tokenizer.json, which has no field for it, may hold its end mark."""
 
 
+PROBE = "1b2d3"
+"""What is said in conversations that are rendered to see how a template ends a message."""
+
+
 class Tokenizer:
     """A `tokenizers` tokenizer with an end-of-text token (EOS; here: the end mark), which closes every document.
 
-    `digest` identifies how it encodes text. Text never becomes special tokens: a document that spells out the end
+    `digest` identifies how it encodes documents. Text never becomes special tokens: a document that spells out the end
     mark's name keeps it as text. `original` is the transformers tokenizer that it was made from, or None; `save` keeps
-    all settings of an `original`. chat_template: the text of the Jinja template of conversations, or None.
-    unknown_id: the token that stands for what the vocabulary lacks, or None. notes: what is to be said of the files
-    that it was made from."""
+    all settings of an `original`. chat_template: the text of the Jinja template of conversations, or None. begin: the
+    ids with which the post-processor begins every text, such as BOS; see `begin_with`. unknown_id: the token that
+    stands for what the vocabulary lacks, or None. notes: what is to be said of the files that it was made from."""
 
     def __init__(self, backend: Backend, end_id: int, original: Any = None, notes: Iterable[str] = ()):
         self.backend, self.end_id, self._original, self.notes = backend, end_id, original, list(notes)
+        self.begin = self._own_begin = read_marks(backend)[0]
         found = getattr(original, "chat_template", None)
         self.chat_template: str | None = found.get("default") if isinstance(found, dict) else found
         backend.encode_special_tokens = True
         drop_lengths(backend)
         self.vocab_size = max(backend.get_vocab().values()) + 1
-        state = json.loads(backend.to_str())
-        unknown = state["model"].get("unk_token")
-        self.unknown_id: int | None = backend.token_to_id(unknown) if unknown else state["model"].get("unk_id")
+
+    @cached_property
+    def unknown_id(self) -> int | None:
+        model = json.loads(self.backend.to_str())["model"]
+        unknown = model.get("unk_token")
+        return self.backend.token_to_id(unknown) if unknown else model.get("unk_id")
+
+    @cached_property
+    def digest(self) -> str:
+        state = json.loads(self.backend.to_str())
         del state["post_processor"]  # it only adds special tokens
-        self.digest = hashlib.blake2b(json.dumps([end_id, state], sort_keys=True).encode(), digest_size=16).hexdigest()
+        # Tokenizers without BOS keep the digest that they had before documents began with it.
+        parts = [self.end_id, state, *([self.document_begin] if self.document_begin else [])]
+        return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+    @property
+    def document_begin(self) -> list[int]:
+        """The ids that stand before every document in training data: `begin`, but no second end mark where the end mark
+        of the document before is one of them."""
+        return [] if self.end_id in self.begin else self.begin
+
+    @property
+    def bos_id(self) -> int | None:
+        """The id of BOS: what `begin` is, or what the tokenizer's folder names as bos_token; None without one."""
+        named = getattr(self._original, "bos_token_id", None)
+        return self.begin[0] if named is None and len(self.begin) == 1 else named
+
+    def begin_with(self, ids: list[int]) -> None:
+        """Begins every text with `ids` from now on, here and in what is saved. Raises `ConfigError` for an id that the
+        tokenizer does not have."""
+        if ids != self.begin:
+            if unknown := [token for token in ids if self.backend.id_to_token(token) is None]:
+                raise ConfigError(
+                    f"documents begin with token {unknown[0]}, which the tokenizer does not have; it is not the one "
+                    "that the model was trained with"
+                )
+            set_begin(self.backend, ids)
+            self.begin = ids
+            self.__dict__.pop("digest", None)
+
+    def name_tokens(self, ids: list[int]) -> str:
+        """The tokens as their vocabulary writes them."""
+        return "".join(self.backend.id_to_token(token) or str(token) for token in ids)
 
     def __reduce__(self) -> tuple:
         return type(self), (self.backend, self.end_id)
@@ -53,7 +106,9 @@ class Tokenizer:
     def special_tokens(self) -> dict[str, str]:
         """Special tokens by the names that chat templates use, such as eos_token."""
         if self._original is None:
-            return {"eos_token": self.backend.id_to_token(self.end_id)}
+            return {"eos_token": self.name_tokens([self.end_id])} | (
+                {"bos_token": self.name_tokens(self.begin)} if len(self.begin) == 1 else {}
+            )
         return {name: token for name, token in self._original.special_tokens_map.items() if isinstance(token, str)}
 
     @cached_property
@@ -74,6 +129,47 @@ class Tokenizer:
         begins and ends, int [tokens, 2]."""
         encodings = self._special_backend.encode_batch(texts, add_special_tokens=False)
         return [(encoding.ids, np.array(encoding.offsets, np.int64).reshape(-1, 2)) for encoding in encodings]
+
+    def encode_prompt(self, text: str, chat: bool = False) -> list[int]:
+        """The ids of a prompt, as transformers encodes it: names of special tokens are these tokens, and `begin` stands
+        before it unless the text writes it. chat: `text` is what `render_prompt` returned, in which the template writes
+        BOS or does not. Never empty: a prompt without any token begins a document."""
+        [(ids, _)] = self.encode_special([text])
+        if not chat and ids[: len(self.begin)] != self.begin:
+            ids = [*self.begin, *ids]
+        return ids or [self.end_id]
+
+    def render_prompt(self, text: str) -> str:
+        """A user's message as the chat template writes it, up to where the answer begins. Raises `ConfigError` where
+        there is no template, or it fails."""
+        try:
+            if self.chat_template is None:
+                raise ValueError("the tokenizer has no chat template")
+            return render_chat(self.chat_template, [{"role": "user", "content": text}], self.special_tokens, True)[0]
+        except ValueError as error:
+            raise ConfigError(
+                f"chat=true: {shorten_foreign(error)}; leave chat=true out, or give another model"
+            ) from None
+
+    def render_probe(self) -> tuple[list[int], list[int]]:
+        """The ids of a user's and an assistant's message as the chat template writes them: up to the end of what the
+        assistant says, and what follows. None without a template, or where it fails, which is refused where
+        conversations are read."""
+        conversation = [{"role": role, "content": PROBE} for role in ("user", "assistant")]
+        try:
+            text, _ = render_chat(self.chat_template or "", conversation, self.special_tokens)
+        except ValueError:
+            return [], []
+        before, content, behind = text.rpartition(PROBE)
+        (first, _), (second, _) = self.encode_special([before + content, behind if content else ""])
+        return first, second
+
+    @cached_property
+    def turn_end_id(self) -> int | None:
+        """The token that ends the assistant's messages: the first added token that the chat template writes behind what
+        the assistant says. None without a template, or if it ends them with text alone."""
+        added = self.backend.get_added_tokens_decoder()
+        return next((token for token in self.render_probe()[1] if token in added), None)
 
     @cached_property
     def _special_backend(self) -> Backend:
@@ -98,11 +194,13 @@ class Tokenizer:
             if self.chat_template is not None:
                 self._original.chat_template = self.chat_template
             save_tokenizer(self._original, Path(folder))
+            if self.begin != self._own_begin:
+                rewrite_begin(Path(folder), self.begin)
             return
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self.backend.save(str(folder / "tokenizer.json"))
-        described = {"eos_token": self.backend.id_to_token(self.end_id), "clean_up_tokenization_spaces": False} | (
+        described = {**self.special_tokens, "clean_up_tokenization_spaces": False} | (
             {"chat_template": self.chat_template} if self.chat_template else {}
         )
         write_config(folder, described, self.backend)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -131,9 +131,9 @@ class TokenGenerator:
         prompts: Sequence[Sequence[int]],
         count: int,
         sampling: SamplingOptions,
-        end: int | None,
+        stop_ids: Collection[int] = (),
     ):
-        self.model, self.count, self.sampling, self.end = model, count, sampling, end
+        self.model, self.count, self.sampling, self.stop_ids = model, count, sampling, stop_ids
         self.tokens, self.running = [list(prompt) for prompt in prompts], [True] * len(prompts)
         self.longest, self.reach = model.spec.max_length, model.reach
         capacity = min(self.longest, max(map(len, self.tokens)) + count)
@@ -144,8 +144,8 @@ class TokenGenerator:
         self.graphs = DecodeGraphs(model, self.cache, self.newest) if model.recordable else None
 
     def __iter__(self) -> Iterator[list[int | None]]:
-        """The next token of each prompt, None where it has ended: after `count` tokens, before `end`, or by `stop`. All
-        ranks ask together, within `model.inference()`."""
+        """The next token of each prompt, None where it has ended: after `count` tokens, before one of `stop_ids`, or by
+        `stop`. All ranks ask together, within `model.inference()`."""
         rows, device = len(self.tokens), self.model.device
         for draw in self.sampling.draws(rows, self.count, device):
             logits = self.forward()
@@ -155,7 +155,7 @@ class TokenGenerator:
             self.newest[:rows, 0] = self.model.agree(chosen)
             found = chosen.tolist()  # the one place where the host waits
             for row, token in enumerate(found):
-                if token == self.end:
+                if token in self.stop_ids:
                     self.stop(row)
                 if self.running[row]:
                     self.tokens[row].append(token)
@@ -195,10 +195,14 @@ class TokenGenerator:
 
 
 def generate_tokens(
-    model: ShardedModel, prompts: Sequence[Sequence[int]], count: int, sampling: SamplingOptions, end: int | None = None
+    model: ShardedModel,
+    prompts: Sequence[Sequence[int]],
+    count: int,
+    sampling: SamplingOptions,
+    stop_ids: Collection[int] = (),
 ) -> list[list[int]]:
-    """What follows each of `prompts`, which are not empty: up to `count` tokens, or those before `end`."""
-    generation = TokenGenerator(model, prompts, count, sampling, end)
+    """What follows each of `prompts`, which are not empty: up to `count` tokens, or those before one of `stop_ids`."""
+    generation = TokenGenerator(model, prompts, count, sampling, stop_ids)
     with model.inference():
         for _ in generation:
             pass

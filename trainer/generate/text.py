@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,17 +75,20 @@ class TextPiece(NamedTuple):
 def generate_text(
     model: ShardedModel,
     tokenizer: Tokenizer,
-    prompts: Sequence[str],
+    prompts: Sequence[Sequence[int]],
     count: int,
     sampling: SamplingOptions,
     stops: Sequence[str] = (),
+    stop_ids: Collection[int] | None = None,
 ) -> Iterator[TextPiece]:
-    """What follows each of `prompts`, piece by piece as it is computed, of all prompts at a time. An empty prompt
-    begins a document. Ends after `count` tokens, before the end mark, or before the first of `stops`. All ranks call it
-    together and take all of it, within `model.inference()`."""
-    tokens = [tokenizer.encode(prompt) or [tokenizer.end_id] for prompt in prompts]
-    generation = TokenGenerator(model, tokens, count, sampling, tokenizer.end_id)
-    streams = {row: TextStream(tokenizer.decode, prompt, stops) for row, prompt in enumerate(tokens)}
+    """What follows each of `prompts`, piece by piece as it is computed, of all prompts at a time.
+
+    prompts: token ids, as `Tokenizer.encode_prompt` makes them. Ends after `count` tokens, before one of `stop_ids`
+    (None: the end mark), or before the first of `stops`. All ranks call it together and take all of it, within
+    `model.inference()`."""
+    stop_ids = {tokenizer.end_id} if stop_ids is None else stop_ids
+    generation = TokenGenerator(model, prompts, count, sampling, stop_ids)
+    streams = {row: TextStream(tokenizer.decode, prompt, stops) for row, prompt in enumerate(prompts)}
     for found in generation:
         for row, stream in list(streams.items()):
             token = found[row]
@@ -114,15 +117,16 @@ def in_order(pieces: Iterable[TextPiece]) -> Iterator[TextPiece]:
 def continue_prompts(
     model: ShardedModel,
     tokenizer: Tokenizer,
-    prompts: Sequence[str],
+    prompts: Sequence[Sequence[int]],
     count: int,
     sampling: SamplingOptions,
     stops: Sequence[str] = (),
+    stop_ids: Collection[int] | None = None,
 ) -> list[str]:
     """The same, whole: what follows each of `prompts`."""
     texts = [""] * len(prompts)
     with model.inference():
-        for row, text, _ in generate_text(model, tokenizer, prompts, count, sampling, stops):
+        for row, text, _ in generate_text(model, tokenizer, prompts, count, sampling, stops, stop_ids):
             texts[row] += text
     return texts
 
@@ -159,10 +163,13 @@ def print_continuations(
     tokens: int,
     sampling: SamplingOptions,
     stops: list[str],
+    stop_ids: Collection[int],
     numbered: bool,
+    chat: bool = False,
 ) -> None:
     """Prints each prompt and what follows it, as it comes; of several prompts, which are computed together, one behind
-    the other. numbered: with a line before each."""
+    the other. numbered: with a line before each. chat: each prompt is a user's message, which the chat template
+    writes."""
     from trainer.observe.sinks import escape_controls
 
     def say(text: str) -> None:
@@ -170,14 +177,16 @@ def print_continuations(
             print(escape_controls(text) if sys.stdout.isatty() else text, end="", flush=True)
 
     def begin(row: int) -> None:
-        say(f"--- {row + 1}\n" * numbered + tokenizer.decode(tokenizer.encode(prompts[row])))
+        say(f"--- {row + 1}\n" * numbered + (texts[row] if chat else tokenizer.decode(tokenizer.encode(texts[row]))))
 
+    texts = [tokenizer.render_prompt(prompt) for prompt in prompts] if chat else prompts
+    encoded = [tokenizer.encode_prompt(text, chat) for text in texts]
     if process_rank() == 0:
         print(*tokenizer.notes, sep="\n", end="\n" * bool(tokenizer.notes), file=sys.stderr, flush=True)
-        warn_of_length(model.spec.max_length, tokens, [len(tokenizer.encode(prompt)) for prompt in prompts])
+        warn_of_length(model.spec.max_length, tokens, [len(ids) for ids in encoded])
     begin(0)
     with model.inference():
-        pieces = generate_text(model, tokenizer, prompts, tokens, sampling, list(map(new_lines, stops)))
+        pieces = generate_text(model, tokenizer, encoded, tokens, sampling, list(map(new_lines, stops)), stop_ids)
         for row, text, last in in_order(pieces):
             say(text + "\n" * last)
             if last and row + 1 < len(prompts):

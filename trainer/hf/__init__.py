@@ -9,6 +9,7 @@ _HOMES = {
     "HFWeights": "trainer.hf.weights",
     "export_model": "trainer.hf.folder",
     "model_from_hf": "trainer.hf.folder",
+    "open_generation": "trainer.hf.folder",
     "spec_from_hf": "trainer.hf.folder",
 }
 

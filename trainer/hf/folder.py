@@ -20,11 +20,17 @@ from trainer.config.schema import ModelConfig
 from trainer.hf.agreement import check_export, check_import, usual_config
 from trainer.hf.config import check_sizes, config_from_spec, spec_from_config
 from trainer.hf.families import FAMILIES
-from trainer.hf.tokenizer import SUFFIXES, TEMPLATES, named_files, open_tokenizer, save_tokenizer
+from trainer.hf.tokenizer import SUFFIXES, TEMPLATES, named_files, open_tokenizer, rewrite_begin, save_tokenizer
 from trainer.hf.weights import StoredTensors, write_weights
 from trainer.util.reading import check_links, on_one_line, read_json, shorten_foreign
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+GENERATION = "generation_config.json"
+
+OF_THE_MACHINE = ("compile_config", "continuous_batching_config", "use_cache", "output_", "return_dict")
+"""How the names of options begin that say how to compute, and not what is generated. The first names code: the backend
+of a compiler."""
 
 
 ADAPTER = "adapter_config.json"
@@ -109,16 +115,18 @@ def export_model(
     dtype: torch.dtype = torch.bfloat16,
     tokenizer: str | Path | None = None,
     shard_size: int | str = "5GB",
+    generation: Mapping[str, Any] | None = None,
+    begin: list[int] | None = None,
 ) -> None:
     """Writes a folder that `AutoModelForCausalLM.from_pretrained` opens: config, safetensors, tokenizer.
 
     Before anything is written, transformers opens the configuration and computes a small model of it.
 
     tensors: whole parameters by global name, read one at a time, so that at most one file's tensors are in memory
-    besides. tokenizer: folder to copy it from. The folder is written under another name and then renamed, so that it is
-    complete or absent. Raises `ConfigError` where transformers' model would be another one, naming the field."""
-    from transformers import GenerationConfig
-
+    besides. tokenizer: folder to copy it from. generation: a generation configuration; special tokens that it does not
+    name are the tokenizer's. begin: the ids with which the exported tokenizer begins every text; None leaves it as it
+    is. The folder is written under another name and then renamed, so that it is complete or absent. Raises
+    `ConfigError` where transformers' model would be another one, naming the field."""
     folder = Path(folder).expanduser()
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"out={folder} exists and is not empty; give a new folder")
@@ -131,17 +139,68 @@ def export_model(
     write_weights(partial, spec, tensors if callable(tensors) else tensors.__getitem__, dtype, shard_size)
     if tokenizer:
         copy_tokenizer(Path(tokenizer), partial, config["model_type"])
+        if begin is not None:
+            rewrite_begin(partial, begin)
     (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    GenerationConfig(**{key: config[key] for key in SPECIAL}).save_pretrained(partial)
+    ids = {key: config[key] for key in SPECIAL if config[key] is not None}
+    kept, _ = select_generation({**ids, **(generation or {})}, spec.vocab_size)
+    if len(kept.get("eos_token_id", ())) == 1:
+        [kept["eos_token_id"]] = kept["eos_token_id"]
+    (partial / GENERATION).write_text(json.dumps(kept, indent=2) + "\n")
     if folder.exists():
         folder.rmdir()
     partial.rename(folder)
 
 
+def open_generation(folder: str | Path, vocab_size: int) -> tuple[dict[str, Any], list[str]]:
+    """The generation configuration of a transformers folder as `select_generation` makes it, and a message for each
+    option that is left out. Without generation_config.json, options in config.json count, as in transformers. Raises
+    `ConfigError` for a file that cannot be read."""
+    path = Path(folder).expanduser() / GENERATION
+    own = path.exists() or path.is_symlink()
+    path = path if own else path.with_name("config.json")
+    given = read_json(path, dict, "write it anew with transformers' save_pretrained")
+    kept, left = select_generation(given, vocab_size)
+    if not own:  # most of config.json describes the model
+        left = {name: why for name, why in left.items() if name in SPECIAL}
+    return kept, [f"{path}: {on_one_line(name)} is not carried on: {why}" for name, why in left.items()]
+
+
+def select_generation(given: Mapping[str, Any], vocab_size: int) -> tuple[dict[str, Any], dict[str, str]]:
+    """The options of a generation configuration that transformers' `GenerationConfig` understands and the model can
+    follow, and why others are left out, by name. Ids to stop at become a list."""
+    from transformers import GenerationConfig
+
+    known = {name for name in vars(GenerationConfig()) if not name.startswith("_")} - {"transformers_version"}
+    kept, left = dict[str, Any](), dict[str, str]()
+    for name, value in given.items():
+        if value is None or name in ("_from_model_config", "transformers_version"):
+            continue
+        if name.startswith(OF_THE_MACHINE):
+            left[name] = "it says how to compute, not what"
+        elif name not in known:
+            left[name] = "transformers' GenerationConfig does not know it"
+        elif name.endswith("_token_id"):
+            ids = value if isinstance(value, list) else [value]
+            tokens = [token for token in ids if type(token) is int and 0 <= token < vocab_size]
+            if len(tokens) < len(ids):
+                wrong = next(token for token in ids if token not in tokens)
+                left[name] = f"{shorten_foreign(wrong)} is none of the model's {vocab_size} tokens"
+            if tokens:
+                kept[name] = tokens if name == "eos_token_id" else tokens[0]
+        else:
+            try:
+                GenerationConfig(**kept, **{name: value})
+                kept[name] = value
+            except Exception as error:  # whatever transformers meets in a value that somebody else wrote
+                left[name] = shorten_foreign(error)
+    return kept, left
+
+
 def copy_tokenizer(source: Path, folder: Path, model_type: str) -> None:
     """Copies the files of a tokenizer, which may lie beside a model, to those of a model of this type. transformers
     opens the copy with the ids that text has in a run on `source`."""
-    model = ("config.json", "generation_config.json", ADAPTER)
+    model = ("config.json", GENERATION, ADAPTER)
     for path in source.iterdir():
         if path.is_dir() and path.name == TEMPLATES:
             shutil.copytree(path, folder / path.name)

@@ -289,6 +289,46 @@ def list_leaves(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
         yield place, value
 
 
+# What a tokenizer's post-processor puts before and behind every text: BOS, EOS, or neither.
+
+
+def read_marks(backend: Any) -> tuple[list[int], list[int]]:
+    """The ids that the post-processor of a `tokenizers` tokenizer puts before and behind a text."""
+    encoding = backend.encode("Words, 1 2 3", add_special_tokens=True)
+    own = [place for place, sequence in enumerate(encoding.sequence_ids) if sequence is not None]
+    return (encoding.ids[: own[0]], encoding.ids[own[-1] + 1 :]) if own else ([], [])
+
+
+def set_begin(backend: Any, ids: list[int]) -> None:
+    """Makes a `tokenizers` tokenizer begin every text with `ids`. What it puts behind a text stays."""
+    from tokenizers import processors
+
+    end = read_marks(backend)[1]
+    single, pair = (
+        [piece for text in texts for piece in [*map(str, ids), text, *map(str, end)]]
+        for texts in (["$A"], ["$A", "$B:1"])
+    )
+    marks = [{"id": str(token), "ids": [token], "tokens": [backend.id_to_token(token)]} for token in {*ids, *end}]
+    adds = processors.TemplateProcessing(single=single, pair=pair, special_tokens=marks)
+    # A byte-level tokenizer's own step, which trims offsets, stays before it.
+    steps = [backend.post_processor] if isinstance(backend.post_processor, processors.ByteLevel) else []
+    backend.post_processor = processors.Sequence([*steps, adds]) if steps else adds
+
+
+def rewrite_begin(folder: Path, ids: list[int]) -> None:
+    """Makes the tokenizer that transformers opens in `folder`, which has a tokenizer.json, begin every text with
+    `ids`. Nothing is written where it does so already."""
+    opened, _ = open_tokenizer(folder)
+    if read_marks(opened.backend_tokenizer)[0] == ids:
+        return
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    set_begin(backend, ids)
+    backend.save(str(folder / "tokenizer.json"))
+    # Classes that make the post-processor anew do so from this key, or from its default.
+    described = read_config(folder, CONFIGS[0]) | {"add_bos_token": ids == [opened.bos_token_id]}
+    write_config(folder, described, backend)
+
+
 # Chat templates: transformers renders them, in Jinja's sandbox. A template is data that somebody else wrote.
 
 

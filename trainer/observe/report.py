@@ -154,6 +154,7 @@ def start_report(
                 ),
                 *mixture_rows(corpus.train, start, config.run.steps, batch),
                 *([("learned", learned)] if (learned := describe_learned(corpus)) else []),
+                ("documents", corpus.marks),
             ],
             "memory": [
                 ("counts", "the states of one rank, predicted; activations come on top"),

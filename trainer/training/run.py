@@ -13,11 +13,13 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from trainer.checkpointing.manifest import list_checkpoints
+from trainer.checkpointing.resume import find_begin
 from trainer.config import Config, ConfigError
 from trainer.config.extend import extend_spec
 from trainer.config.hardware import HardwareConfig
 from trainer.config.model import ModelSpec
 from trainer.data.corpus import open_corpus
+from trainer.data.tokenizer import Tokenizer, load_tokenizer
 from trainer.data.tokens import DataError
 from trainer.distributed.mesh import World, join_world, local_device
 from trainer.distributed.p2p import PeerError
@@ -89,7 +91,9 @@ def run(config: Config) -> RunResult:
     check_model(config, spec, device)
     check_fit(config, layout, world_size, node, memory)
     # Before the process group too: tokenising may take hours, and collectives of waiting ranks would time out.
-    corpus = open_corpus(config)
+    corpus = open_corpus(config, begin=find_begin(config.checkpoint, folder / "checkpoints"))
+    generation, left_out = starting_generation(config, spec, corpus.tokenizer)
+    notes += left_out
     # A caller's process group (notebook, tests) is used and left alone at the end.
     joined_before = dist.is_initialized()
     warn_of_stale_store()
@@ -118,7 +122,8 @@ def run(config: Config) -> RunResult:
         start = RunStart.find(config, layout, corpus, world)
         config = with_total_steps(config, layout.batch, start)
         check_data_end(config, layout.batch, start)
-        start = replace(start, notes=[*notes, *start.notes, *decision.notes])
+        generation = extend_stops(start.manifest.get("generation") or generation, corpus.stop_ids)
+        start = replace(start, notes=[*notes, *start.notes, *decision.notes], generation=generation)
         watchdog.total = config.run.steps
         if start.step >= config.run.steps:
             code = report_done(config, start, world)
@@ -206,6 +211,36 @@ def main(config: Config) -> int:
         get_error_handler().record_exception(error)  # for torchrun's report, which names the first rank that failed
         print(format_oom(error, missing), file=sys.stderr, flush=True)
         return FAILED
+
+
+def starting_generation(config: Config, spec: ModelSpec, tokenizer: Tokenizer) -> tuple[dict[str, Any], list[str]]:
+    """The generation configuration of the transformers folder that the run starts from, and what is to be said of it.
+    Ids are left out where the run's tokenizer has another token than the folder's."""
+    if not config.model.from_hf:
+        return {}, []
+    from trainer.hf import open_generation
+
+    generation, notes = open_generation(config.model.from_hf, spec.vocab_size)
+    if config.data.tokenizer == "bpe":  # then it is the folder's
+        return generation, notes
+    try:
+        before = load_tokenizer(config.model.from_hf)
+    except ConfigError:  # there is none to compare with
+        return generation, notes
+    for name in [name for name in generation if name.endswith("_token_id")]:
+        ids = generation[name] if isinstance(generation[name], list) else [generation[name]]
+        if before.name_tokens(ids) != tokenizer.name_tokens(ids):
+            del generation[name]
+            notes.append(
+                f"{config.model.from_hf}: {name}={ids} of its generation configuration is left out: data.tokenizer "
+                "has other tokens there"
+            )
+    return generation, notes
+
+
+def extend_stops(generation: dict[str, Any], stop_ids: list[int]) -> dict[str, Any]:
+    """The generation configuration with `stop_ids` among the ids that generation stops at, behind its own."""
+    return {**generation, "eos_token_id": [*dict.fromkeys([*generation.get("eos_token_id", ()), *stop_ids])]}
 
 
 def starting_point(config: Config) -> tuple[ModelSpec, Weights | None, list[str]]:

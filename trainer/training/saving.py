@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,10 +55,11 @@ class RunStart:
     """Where a run begins, the same on all ranks.
 
     path: the checkpoint that it resumes from, None for a new run. manifest: of that checkpoint. launchers: who started
-    the run. data: what its position in the data depends on. Both are for the checkpoints that it writes. mixture: what
-    its samples are drawn by. samples: its position in the data. notes: messages for the log, such as checkpoints that
-    were passed over. nodes: the ranks by the host memory that they share. in_memory: whether `path` is an in-memory
-    checkpoint of this run; its folder is that of this rank's node.
+    the run. data: what its position in the data depends on. generation: the model's generation configuration. The three
+    are for the checkpoints that it writes. mixture: what its samples are drawn by. samples: its position in the data.
+    notes: messages for the log, such as checkpoints that were passed over. nodes: the ranks by the host memory that
+    they share. in_memory: whether `path` is an in-memory checkpoint of this run; its folder is that of this rank's
+    node.
     """
 
     path: Path | None
@@ -69,6 +71,7 @@ class RunStart:
     notes: list[str]
     nodes: MemoryNodes
     in_memory: bool = False
+    generation: dict[str, Any] = field(default_factory=dict)
 
     @property
     def step(self) -> int:
@@ -265,6 +268,7 @@ def describe_checkpoint(
         "scaler": scaler,
         "data": start.data,
         "mixture": start.mixture.to_json(),
+        "generation": start.generation,
         "data_restarted": state.config.checkpoint.data == "restart",
         "began_from": state.config.checkpoint.resume,
     }
@@ -295,16 +299,19 @@ def sharded_model(state: TrainState) -> ShardedModel:
     )
 
 
-def draw_samples(state: TrainState, settings: GenerateConfig, tokenizer: Tokenizer) -> list[tuple[str, str]]:
-    """Each prompt and its continuation. All ranks call it together, between steps, and none of what they train on
-    changes: weights, gradients, and the state of random numbers.
+def draw_samples(
+    state: TrainState, settings: GenerateConfig, tokenizer: Tokenizer, stop_ids: Collection[int]
+) -> list[tuple[str, str]]:
+    """Each prompt and its continuation, which ends before any of `stop_ids`.
 
-    No backward pass follows that would drop the gathered parameters, so they are dropped here."""
+    All ranks call it together, between steps, and none of what they train on changes: weights, gradients, and the state
+    of random numbers. No backward pass follows that would drop the gathered parameters, so they are dropped here."""
     from trainer.generate.sampling import SamplingOptions
     from trainer.generate.text import continue_prompts
 
     sampling = SamplingOptions(settings.temperature, TOP_K)
-    texts = continue_prompts(sharded_model(state), tokenizer, settings.prompts, settings.tokens, sampling, [])
+    prompts = [tokenizer.encode_prompt(prompt) for prompt in settings.prompts]
+    texts = continue_prompts(sharded_model(state), tokenizer, prompts, settings.tokens, sampling, stop_ids=stop_ids)
     for stage in state.stages:
         state.runtime.sharding.reshard(stage)
     return list(zip(settings.prompts, texts))

@@ -351,7 +351,7 @@ class Trainer:
         with self.pauses.spent("evaluation"), self.weights_to_evaluate():
             from trainer.training.saving import draw_samples
 
-            samples = draw_samples(self.state, settings, self.corpus.tokenizer)
+            samples = draw_samples(self.state, settings, self.corpus.tokenizer, self.start.generation["eos_token_id"])
         self.ledger.log.samples(step, samples)
 
     def weights_to_evaluate(self) -> AbstractContextManager[None]:
