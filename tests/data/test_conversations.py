@@ -248,7 +248,9 @@ def test_rows_are_rendered_as_transformers_does_and_marked_answers_alone_are_lea
         assert document.text == wanted
         spans = expected(name, row, wanted)
         assert list(document.spans) == spans
-        ((ids, marks),) = encode_pieces(BYTES, [TextPiece(document.text, False, True, document.spans)])
+        ((ids, marks),) = encode_pieces(
+            BYTES.tokenizer, [TextPiece(document.text, False, True, document.spans)], chat=True
+        )
         said = bytes(token for token, mark in zip(ids, marks) if mark & LEARNED).decode()
         assert bytes(ids).decode() == wanted and said == "".join(wanted[first:last] for first, last in spans)
     again, tally = read(folder, rows, template, "parquet")

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from trainer.commands.grammar import Command, RecipeOptions, print_once
@@ -44,7 +45,7 @@ def use_corpus(options: RecipeOptions, use: Callable[[Config, Corpus], str]) -> 
     main_thread = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, signal.default_int_handler) if main_thread else None
     try:
-        return print_once(use(config, open_corpus(config)))
+        return print_once(use(config, open_corpus(config, begin=_find_begin(config))))
     except KeyboardInterrupt:
         text = f"stopped; what is tokenised is kept in data.cache={config.data.cache}, and the same command goes on"
         print_once(text, sys.stderr)
@@ -58,6 +59,17 @@ def use_corpus(options: RecipeOptions, use: Callable[[Config, Corpus], str]) -> 
 
 
 # trainer prepare
+
+
+def _find_begin(config: Config) -> list[int] | None:
+    """With what documents begin in a run that would be resumed; see `resume.find_begin`. Most runs are new, and need
+    no torch here."""
+    checkpoints = Path(config.run.dir) / "checkpoints"
+    if config.checkpoint.resume in ("auto", "none") and not checkpoints.is_dir():
+        return None
+    from trainer.checkpointing.resume import find_begin
+
+    return find_begin(config.checkpoint, checkpoints)
 
 
 def prepare_corpus(options: RecipeOptions) -> int:
