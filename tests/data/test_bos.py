@@ -106,7 +106,8 @@ def test_a_text_begins_as_transformers_begins_it(tmp_path: Path, kind: str, bos:
 @pytest.mark.parametrize("kind", ["none", "bos"])
 @pytest.mark.parametrize("name", ["GPT2Tokenizer", "GPTNeoXTokenizer", "Qwen2Tokenizer", "PreTrainedTokenizerFast"])
 def test_classes_that_make_their_own_post_processor_keep_the_decision(tmp_path, name: str, kind: str, bos: str) -> None:
-    """GPTNeoXTokenizer of transformers 5 replaces the post-processor of tokenizer.json by its own."""
+    """GPTNeoXTokenizer of transformers 5 replaces the post-processor of tokenizer.json by its own; a run keeps that of
+    the file."""
     place = folder_of(tmp_path / "its", kind)
     described = json.loads((place / "tokenizer_config.json").read_text())
     (place / "tokenizer_config.json").write_text(json.dumps({**described, "tokenizer_class": name}))
@@ -116,7 +117,7 @@ def test_classes_that_make_their_own_post_processor_keep_the_decision(tmp_path, 
     write_jsonl(tmp_path / "a.jsonl", ["one", "two three"] * 8)
     one.data.bos = bos
     corpus = open_corpus(one)
-    begin = {"auto": its("one").input_ids[: -len(plain)], "true": [BOS], "false": []}[bos]
+    begin = {"auto": [BOS] if kind == "bos" else [], "true": [BOS], "false": []}[bos]
     corpus.tokenizer.save(tmp_path / "saved")
     assert AutoTokenizer.from_pretrained(tmp_path / "saved")("one").input_ids == [*begin, *plain]
     assert corpus.train.get(0).tokens[: len(begin) + 1].tolist() in ([*begin, plain[0]], [*begin, b"t"[0]])

@@ -391,7 +391,7 @@ def test_damaged_rows_are_counted_and_bounded(tmp_path, capsys):
         read_run(made, 0, 4, 24, 1)
     made.data.on_error, made.data.max_damaged = "skip", 0.5
     read_run(made, 0, 20, 24, 1)
-    assert "data.sources.stream: this process left out 1 of" in capsys.readouterr().err
+    assert "data.sources.stream: this process left out 1 damaged and 0 empty of" in capsys.readouterr().err
     made.data.max_damaged = 0.02
     with pytest.raises(DataError, match="more than data.max_damaged=0.02 allows.*The first: .*a.jsonl, the line at"):
         read_run(made, 0, 20, 24, 1)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from trainer.commands import export, merge
 from trainer.config import ConfigError
+from trainer.data.tokenizer import byte_tokenizer
 from trainer.hf import HFWeights, spec_from_hf
 from trainer.hf.families import FAMILIES
 from trainer.hf.folder import copy_tokenizer
@@ -177,9 +178,9 @@ def test_the_files_that_transformers_reads_are_read_and_others_named(
     assert torch.equal(transformers_logits(folder), logits[0 if single else 1])
     assert close(found, logits[0 if single else 1])
     assert len(notes) == bool(unread)
-    (folder / "tokenizer_config.json").touch()
-    copy_tokenizer(folder, exported := tmp_path_factory.mktemp("exported"))
-    assert [path.name for path in exported.iterdir()] == ["tokenizer_config.json"]
+    byte_tokenizer().save(folder)
+    copy_tokenizer(folder, exported := tmp_path_factory.mktemp("exported"), "llama")
+    assert {path.name for path in exported.iterdir()} == {"tokenizer.json", "tokenizer_config.json"}
     for note in notes:
         assert note.endswith(
             f"the weights are those of {SINGLE if single else INDEX}; not read: {format_names(sorted(unread))}"

@@ -566,12 +566,18 @@ def _open(
     return OpenedSource(*sides, content, tally, tuple(notes), counts)
 
 
-def _check_loss(config: Config, source: DocumentSource, count: TextCount) -> None:
-    """Raises `ConfigError` where the tokenizer makes nothing of the text of a source. Those that are made here have a
-    token for every byte, and lose nothing of text of which they make few tokens."""
+def _lossy_tokenizer(config: Config) -> str | None:
+    """The setting that names the tokenizer; None for those that are made here, which have a token for every byte and
+    lose nothing of text of which they make few tokens."""
     name, folder = config.data.tokenizer, config.model.from_hf
-    if name not in ("bytes", "bpe") or name == "bpe" and folder:
-        named = f"the tokenizer of model.from_hf={folder}" if name == "bpe" else f"data.tokenizer={name}"
+    if name == "bpe" and folder:
+        return f"the tokenizer of model.from_hf={folder}"
+    return None if name in ("bytes", "bpe") else f"data.tokenizer={name}"
+
+
+def _check_loss(config: Config, source: DocumentSource, count: TextCount) -> None:
+    """Raises `ConfigError` where the tokenizer makes nothing of the text of a source."""
+    if named := _lossy_tokenizer(config):
         check_count(count, source.setting, named)
 
 
@@ -607,9 +613,9 @@ def _open_stream(
     folder = _cache(config) / "tokens" / f"{source.name}-{_key([*content, wanted])}"
 
     def prepare() -> None:
-        texts = list(source.sample_texts(SAMPLED))
-        made = count_tokens(tokenizer, texts, tokenizer.encode_batch(texts))
-        _check_loss(config, source, made)
+        if _lossy_tokenizer(config):
+            texts = list(source.sample_texts(SAMPLED))
+            _check_loss(config, source, count_tokens(tokenizer, texts, tokenizer.encode_batch(texts)))
         folder.mkdir(parents=True, exist_ok=True)
         writer = TokenWriter(str(folder / "eval.bin"), token_dtype(tokenizer.vocab_size))
         try:

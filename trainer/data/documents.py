@@ -297,8 +297,9 @@ class HubStream(DamagedRows):
                 raise DataError(
                     f"{self.setting}: the stream {self.source.path} {ended}: {shorten_foreign(error)}; {way_on}"
                 ) from error
-            yield state, [document for row in group for document in self._documents(row)]
+            documents = [document for row in group for document in self._documents(row)]
             self.told = report_left_out(self.setting, self.tally, self.told)
+            yield state, documents
             if len(group) < GROUP:
                 return
 

@@ -126,7 +126,7 @@ class Mixture:
                     phase = phases.pop()
                     before = phase.count(int(current) - phase.start)
                     left = {name: count + before[name] for name, count in left.items()}
-                ends = [phase.find(name, int(count)) for name, count in left.items() if count < math.inf]
+                ends = [phase.find(name, int(count) - 1) + 1 for name, count in left.items() if count < math.inf]
                 phases.append(phase)
                 stop = min(end, *ends) if ends else end
                 if stop < math.inf:

@@ -397,7 +397,7 @@ def _begun(job: TokeniseJob, number: int) -> bool | None:
     first = job.shards[number][0]
     while job.documents.begins_inside(first):
         first -= 1
-        for text, final, _ in job.documents.read(first, first + 1):
+        for text, final, *_ in job.documents.read(first, first + 1):
             return None if final else digest_text(text) < job.threshold
     return None
 
