@@ -69,13 +69,13 @@ def count_loaded(module: str) -> int:
 
 
 BUDGETS = {
-    "tokens of trainer/": (lambda: sum(map(count_tokens, FILES)), 343_000),
-    "files of trainer/": (lambda: len(FILES), 215),
-    "files loaded with trainer.training.run": (lambda: count_loaded("trainer.training.run"), 139),
+    "tokens of trainer/": (lambda: sum(map(count_tokens, FILES)), 367_000),
+    "files of trainer/": (lambda: len(FILES), 216),
+    "files loaded with trainer.training.run": (lambda: count_loaded("trainer.training.run"), 140),
     "files loaded with trainer.training.step": (lambda: count_loaded("trainer.training.step"), 81),
-    "settings": (count_settings, 199),
+    "settings": (count_settings, 201),
     "pages of docs/": (lambda: len(list((ROOT / "docs").glob("*.md"))), 16),
-    "words of docs/": (lambda: count_words(*(ROOT / "docs").glob("*.md")), 42_200),
+    "words of docs/": (lambda: count_words(*(ROOT / "docs").glob("*.md")), 45_000),
     "words of README.md": (lambda: count_words(ROOT / "README.md"), 1_700),
     "files of bench/": (lambda: len(list((ROOT / "bench").glob("*.py"))), 14),
 }

@@ -335,7 +335,7 @@ for kind, n in ((kind, n) for kind, most in files.items() for n in range(most)):
     else:
         row = {"text": text} if kind == "jsonl" else {"messages": messages}
         Path(f"{name}.jsonl").write_text(json.dumps(row))
-made = config(folder, 32, **{kind: SourceConfig(kind, str(folder / kind)) for kind in files})
+made = config(folder, 64, **{kind: SourceConfig(kind, str(folder / kind)) for kind in files})
 made.data.eval_fraction, made.data.chat_template = 0.0, str(folder / "chat.jinja")
 corpus = open_corpus(made)
 assert [len(source.runs) for source in corpus.train.sources] == [files[name] for name in corpus.train.names]
