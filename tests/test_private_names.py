@@ -201,7 +201,9 @@ def trees() -> dict[str, ast.Module]:
 def private(name: str) -> bool:
     """`_replace` is public: the names that named tuples document begin so, for the sake of their fields' names."""
     return (
-        name.startswith("_") and not (name.startswith("__") and name.endswith("__")) and name not in ("_", "_replace", "_asdict")
+        name.startswith("_")
+        and not (name.startswith("__") and name.endswith("__"))
+        and name not in ("_", "_replace", "_asdict")
     )
 
 

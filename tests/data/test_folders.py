@@ -313,3 +313,17 @@ def test_columns_of_every_type_of_text_are_read(kind, tmp_path):
     column = pyarrow.array(["a", "b", "a", ""]).cast(kind)
     pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
     assert documents_of(whole(tmp_path, "parquet", tmp_path / "a.parquet")) == ["a", "b", "a"]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "hub"])
+def test_columns_beside_the_text_are_named_with_their_rows(kind, tmp_path):
+    rows = [{"text": f"text {number}", "id": number, "url\n": "x"} for number in range(5)]
+    (tmp_path / "rows").mkdir()
+    if kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows" / "a.parquet")
+    else:
+        (tmp_path / "rows" / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = config(tmp_path, length=4, corpus=SourceConfig(kind, str(tmp_path / "rows")))
+    made.data.eval_fraction = 0.0
+    (note,) = open_corpus(made).notes
+    assert re.fullmatch(r"data.sources.corpus: columns not read: id, url\S* \(5 rows\)", note), note

@@ -69,11 +69,13 @@ class DatasetRows(DamagedRows):
         self.rows, self.setting, self.path = dataset.select_columns([source.field]), setting, source.path
         self.field, self.length = source.field, min(len(dataset), source.limit or len(dataset))
         self.bytes = dataset.data.nbytes * self.length // max(1, len(dataset))
+        self.unread = [name for name in dataset.column_names if name != source.field]
 
     def __len__(self) -> int:
         return self.length
 
     def read(self, first: int, last: int) -> Iterator[TextDocument]:
+        self.tally.count_unread(self.unread, last - first)
         for start in range(first, last, 256):
             for number, text in enumerate(self.rows[start : min(start + 256, last)][self.field], start):
                 self.tally.rows += 1

@@ -73,10 +73,10 @@ class TableColumn(NamedTuple):
         return cls(name, f"{setting}.{field}", template)
 
     def document(self, row: dict[str, Any], tally: RowTally) -> TextDocument:
-        """What is made of a row. What a conversation's row has besides is counted in `tally`. Raises `ValueError` with
-        what is wrong."""
+        """What is made of a row. What it has besides is counted in `tally`. Raises `ValueError` with what is wrong."""
         value = row.get(self.name)
         if self.template is None:
+            tally.count_unread(name for name in row if name != self.name)
             return TextDocument(plain_text(value))
         if value is None or value == []:
             raise Absent("holds no messages")
@@ -256,9 +256,8 @@ class ParquetRows(DamagedRows):
             start = int(self._ends[group - 1]) if group else 0
             stop = min(last, int(self._ends[group]))
             self.tally.rows += stop - first
-            if self.column.template:
-                unread = set(self.names[self.groups[group][0]]) - set(self._read_columns(self.groups[group][0]))
-                self.tally.count_unread(sorted(unread), stop - first)
+            path = self.groups[group][0]
+            self.tally.count_unread(sorted({*self.names[path]} - {*self._read_columns(path)}), stop - first)
             yield from self._decoded(*self.groups[group], first - start, stop - start)
             first = stop
 

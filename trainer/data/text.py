@@ -75,7 +75,7 @@ class RowTally:
     """The rows of a source (lines, where it has no rows) that were read, and those of them that were left out as
     damaged. first: what was wrong with the first of these. empty: rows whose text has no characters, and which make no
     document. crlf: lines of a text file that end in a carriage return and a line feed, both of which are kept. unread:
-    how many rows have each column or key that is not read; counted for conversations."""
+    how many rows have each column or key that is not read."""
 
     rows: int = 0
     damaged: int = 0
@@ -94,8 +94,10 @@ class RowTally:
 
     def count_unread(self, names: Iterable[str], rows: int = 1) -> None:
         """Counts `rows` rows that have these names. Names beyond `NAMES` are counted together."""
-        for name in map(on_one_line, names):
-            name = name if name in self.unread or len(self.unread) < NAMES else "others"
+        for name in names:
+            if name not in self.unread:
+                name = on_one_line(name)
+                name = name if name in self.unread or len(self.unread) < NAMES else "others"
             self.unread[name] = self.unread.get(name, 0) + rows
 
 
