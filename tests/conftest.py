@@ -68,6 +68,7 @@ LONG = (
     "test_start.py",
     "test_extreme_numbers.py",
     "test_watch.py",
+    "test_worked_examples.py",
 )
 """Files that take longest, in the order in which pytest-xdist's workers take them: those that compute and those that
 mostly wait in turn, short ones last. All but those of `FAST` are marked slow."""
