@@ -507,6 +507,8 @@ def find_files(setting: str, source: CorpusConfig) -> tuple[list[str], str]:
         raise ConfigError(f"{named} is empty: {len(paths)} file{'s' * (len(paths) > 1)} of no bytes")
     taken = {*paths}
     others = [entry for entry in others if entry not in taken and not describes_tokens(entry, taken)]
+    if source.kind == "stdlib":  # empty modules of packages, which nobody misses
+        empty = []
     return sorted(os.path.abspath(path) for path in paths), describe_unread(named, others, empty)
 
 

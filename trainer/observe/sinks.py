@@ -86,7 +86,8 @@ def _summary(record: MetricsLine) -> list[str]:
         f"MFU {format_percent(record['mfu']):>5}" if record["mfu"] is not None else None,
         f"bubble {format_percent(record['bubble']):>5}" if record["bubble"] is not None else None,
         f"memory {format_bytes(record['memory_gib'] * 2**30):>8}" if record["memory_gib"] is not None else None,
-        f"learned {format_percent(learned)}" if learned is not None and learned < 1 else None,
+        # Masked documents alone leave out the token before each document, which is less than a percent.
+        f"learned {format_percent(learned)}" if learned is not None and learned < 0.99 else None,
         f"skipped {record['skipped']}" if record["skipped"] else None,
         f"ETA {format_duration(record['eta_seconds'])}" if record["eta_seconds"] else None,
     ]
