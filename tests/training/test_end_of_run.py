@@ -27,7 +27,9 @@ END = 256
 def corpora(tmp_path_factory) -> Path:
     """A token file of text, and one of end marks alone: with masked documents, no token of it is learned."""
     folder = tmp_path_factory.mktemp("corpora")
-    np.random.default_rng(0).integers(0, 256, 4000, np.uint16).tofile(folder / "text.bin")
+    text = np.random.default_rng(0).integers(0, 256, 4000, np.uint16)
+    text[-1] = END
+    text.tofile(folder / "text.bin")
     np.full(4000, END, np.uint16).tofile(folder / "marks.bin")
     return folder
 
