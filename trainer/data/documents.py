@@ -8,6 +8,8 @@ import hashlib
 import json
 import math
 import os
+import re
+import shutil
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
@@ -19,8 +21,9 @@ from trainer.config.fields import suggest_nearest
 from trainer.config.registry import SOURCES
 from trainer.data.tables import JsonLines, ParquetRows
 from trainer.data.text import ChatTemplate, DamagedRows, TextDocument, TextFiles
-from trainer.data.tokens import DataError, on_terminal
-from trainer.util.reading import leads_out, on_one_line, shorten_foreign
+from trainer.data.tokens import DataError, on_terminal, print_notice
+from trainer.util.objects import ObjectStore, StoredObject, StoreError, is_url, transfer_all
+from trainer.util.reading import leads_out, on_one_line, shorten_foreign, write_atomic
 
 COUNTED = 10_000
 """Up to this many documents exactly the held-out share is held out; above, a threshold on hashes is close enough."""
@@ -140,6 +143,72 @@ class HubStream:
                 yield text
 
 
+MakeCached = Callable[..., None]
+"""Makes a file of the cache in the first process that needs it (`corpus._make_cached`)."""
+
+
+class FetchedObjects:
+    """Objects of a store as files of the cache, which are fetched when they are needed.
+
+    The name of a file follows from the URL, the size and the version of its object. An object that has changed is
+    therefore another file. paths: of the files, in the order of the objects' names. notes: what is left out. Raises
+    `ConfigError` where there is nothing to read."""
+
+    def __init__(self, setting: str, source: CorpusConfig, cache: Path, most: int):
+        self.store = ObjectStore(f"{setting}.path", source.path or "")
+        listed, suffixes = self.store.list(), SUFFIXES[source.kind]
+        whole_folder = self.store.pattern is None and [found.name for found in listed] != [self.store.root]
+        self.objects, left_out = [], []
+        for found in listed:
+            inner = found.name.removeprefix(self.store.root + "/").split("/")
+            hidden = whole_folder and any(part.startswith(".") for part in inner)
+            fits = not hidden and (not whole_folder or suffixes is None or found.name.endswith(suffixes))
+            (self.objects if fits else left_out).append(found)
+        if not self.objects:
+            ends = f" that ends in {', '.join(suffixes)}" if suffixes and whole_folder else ""
+            raise StoreError(f"{self.store.named} finds no object{ends}; name an existing object, prefix or glob")
+        if not any(found.size for found in self.objects):
+            raise StoreError(f"{self.store.named} is empty: {len(self.objects)} objects of no bytes")
+        self.notes = []
+        if left_out:
+            names = ", ".join(on_one_line(found.name) for found in left_out[:3]) + ", ..." * (len(left_out) > 3)
+            self.notes = [f"{self.store.named}: {len(left_out)} of {len(listed)} objects are left out: {names}"]
+        self.objects = self.objects[: most or None]
+        self.identity = [[f"{self.store.scheme}://{name}", size, version] for name, size, version in self.objects]
+        self.folder = cache / "objects"
+        self.paths = [str(self._place(found)) for found in self.objects]
+
+    def _place(self, found: StoredObject) -> Path:
+        digest = hashlib.blake2b(json.dumps([self.store.scheme, *found]).encode(), digest_size=12).hexdigest()
+        return self.folder / f"{digest}-{re.sub(r'[^A-Za-z0-9._=+-]', '_', os.path.basename(found.name))[-100:]}"
+
+    def fetch(self, once: MakeCached) -> None:
+        """Makes the files exist. All but one process of a node wait meanwhile."""
+        key = hashlib.blake2b(json.dumps(self.identity).encode(), digest_size=12).hexdigest()
+        mark = self.folder / f"{key}.json"
+
+        def missing() -> list[tuple[StoredObject, Path]]:
+            places = ((found, Path(path)) for found, path in zip(self.objects, self.paths))
+            return [(found, path) for found, path in places if not path.is_file() or path.stat().st_size != found.size]
+
+        def make() -> None:
+            needed = missing()
+            size, free = sum(found.size for found, _ in needed), shutil.disk_usage(self.folder).free
+            if size > free:
+                raise StoreError(
+                    f"{self.store.named} needs {size / 1e9:.2f} GB in {self.folder}, which has {free / 1e9:.2f} GB free; "
+                    "set data.cache to a larger disk, or name fewer objects"
+                )
+            if needed:
+                print_notice(f"fetching {len(needed)} objects ({size / 1e9:.2f} GB) of {self.store.url} ...")
+            transfer_all(lambda one: self.store.fetch(*one), needed)
+            write_atomic(mark, json.dumps(self.identity))
+
+        if mark.exists() and missing():  # somebody has made room
+            mark.unlink(missing_ok=True)
+        once(mark, make)
+
+
 Documents = TextFiles | JsonLines | ParquetRows | DatasetRows | OwnDocuments
 """Documents that can be read in any order."""
 
@@ -148,22 +217,39 @@ class DocumentSource:
     """One entry of data.sources or of eval.sets: what identifies its content, and its documents, opened when they are
     needed.
 
-    section: the setting that has the entry; skip: leaves out rows that cannot be read; template: of conversations, to
-    be set before these are opened. Raises `ConfigError` at once where files are missing, empty or not readable.
+    section: the setting that has the entry; once: for files that are fetched; skip: leaves out rows that cannot be
+    read; template: of conversations, to be set before these are opened. notes: what is to be said of the files. Raises
+    `ConfigError` at once where files are missing, empty or not readable.
     """
 
-    def __init__(self, section: str, name: str, config: CorpusConfig, cache: Path, skip: bool = False):
+    def __init__(
+        self, section: str, name: str, config: CorpusConfig, cache: Path, once: MakeCached, skip: bool = False
+    ):
         self.name, self.setting, self.config, self.cache, self.skip = name, f"{section}.{name}", config, cache, skip
+        self.once = once
         self.template: ChatTemplate | None = None
         self.streams = config.kind == "hub" and config.streaming
         self.registered = config.kind in SOURCES.registered
-        self.paths = [] if config.kind == "hub" or self.registered else find_files(self.setting, config)
-        if config.limit and config.kind in ("stdlib", "text"):
-            self.paths = self.paths[: config.limit]
+        most = config.limit if config.kind in ("stdlib", "text") else 0
+        self.fetched: FetchedObjects | None = None
+        if config.kind in SUFFIXES and is_url(config.path):
+            self.fetched = FetchedObjects(self.setting, config, cache, most)
+        self.notes = self.fetched.notes if self.fetched else []
+        found = config.kind != "hub" and not self.registered and not self.fetched
+        self.listed = self.fetched.paths if self.fetched else find_files(self.setting, config) if found else []
+        self.listed = self.listed[: most or None]
+
+    @cached_property
+    def paths(self) -> list[str]:
+        """The files of the source, which exist."""
+        if self.fetched:
+            self.fetched.fetch(self.once)
+        return self.listed
 
     @cached_property
     def identity(self) -> list[Any]:
-        """Changes with the content: names, sizes and times of files, or the files that the hub lists for a data set."""
+        """Changes with the content: names, sizes and times of files, names, sizes and versions of objects, or the files
+        that the hub lists for a data set."""
         config = self.config
         reading = [config.kind, config.messages if config.kind == "chat" else config.field, config.limit]
         if config.kind == "hub":
@@ -171,6 +257,8 @@ class DocumentSource:
             return [*reading, config.path, config.subset, config.split, files]
         if self.registered:
             return [*reading, config.settings, self.documents.identity]
+        if self.fetched:  # not by the time of the copy: all nodes have to agree
+            return [*reading, self.fetched.identity]
         states = [(path, os.stat(path)) for path in self.paths]
         return [*reading, [(path, state.st_size, state.st_mtime_ns) for path, state in states]]
 

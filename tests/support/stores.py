@@ -1,0 +1,99 @@
+"""An S3 server of this machine (moto), for tests of object stores. They are skipped where s3fs or moto is missing."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BUCKET = "bucket"
+KEY = "AKIAEXAMPLE000000000"
+SECRET = "a+secret/of+the/tests"
+
+
+class LocalStore:
+    """A server, in which `fail` can make requests fail. requests: (method, path with query) of all so far."""
+
+    def __init__(self) -> None:
+        from moto.server import DomainDispatcherApplication, create_backend_app
+        from werkzeug.serving import make_server
+
+        self.requests: list[tuple[str, str]] = []
+        self.fail: Callable[[str, str], int | None] = lambda method, path: None
+        application = DomainDispatcherApplication(create_backend_app)
+
+        def answer(environ: dict[str, Any], start: Callable) -> Any:
+            method = environ["REQUEST_METHOD"]
+            path = f"{environ['PATH_INFO']}?{environ['QUERY_STRING']}".rstrip("?")
+            self.requests.append((method, path))
+            if code := self.fail(method, path):
+                environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+                word = {403: "AccessDenied", 500: "InternalError", 503: "SlowDown"}[code]
+                start(f"{code} {word}", [("Content-Type", "application/xml")])
+                return [f"<Error><Code>{word}</Code><Message>as the test asks</Message></Error>".encode()]
+            return application(environ, start)
+
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)
+        self.server = make_server("127.0.0.1", 0, answer, threaded=True)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    @property
+    def client(self) -> Any:
+        import boto3
+
+        return boto3.client(
+            "s3", endpoint_url=self.url, aws_access_key_id=KEY, aws_secret_access_key=SECRET, region_name="us-east-1"
+        )
+
+    def put(self, key: str, content: bytes | str) -> None:
+        content = content.encode() if isinstance(content, str) else content
+        self.client.put_object(Bucket=BUCKET, Key=key, Body=io.BytesIO(content))
+
+    def get(self, key: str) -> bytes:
+        return self.client.get_object(Bucket=BUCKET, Key=key)["Body"].read()
+
+    def keys(self, prefix: str = "") -> list[str]:
+        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=prefix)
+        return [one["Key"] for page in pages for one in page.get("Contents", [])]
+
+    def put_folder(self, folder: Path, prefix: str) -> None:
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                self.put(f"{prefix}/{path.relative_to(folder)}", path.read_bytes())
+
+    def clear(self) -> None:
+        self.fail = lambda method, path: None
+        for key in self.keys():
+            self.client.delete_object(Bucket=BUCKET, Key=key)
+        self.requests.clear()
+
+
+@contextmanager
+def serve_store() -> Iterator[LocalStore]:
+    """A server with one empty bucket, which the environment of this process and of its children names."""
+    for package in ("s3fs", "moto", "flask", "flask_cors", "boto3"):
+        pytest.importorskip(package)
+    store = LocalStore()
+    store.client.create_bucket(Bucket=BUCKET)
+    given = {
+        "AWS_ENDPOINT_URL": store.url,
+        "AWS_ACCESS_KEY_ID": KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    before = {name: os.environ.get(name) for name in given}
+    os.environ.update(given)
+    try:
+        yield store
+    finally:
+        store.server.shutdown()
+        for name, value in before.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
