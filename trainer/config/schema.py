@@ -537,14 +537,14 @@ class CheckpointConfig:
     )
     resume: str = option(
         "auto",
-        "auto (newest valid one of the run, if any), none, or the path or URL of a checkpoint or of a run; what an earlier "
-        "run left in run.dir and this one does not go on from is moved to earlier/ in it",
+        "auto (newest valid one of the run, if any), none, or the path or URL of a checkpoint or of a run; what an "
+        "earlier run left in run.dir and this one does not go on from is moved to earlier/ in it",
     )
     verify: bool = option(True, "compare checksums before loading")
     upload: str | None = option(
         None,
-        "URL in an object store (s3://BUCKET/runs/NAME) to which complete checkpoints are copied in the background, and "
-        "from which a start resumes that finds no newer one in run.dir; null: none",
+        "URL in an object store (s3://BUCKET/runs/NAME) to which complete checkpoints are copied in the background, "
+        "and from which a start resumes that finds no newer one in run.dir; null: none",
     )
     data: str = option(
         "continue",

@@ -196,8 +196,8 @@ class FetchedObjects:
             size, free = sum(found.size for found, _ in needed), shutil.disk_usage(self.folder).free
             if size > free:
                 raise StoreError(
-                    f"{self.store.named} needs {size / 1e9:.2f} GB in {self.folder}, which has {free / 1e9:.2f} GB free; "
-                    "set data.cache to a larger disk, or name fewer objects"
+                    f"{self.store.named} needs {size / 1e9:.2f} GB in {self.folder}, which has {free / 1e9:.2f} GB "
+                    "free; set data.cache to a larger disk, or name fewer objects"
                 )
             if needed:
                 print_notice(f"fetching {len(needed)} objects ({size / 1e9:.2f} GB) of {self.store.url} ...")

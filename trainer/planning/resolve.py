@@ -160,7 +160,7 @@ def _contradictions(config: Config) -> Iterator[str]:
                 )
         elif source.kind != "stdlib" and not source.path:
             yield f"{name}.kind={source.kind} needs {name}.path"
-        elif source.kind not in ("stdlib", "hub") and is_url(source.path):
+        elif source.kind not in ("stdlib", "hub") and source.path and is_url(source.path):
             yield from check_url(f"{name}.path", source.path)
     yield from _stores(config)
 
@@ -177,7 +177,7 @@ def _stores(config: Config) -> Iterator[str]:
         "checkpoint.peer_folder": checkpoint.peer_folder,
     }
     for name, path in folders.items():
-        if is_url(path):
+        if path and is_url(path):
             yield (
                 f"{name}={hide_secrets(path)} must be on a disk; URLs of object stores are read by the path of "
                 "data.sources and eval.sets, by checkpoint.upload and by checkpoint.resume"

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from trainer.checkpointing.loading import load_tensors
-from trainer.checkpointing.manifest import list_checkpoints
 from trainer.checkpointing.memory import MemoryNodes, fetch_files, find_in_memory
+from trainer.checkpointing.remote import StoreAtStart
 from trainer.checkpointing.resume import data_identity, find_start, fitting_manifest
+from trainer.checkpointing.retention import OtherPlace, list_everywhere
 from trainer.config import CheckpointConfig, Config, ConfigError, GenerateConfig
 from trainer.data.mixture import Mixture, MixturePhase
 from trainer.data.tokenizer import Tokenizer
@@ -27,6 +28,7 @@ from trainer.precision.products import DTYPES
 from trainer.training.session import list_launchers
 from trainer.training.state import TrainState
 from trainer.util.lines import STARTS, STATUS
+from trainer.util.objects import is_url
 from trainer.util.reading import Malformed, read_json
 
 if TYPE_CHECKING:
@@ -90,7 +92,7 @@ class RunStart:
         any_launch = config.checkpoint.resume == "auto"
         in_memory = find_in_memory(nodes, identity, config.checkpoint.verify, mine, any_launch, world)
         known = None if in_memory is None else in_memory[0]
-        path, warnings = world.agree(lambda: find_newer(config.checkpoint, folder, mine, proven, known))
+        path, warnings = world.agree(lambda: find_with_store(config.checkpoint, folder, mine, proven, known))
         # `find_newer` returns no path where the in-memory checkpoint is at least as good.
         newer = in_memory is not None and path is None
         path = in_memory[1] if newer else path
@@ -152,11 +154,25 @@ def describe_change(samples: CorpusSide, mixture: Mixture, phase: MixturePhase) 
     return f"the mixture changes at sample {phase.start} to {phase.describe()}; sources go on where they stood ({ends})"
 
 
-def find_newer(
+def find_with_store(
     setting: CheckpointConfig, folder: Path, launchers: list[str], proven: int | None, in_memory: int | None
 ) -> tuple[Path | None, list[str]]:
+    """`find_newer`, with the checkpoints of object stores that the settings name."""
+    store = StoreAtStart(setting, folder) if setting.upload or is_url(setting.resume) else None
+    path, warnings = find_newer(setting, folder, launchers, proven, in_memory, store)
+    return path, [*warnings, *(store.notes if store is not None else [])]
+
+
+def find_newer(
+    setting: CheckpointConfig,
+    folder: Path,
+    launchers: list[str],
+    proven: int | None,
+    in_memory: int | None,
+    store: OtherPlace | None = None,
+) -> tuple[Path | None, list[str]]:
     """The checkpoint on disk that a run starts from, with warnings. None if it starts from the in-memory checkpoint of
-    step `in_memory` instead, or from its first step. folder, launchers, proven: as in `find_start`.
+    step `in_memory` instead, or from its first step. folder, launchers, proven, store: as in `find_start`.
 
     Verifying a checkpoint on disk reads all of it. This happens only if it may be better than the one in memory.
     """
@@ -165,11 +181,11 @@ def find_newer(
         # A checkpoint of steps that are known to be good is better than any later one.
         return proven is None or step <= proven, step
 
-    steps = {path: step for step, path in list_checkpoints(folder).items()}
+    steps = {path: step for step, path in list_everywhere(folder, store).items()}
     if in_memory is not None and all(rank_step(in_memory) >= rank_step(step) for step in steps.values()):
         return None, []
     try:
-        path, warnings = find_start(setting, folder, launchers, proven)
+        path, warnings = find_start(setting, folder, launchers, proven, store)
     except ConfigError as error:
         if in_memory is None:
             raise

@@ -6,13 +6,14 @@ setting and the URL. Credentials are those of the environment; no message shows 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
 from trainer.config import ConfigError
@@ -27,7 +28,7 @@ MOST = 200_000
 THREADS = 8
 """Objects that are transferred at a time."""
 
-TIMEOUTS = {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 3}}
+TIMEOUTS: dict[str, Any] = {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 3}}
 """Of S3's client, in seconds. The defaults wait for minutes for a host that does not answer."""
 
 MAGIC = re.compile(r"[*?\[]")
@@ -64,7 +65,7 @@ def check_url(setting: str, url: str) -> Iterator[str]:
     if scheme not in PACKAGES:
         yield f"{named}: {scheme}:// is no object store that is supported; use s3:// or gs://, or copy it to a disk"
     elif hide_secrets(url) != url:
-        yield f"{named} holds credentials; remove them, and set them in the environment (AWS_PROFILE, AWS_ACCESS_KEY_ID)"
+        yield f"{named} holds credentials; set them in the environment instead (AWS_PROFILE, AWS_ACCESS_KEY_ID)"
     elif not rest.strip("/") or MAGIC.search(rest.partition("/")[0]) or "::" in rest:
         yield f"{named} names no bucket; write {scheme}://BUCKET/PREFIX"
 
@@ -113,7 +114,7 @@ class ObjectStore:
     def list(self, most: int = MOST) -> list[StoredObject]:
         """The objects, sorted by name, in one listing. Raises `StoreError` for more than `most`, and for a bucket that
         does not exist; a prefix without objects has an empty list."""
-        options = {"prefix": self.prefix} if self.prefix and self.is_s3 else {}
+        options: dict[str, Any] = {"prefix": self.prefix} if self.prefix and self.is_s3 else {}
         options |= {"max_items": most + 1} if self.is_s3 else {}
         with self.explaining("listed"):
             found = self.fs.find(self.root, detail=True, **options)
@@ -141,8 +142,8 @@ class ObjectStore:
                     self.fs.get_file(found.name, part)
                 if (size := os.path.getsize(part)) != found.size:
                     raise StoreDown(
-                        f"{self.named}: {on_one_line(found.name)} has {size} bytes instead of {found.size}: it changed, "
-                        "or was cut off; start again"
+                        f"{self.named}: {on_one_line(found.name)} has {size} bytes instead of {found.size}: it "
+                        "changed, or was cut off; start again"
                     )
                 with open(part, "rb") as file:
                     digest = hashlib.file_digest(file, "md5").hexdigest()
@@ -161,11 +162,10 @@ class ObjectStore:
         with self.explaining(f"written ({name})"):
             self.fs.put_file(str(source), name)
 
-    def move(self, old: str, new: str) -> None:
-        """Renames an object. The store copies it; a crash leaves both."""
-        with self.explaining(f"renamed ({old})"):
+    def copy(self, old: str, new: str) -> None:
+        """Copies an object inside the store."""
+        with self.explaining(f"copied ({on_one_line(old)})"):
             self.fs.cp_file(old, new)
-            self.fs.rm_file(old)
 
     def remove(self, names: Iterable[str]) -> None:
         """Removes objects."""
@@ -186,6 +186,8 @@ class ObjectStore:
     def _explain(self, error: Exception, what: str) -> StoreError:
         kind, text = type(error).__name__, hide_secrets(on_one_line(str(error)))
         named, detail = f"{self.named} cannot be {what}", f"{kind}: {text}"
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            return StoreError(f"{named}: the local disk cannot take it ({detail}); make room")
         if isinstance(error, FileNotFoundError):
             return StoreError(f"{named}: there is no such bucket or object ({detail}); check the URL")
         if isinstance(error, PermissionError):
@@ -195,7 +197,7 @@ class ObjectStore:
                 f"{named}: there are no valid credentials ({detail}); set them in the environment (AWS_PROFILE, "
                 "AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS)"
             )
-        return StoreDown(f"{named}: the store does not answer as it should ({detail}); start again when it does")
+        return StoreDown(f"{named}: the store does not answer as it should ({detail}); try again when it does")
 
 
 def transfer_all(action: Callable[[T], None], items: Iterable[T]) -> None:
