@@ -26,9 +26,11 @@ from trainer.checkpointing.manifest import (
     read_manifest,
     step_folder,
     verify_checkpoint,
+    verify_checksums,
 )
 from trainer.checkpointing.retention import clear_name, find_whole, publish_checkpoint, steps_to_keep, sync_folder
 from trainer.config import CheckpointConfig, ConfigError
+from trainer.distributed.mesh import World
 from trainer.util.objects import ObjectStore, StoredObject, StoreDown, hide_secrets, transfer_all
 from trainer.util.reading import explain_errors
 
@@ -43,7 +45,7 @@ class StoredCheckpoints:
     """The checkpoints under a URL. setting: has the URL, for messages."""
 
     def __init__(self, url: str, setting: str = SETTING):
-        self.url = url.rstrip("/")
+        self.url, self.setting = url.rstrip("/"), setting
         self.store = ObjectStore(setting, self.url)
         if self.store.pattern is not None:
             raise ConfigError(f"{self.store.named} is a pattern; name one folder")
@@ -71,21 +73,9 @@ class StoredCheckpoints:
         self.store.fetch(files[MANIFEST], folder / MANIFEST)
         return read_manifest(folder)
 
-    def fetch(self, files: Files, target: Path) -> None:
-        """Makes a checkpoint the folder `target`, which then exists whole or not at all. Raises
-        `DamagedCheckpoint` where sizes or checksums differ."""
-        written = target.with_suffix(".tmp")
-        clear_name(written)
-        wanted = self.fetch_manifest(files, written)["files"]
-        if lacking := sorted(wanted.keys() - files.keys()):
-            raise DamagedCheckpoint(f"{self.url}/{target.name}/{lacking[0]} is missing")
-        transfer_all(lambda name: self.store.fetch(files[name], written / name), wanted)
-        try:
-            verify_checkpoint(written, checksums=True)
-        except DamagedCheckpoint as damage:
-            raise DamagedCheckpoint(str(damage).replace(str(written), f"{self.url}/{target.name}")) from None
-        sync_folder(written)
-        publish_checkpoint(written, target)
+    def check_writable(self) -> None:
+        """Raises `StoreError` where nothing can be written."""
+        self.store.put_bytes(b"", f"{self.store.root}/.writable")
 
     def remove(self, files: Files) -> None:
         """Removes a checkpoint, of which the manifest goes first."""
@@ -110,19 +100,65 @@ class StoredCheckpoints:
         return f"{self.url}/{place}"
 
 
+class FetchNeeded(Exception):
+    """A start has to fetch a checkpoint before it can decide. All ranks then call `fetch_together`.
+
+    place: setting and URL of where it lies. files: its objects. target: the folder that it becomes."""
+
+    def __init__(self, place: tuple[str, str], files: Files, target: Path):
+        super().__init__(place, files, target)
+        self.place, self.files, self.target = place, files, target
+
+    def fetch_together(self, world: World) -> str | None:
+        """Downloads the checkpoint, each rank its share, compares checksums, and gives it its name. Returns what is
+        wrong with it, or None. Raises `ConfigError` on all ranks where the store or the disk fails."""
+        setting, url = self.place
+        stored, target, written = StoredCheckpoints(url, setting), self.target, self.target.with_suffix(".tmp")
+
+        def fetch_manifest() -> dict[str, Any]:
+            clear_name(written)
+            wanted = stored.fetch_manifest(self.files, written)["files"]
+            if lacking := sorted(wanted.keys() - self.files.keys()):
+                raise DamagedCheckpoint(f"{written / lacking[0]} is missing")
+            return wanted
+
+        def fetch_share() -> None:
+            mine = {name: wanted[name] for name in sorted(wanted)[world.rank :: world.size]}
+            transfer_all(lambda name: stored.store.fetch(self.files[name], written / name), mine)
+            verify_checksums(written, mine)
+
+        def publish() -> None:
+            verify_checkpoint(written, checksums=False)
+            sync_folder(written)
+            publish_checkpoint(written, target)
+
+        try:
+            with explain_errors("run.dir", target.parent):
+                wanted = world.agree(fetch_manifest)
+                world.together(fetch_share)
+                world.agree(publish)
+        except DamagedCheckpoint as damage:
+            return str(damage).replace(str(written), f"{stored.url}/{target.name}")
+        return None
+
+
 class StoreAtStart:
     """What the stores of a configuration add to the checkpoints of a run's `folder`, when rank 0 looks for one to start
-    from. notes: messages for the log.
+    from. notes: messages for the log. fetched: what `FetchNeeded` has brought and compared with its checksums.
 
-    Raises `ConfigError` where `checkpoint.upload` cannot be read, unless the store is only down and `folder` has
-    checkpoints, which are rarely older than those of the store."""
+    Raises `ConfigError` where `checkpoint.upload` cannot be read and written, unless the store is only down and
+    `folder` has checkpoints, which are rarely older than those of the store."""
 
     def __init__(self, config: CheckpointConfig, folder: Path):
         self.folder, self.notes = folder, list[str]()
+        self.fetched, self.damaged = set[Path](), dict[Path, str]()
         self.own = StoredCheckpoints(config.upload) if config.upload else None
         self.found: dict[int, Files] = {}
+        self.foreign: dict[str, tuple[StoredCheckpoints, dict[int, Files]]] = {}
         try:
-            self.found = self.own.list_complete() if self.own else {}
+            if self.own:
+                self.found = self.own.list_complete()
+                self.own.check_writable()
         except StoreDown as error:
             if not list_checkpoints(folder):
                 raise ConfigError(f"{error}, or set {SETTING}=null to start without it") from None
@@ -130,7 +166,7 @@ class StoreAtStart:
 
     def merge(self, checkpoints: dict[int, Path]) -> dict[int, Path]:
         """`checkpoints` of the folder and those of the store, by step, the latest first. What only the store has gets
-        the path that `fetch` will give it."""
+        the path that it will have."""
         both = {step: step_folder(self.folder, step) for step in self.found} | checkpoints
         return dict(sorted(both.items(), reverse=True))
 
@@ -140,58 +176,62 @@ class StoreAtStart:
             return read_manifest(path)
         return self.own.fetch_manifest(self.found[step_of(path)], path.with_suffix(".manifest.tmp"))
 
-    def fetch(self, path: Path) -> bool:
-        """Brings a checkpoint of `merge` from the store, in place of a damaged one if there is one. Returns False where
-        the store does not have it. Raises `DamagedCheckpoint`."""
+    def fetch(self, path: Path) -> None:
+        """Has a checkpoint of `merge` that is missing or damaged on the disk fetched, by raising `FetchNeeded`, if the
+        store has it. Raises `DamagedCheckpoint` where it is damaged there, too."""
         files = self.found.get(step_of(path))
-        if files is None or self.own is None or path.suffix:
-            return False
-        damaged = " (it was damaged)" if path.exists() else ""
-        with explain_errors("run.dir", self.folder.parent):
-            self.own.fetch(files, path)
-        self.notes.append(f"fetched {path} from {self.own.url}{damaged}")
-        return True
+        if files is not None and self.own is not None and not path.suffix:
+            self._need(self.own, files, path)
 
-    def fetch_url(self, url: str, verify_files: bool) -> tuple[Path, list[str]]:
+    def _need(self, stored: StoredCheckpoints, files: Files, target: Path) -> None:
+        if target in self.damaged:
+            raise DamagedCheckpoint(self.damaged[target])
+        raise FetchNeeded((stored.setting, stored.url), files, target)
+
+    def note(self, need: FetchNeeded, damage: str | None) -> None:
+        """Notes the result of a fetch."""
+        if damage is not None:
+            self.damaged[need.target] = damage
+        else:
+            self.fetched.add(need.target)
+            self.notes.append(f"fetched {need.place[1]}/{need.target.name}")
+
+    def find_url(self, url: str, verify_files: bool) -> tuple[Path, list[str]]:
         """The checkpoint that `checkpoint.resume` names by a URL: of one, or of the folder that holds them, of which
         the newest whole one is taken. With a warning for each damaged one before it.
 
         That of another run gets a name in `folder` that the next start removes."""
-        place, _, name = url.rstrip("/").rpartition("/")
+        url = url.rstrip("/")
+        place, _, name = url.rpartition("/")
         single = re.fullmatch(r"step-(\d{8,})", name)
-        place = place if single else url.rstrip("/")
+        place = place if single else url
         own = self.own is not None and place == self.own.url
-        stored = self.own if own else StoredCheckpoints(place, "checkpoint.resume")
-        found = self.found if own else stored.list_complete()
-        steps = [int(single[1])] if single else [*found]
-        damages = {}
-        for step in steps:
-            path = step_folder(self.folder, step)
+        if not own and place not in self.foreign:
+            stored = StoredCheckpoints(place, "checkpoint.resume")
+            self.foreign[place] = stored, stored.list_complete()
+        found = self.found if own else self.foreign[place][1]
+        damages: dict[str, str] = {}
+        for step in [int(single[1])] if single else found:
+            path, there = step_folder(self.folder, step), f"{place}/{step_folder(Path(), step)}"
+            target = path if own else path.with_suffix(".fetched.tmp") / path.name
             try:
-                if own:
-                    return find_own(path, verify_files, self), [*damages.values()]
                 if step not in found:
                     raise DamagedCheckpoint("there is no complete checkpoint")
-                target = step_folder(path.with_suffix(".fetched.tmp"), step)
-                with explain_errors("run.dir", self.folder.parent):
-                    stored.fetch(found[step], target)
-                return target, [*damages.values()]
+                if own:
+                    whole, wrong = find_whole([path], verify_files, self)
+                    if whole is None:
+                        raise DamagedCheckpoint(wrong[path])
+                elif target not in self.fetched:
+                    self._need(self.foreign[place][0], found[step], target)
+                return target, [f"passing over the damaged checkpoint {one}: {text}" for one, text in damages.items()]
             except DamagedCheckpoint as damage:
-                damages[step] = f"passing over the damaged checkpoint {place}/{path.name}: {damage}"
-        others = [f"{place}/{step_folder(Path(), step)}" for step in found if step not in damages]
+                damages[there] = str(damage)
+        others = [there for step in found if (there := f"{place}/{step_folder(Path(), step)}") not in damages]
+        wrong = "; ".join(f"{one}: {text}" for one, text in damages.items())
         raise ConfigError(
-            f"checkpoint.resume={url} holds no whole checkpoint"
-            + (f" ({'; '.join(damages.values())})" if damages else "")
-            + f"; set checkpoint.resume to {others[0] if others else 'the path or URL of another'}, or to none"
+            f"checkpoint.resume={url} holds no whole checkpoint{f' ({wrong})' if wrong else ''}; set checkpoint.resume "
+            f"to {others[0] if others else 'the path or URL of another'}, or to none"
         )
-
-
-def find_own(path: Path, verify_files: bool, store: StoreAtStart) -> Path:
-    """`path`, once it is a whole checkpoint. Raises `DamagedCheckpoint`."""
-    whole, damages = find_whole([path], verify_files, store)
-    if whole is None:
-        raise DamagedCheckpoint(damages[path])
-    return whole
 
 
 def step_of(path: Path) -> int:
@@ -297,12 +337,14 @@ class CheckpointUploader:
                 run_on_ranks(lambda: self._put_files(step, names), self._group)
                 size = sum(run_on_ranks(lambda: self._put_manifest(step) if self._rank == 0 else 0, self._group))
             except SaveFailed as error:
+                # A failing store takes time: the others wait for the next save, too. A checkpoint that is gone only
+                # served to rebuild the run.
                 if self._rank == 0 and step_folder(self.folder, step).exists():
                     self._fail(f"the checkpoint of step {step} could not be uploaded: {hide_secrets(str(error))}")
-            else:
-                if self._rank == 0:
-                    text = f"{size / 1e9:.2f} GB in {time.perf_counter() - started:.1f} s"
-                    self.messages.append(f"uploaded {self.stored.url}/{step_folder(Path(), step)}: {text}")
+                break
+            if self._rank == 0:
+                text = f"{size / 1e9:.2f} GB in {time.perf_counter() - started:.1f} s"
+                self.messages.append(f"uploaded {self.stored.url}/{step_folder(Path(), step)}: {text}")
         if self._rank == 0:
             with self.lock:
                 self.spared = set()
@@ -359,10 +401,10 @@ class CheckpointUploader:
         try:
             folders = self.stored.list_folders()
             complete = [step for step, files in folders.items() if MANIFEST in files]
-            kept = steps_to_keep(complete, max(complete), self.config.keep_last, self.config.keep_every)
+            kept = steps_to_keep(complete, max(complete, default=0), self.config.keep_last, self.config.keep_every)
             for step in folders.keys() - (kept & {*complete}):
                 self.stored.remove(folders[step])
-        except (ConfigError, ValueError) as error:
+        except ConfigError as error:
             self.messages.append(f"old checkpoints could not be removed: {error}")
 
     def _set_aside(self) -> None:

@@ -116,12 +116,15 @@ def sync_folder(folder: Path) -> None:
 
 
 class OtherPlace(Protocol):
-    """Where there are checkpoints that the folder of a run may lack; `remote.StoreAtStart`."""
+    """Where there are checkpoints that the folder of a run may lack; `remote.StoreAtStart`. fetched: from there, and
+    compared with their checksums."""
+
+    fetched: set[Path]
 
     def merge(self, checkpoints: dict[int, Path]) -> dict[int, Path]: ...
     def read_manifest(self, path: Path) -> dict[str, Any]: ...
-    def fetch(self, path: Path) -> bool: ...
-    def fetch_url(self, url: str, verify_files: bool) -> tuple[Path, list[str]]: ...
+    def fetch(self, path: Path) -> None: ...
+    def find_url(self, url: str, verify_files: bool) -> tuple[Path, list[str]]: ...
 
 
 def list_everywhere(folder: Path, store: OtherPlace | None) -> dict[int, Path]:
@@ -139,18 +142,17 @@ def find_newest(folder: Path, verify_files: bool) -> tuple[Path | None, list[str
 def find_whole(
     paths: Iterable[Path], verify_files: bool, store: OtherPlace | None = None
 ) -> tuple[Path | None, dict[Path, str]]:
-    """The first of some checkpoints that is whole, and what is wrong with those before it. What is missing or damaged
-    is fetched from the store, if that has it."""
+    """The first of some checkpoints that is whole, and what is wrong with those before it. Where one is missing
+    or damaged and the store has it, `store.fetch` interrupts the search."""
     damages: dict[Path, str] = {}
     for path in paths:
         try:
-            # What is fetched has been verified.
-            if store is None or path.exists() or not store.fetch(path):
-                try:
-                    verify_checkpoint(path, verify_files)
-                except DamagedCheckpoint:
-                    if store is None or not store.fetch(path):
-                        raise
+            try:
+                verify_checkpoint(path, verify_files and not (store is not None and path in store.fetched))
+            except DamagedCheckpoint:
+                if store is not None:
+                    store.fetch(path)
+                raise
             return path, damages
         except DamagedCheckpoint as damage:
             damages[path] = str(damage)
@@ -202,7 +204,7 @@ def find_resume(
     if setting == "auto":
         return choose_whole(setting, list_everywhere(folder, store), verify_files, proven, store)
     if store is not None and is_url(setting):
-        return store.fetch_url(setting, verify_files)
+        return store.find_url(setting, verify_files)
     path = Path(setting).expanduser()
     if (path / "checkpoints").is_dir():  # a run's folder stands for its newest whole checkpoint
         newest, warnings = choose_whole(setting, list_checkpoints(path / "checkpoints"), verify_files)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trainer.checkpointing.loading import load_tensors
 from trainer.checkpointing.memory import MemoryNodes, fetch_files, find_in_memory
-from trainer.checkpointing.remote import StoreAtStart
+from trainer.checkpointing.remote import FetchNeeded, StoreAtStart
 from trainer.checkpointing.resume import data_identity, find_start, fitting_manifest
 from trainer.checkpointing.retention import OtherPlace, list_everywhere
 from trainer.config import CheckpointConfig, Config, ConfigError, GenerateConfig
@@ -92,7 +92,13 @@ class RunStart:
         any_launch = config.checkpoint.resume == "auto"
         in_memory = find_in_memory(nodes, identity, config.checkpoint.verify, mine, any_launch, world)
         known = None if in_memory is None else in_memory[0]
-        path, warnings = world.agree(lambda: find_with_store(config.checkpoint, folder, mine, proven, known))
+        search = StartSearch(config.checkpoint, folder, mine, proven, known)
+        while True:
+            try:
+                path, warnings = world.agree(search.look)
+                break
+            except FetchNeeded as need:  # on all ranks
+                search.note(need, need.fetch_together(world))
         # `find_newer` returns no path where the in-memory checkpoint is at least as good.
         newer = in_memory is not None and path is None
         path = in_memory[1] if newer else path
@@ -154,13 +160,28 @@ def describe_change(samples: CorpusSide, mixture: Mixture, phase: MixturePhase) 
     return f"the mixture changes at sample {phase.start} to {phase.describe()}; sources go on where they stood ({ends})"
 
 
-def find_with_store(
-    setting: CheckpointConfig, folder: Path, launchers: list[str], proven: int | None, in_memory: int | None
-) -> tuple[Path | None, list[str]]:
-    """`find_newer`, with the checkpoints of object stores that the settings name."""
-    store = StoreAtStart(setting, folder) if setting.upload or is_url(setting.resume) else None
-    path, warnings = find_newer(setting, folder, launchers, proven, in_memory, store)
-    return path, [*warnings, *(store.notes if store is not None else [])]
+class StartSearch:
+    """`find_newer` on rank 0, with the checkpoints of the object stores that the settings name. The arguments are those
+    of `find_newer`."""
+
+    def __init__(
+        self, setting: CheckpointConfig, folder: Path, launchers: list[str], proven: int | None, in_memory: int | None
+    ):
+        self.arguments = setting, folder, launchers, proven, in_memory
+        self.store: StoreAtStart | None = None
+
+    def look(self) -> tuple[Path | None, list[str]]:
+        """The checkpoint to start from, with messages. Raises `FetchNeeded`."""
+        setting, folder = self.arguments[:2]
+        if self.store is None and (setting.upload or is_url(setting.resume)):
+            self.store = StoreAtStart(setting, folder)
+        path, warnings = find_newer(*self.arguments, self.store)
+        return path, [*warnings, *(self.store.notes if self.store is not None else [])]
+
+    def note(self, need: FetchNeeded, damage: str | None) -> None:
+        """Notes that a checkpoint has been fetched, or what is wrong with it."""
+        if self.store is not None:
+            self.store.note(need, damage)
 
 
 def find_newer(

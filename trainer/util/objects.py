@@ -162,6 +162,11 @@ class ObjectStore:
         with self.explaining(f"written ({name})"):
             self.fs.put_file(str(source), name)
 
+    def put_bytes(self, content: bytes, name: str) -> None:
+        """Writes the object `name`."""
+        with self.explaining("written"):
+            self.fs.pipe_file(name, content)
+
     def copy(self, old: str, new: str) -> None:
         """Copies an object inside the store."""
         with self.explaining(f"copied ({on_one_line(old)})"):
