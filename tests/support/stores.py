@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import threading
@@ -46,23 +45,24 @@ class LocalStore:
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     @property
-    def client(self) -> Any:
-        import boto3
+    def backend(self) -> Any:
+        """What the server keeps, without a request for each object."""
+        from moto.core import DEFAULT_ACCOUNT_ID
+        from moto.s3.models import s3_backends
 
-        return boto3.client(
-            "s3", endpoint_url=self.url, aws_access_key_id=KEY, aws_secret_access_key=SECRET, region_name="us-east-1"
-        )
+        return s3_backends[DEFAULT_ACCOUNT_ID]["aws"]
 
     def put(self, key: str, content: bytes | str) -> None:
-        content = content.encode() if isinstance(content, str) else content
-        self.client.put_object(Bucket=BUCKET, Key=key, Body=io.BytesIO(content))
+        self.backend.put_object(BUCKET, key, content.encode() if isinstance(content, str) else content)
 
     def get(self, key: str) -> bytes:
-        return self.client.get_object(Bucket=BUCKET, Key=key)["Body"].read()
+        return self.backend.get_object(BUCKET, key).value
+
+    def remove(self, key: str) -> None:
+        self.backend.delete_object(BUCKET, key)
 
     def keys(self, prefix: str = "") -> list[str]:
-        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=prefix)
-        return [one["Key"] for page in pages for one in page.get("Contents", [])]
+        return sorted(key for key in self.backend.buckets[BUCKET].keys.keys() if key.startswith(prefix))
 
     def put_folder(self, folder: Path, prefix: str) -> None:
         for path in sorted(folder.rglob("*")):
@@ -72,17 +72,17 @@ class LocalStore:
     def clear(self) -> None:
         self.fail = lambda method, path: None
         for key in self.keys():
-            self.client.delete_object(Bucket=BUCKET, Key=key)
+            self.remove(key)
         self.requests.clear()
 
 
 @contextmanager
 def serve_store() -> Iterator[LocalStore]:
     """A server with one empty bucket, which the environment of this process and of its children names."""
-    for package in ("s3fs", "moto", "flask", "flask_cors", "boto3"):
+    for package in ("s3fs", "moto", "flask", "flask_cors"):
         pytest.importorskip(package)
     store = LocalStore()
-    store.client.create_bucket(Bucket=BUCKET)
+    store.backend.create_bucket(BUCKET, "us-east-1")
     given = {
         "AWS_ENDPOINT_URL": store.url,
         "AWS_ACCESS_KEY_ID": KEY,

@@ -66,7 +66,7 @@ def check_url(setting: str, url: str) -> Iterator[str]:
         yield f"{named}: {scheme}:// is no object store that is supported; use s3:// or gs://, or copy it to a disk"
     elif hide_secrets(url) != url:
         yield f"{named} holds credentials; set them in the environment instead (AWS_PROFILE, AWS_ACCESS_KEY_ID)"
-    elif not rest.strip("/") or MAGIC.search(rest.partition("/")[0]) or "::" in rest:
+    elif not (bucket := rest.partition("/")[0]) or MAGIC.search(bucket) or "::" in rest:
         yield f"{named} names no bucket; write {scheme}://BUCKET/PREFIX"
 
 
@@ -93,7 +93,7 @@ class ObjectStore:
         self.named, self.url = f"{setting}={url}", url
         self.scheme = url.partition("://")[0]
         self.is_s3 = PACKAGES[self.scheme] == "s3fs"
-        self.pattern: str | None = None
+        self.pattern: re.Pattern | None = None
         try:
             self.fs, self.root = fsspec.url_to_fs(
                 url, use_listings_cache=False, **({"config_kwargs": TIMEOUTS} if self.is_s3 else {})
@@ -108,7 +108,12 @@ class ObjectStore:
         self.root = self.root.rstrip("/")
         self.prefix = ""
         if found := MAGIC.search(self.root):
-            self.pattern = self.root
+            from fsspec.utils import glob_translate
+
+            try:
+                self.pattern = re.compile(glob_translate(self.root))
+            except (ValueError, re.error) as error:
+                raise ConfigError(f"{self.named} is no pattern that can be used: {error}") from None
             self.root, _, self.prefix = self.root[: found.start()].rpartition("/")
 
     def list(self, most: int = MOST) -> list[StoredObject]:
@@ -121,10 +126,7 @@ class ObjectStore:
         if len(found) > most:
             raise StoreError(f"{self.named} has more than {most} objects; name a longer prefix, or join small objects")
         if self.pattern is not None:
-            from fsspec.utils import glob_translate
-
-            fits = re.compile(glob_translate(self.pattern)).match
-            found = {name: info for name, info in found.items() if fits(name)}
+            found = {name: info for name, info in found.items() if self.pattern.match(name)}
         objects = []
         for name, info in sorted(found.items()):
             if info.get("type") == "file" and not name.endswith("/"):  # a slash: a console's mark of an empty folder
