@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -82,18 +81,20 @@ def serve_store() -> Iterator[LocalStore]:
     for package in ("s3fs", "moto", "flask", "flask_cors"):
         pytest.importorskip(package)
     store = LocalStore()
-    store.backend.create_bucket(BUCKET, "us-east-1")
+    if BUCKET not in store.backend.buckets:  # what moto keeps outlives a server
+        store.backend.create_bucket(BUCKET, "us-east-1")
     given = {
         "AWS_ENDPOINT_URL": store.url,
         "AWS_ACCESS_KEY_ID": KEY,
         "AWS_SECRET_ACCESS_KEY": SECRET,
         "AWS_DEFAULT_REGION": "us-east-1",
     }
-    before = {name: os.environ.get(name) for name in given}
-    os.environ.update(given)
-    try:
+    import s3fs
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in given.items():
+            patch.setenv(name, value)
+        s3fs.S3FileSystem.clear_instance_cache()  # they remember the server before
         yield store
-    finally:
-        store.server.shutdown()
-        for name, value in before.items():
-            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+    store.server.shutdown()
+    s3fs.S3FileSystem.clear_instance_cache()
