@@ -83,7 +83,7 @@ class Run:
         for step in steps:
             manifest = {"launchers": [self.launcher], **more}
             self.checkpointer.save(step, {"w": torch.full((300,), float(step))}, manifest, wait=True)
-            self.uploader.finish(60, lambda: None)
+            self.uploader.finish(lambda: None, 60)
 
     def end(self) -> list[str]:
         self.checkpointer.close()
@@ -278,7 +278,7 @@ def test_what_was_not_uploaded_follows(tmp_path, memory, monkeypatch):
         time.sleep(0.2 if step == 1 else 0)  # the upload of step 1 begins
     assert {*list_checkpoints(tmp_path)} == {1, 2, 4, 5}
     go.set()
-    run.uploader.finish(60, lambda: None)
+    run.uploader.finish(lambda: None, 60)
     run.end()
     assert stored(memory) == dict.fromkeys((2, 4, 5), WHOLE)
 
@@ -289,7 +289,7 @@ def test_the_end_waits_for_a_limited_time(tmp_path, memory, monkeypatch):
     monkeypatch.setattr(ObjectStore, "put", lambda self, path, name: (go.wait(60), put(self, path, name)))
     run = Run(tmp_path)
     run.checkpointer.save(1, {"w": torch.ones(3)}, {}, wait=True)
-    run.uploader.finish(1.5, lambda: beats.append(1))
+    run.uploader.finish(lambda: beats.append(1), 1.5)
     assert len(beats) >= 2 and "was not complete after 2 s" in run.uploader.failure
     assert run.uploader.failure in " ".join(run.end())
     go.set()
@@ -429,8 +429,11 @@ def test_a_store_that_goes_down_is_told_and_never_ends_a_run(tmp_path, store, ru
     assert "done: " in printed and "not uploaded: the checkpoint of step 6" in printed
     assert SECRET not in printed + (folder / "console.log").read_text()
     assert 6 in list_checkpoints(folder / "checkpoints")
-    # At the next start the store is back: what is missing follows with its first save.
+    # At the next start the store is back. What is missing follows, even if there is nothing left to train.
     store.fail = lambda method, path: None
+    assert run(folder) == 0
+    assert status(folder) == {"status": "done", "step": 6, "steps": 6}
+    assert {key.split("/")[2] for key in store.keys("runs/r/step-")} == {"step-00000004", "step-00000006"}
     assert run(folder, "run.steps=8") == 0
     assert "reason" not in status(folder)
     assert {key.split("/")[2] for key in store.keys("runs/r/step-")} == {"step-00000006", "step-00000008"}

@@ -47,7 +47,7 @@ uploader.begin_run(-1)
 for step in range(1, 6):
     checkpointer.save(step, {f"rank{world.rank}": value(step, world.rank)}, {"launchers": ["me"]})
 checkpointer.wait()
-uploader.finish(60, lambda: None)
+uploader.finish(lambda: None, 60)
 messages, failure = checkpointer.poll(), uploader.failure
 checkpointer.close()
 dist.barrier()

@@ -38,6 +38,9 @@ SETTING = "checkpoint.upload"
 UPLOAD_TIMEOUT = timedelta(hours=12)
 """Of the ranks that wait for the slowest upload. A dead rank does not take this long: its connections break at once."""
 
+END_WAIT = 1800.0
+"""Seconds that the end of a run waits for the upload of its last checkpoint."""
+
 Files = dict[str, StoredObject]
 
 
@@ -287,7 +290,7 @@ class CheckpointUploader:
                 self._thread = threading.Thread(target=self._work, name="upload", daemon=True)
                 self._thread.start()
 
-    def finish(self, seconds: float, alive: Callable[[], None]) -> None:
+    def finish(self, alive: Callable[[], None], seconds: float = END_WAIT) -> None:
         """Uploads what is not there yet, and waits up to so many seconds for it. `alive` is called every second."""
         self.begin(keep_older=self._keep_older)
         until = time.monotonic() + seconds

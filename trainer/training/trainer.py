@@ -113,9 +113,6 @@ def check_recording(config: Config, device: torch.device) -> None:
 # The training loop.
 
 
-UPLOAD_WAIT = 1800.0
-"""Seconds that the end of a run waits for the upload of its last checkpoint."""
-
 T = TypeVar("T")
 
 
@@ -491,7 +488,7 @@ class Trainer:
     def finish_uploads(self) -> None:
         """Waits for the last upload. A failure is told, and changes nothing else: the checkpoint is on disk."""
         if self.uploader is not None:
-            self.uploader.finish(UPLOAD_WAIT, lambda: self.watchdog.enter(ENDING, self.state.step))
+            self.uploader.finish(lambda: self.watchdog.enter(ENDING, self.state.step))
             self.report_saves()
 
     def report_saves(self) -> None:
