@@ -239,6 +239,22 @@ def test_a_store_that_fails_at_any_request_costs_nothing(tmp_path, monkeypatch):
     assert moment > 15
 
 
+def test_a_file_that_does_not_arrive_whole_is_no_checkpoint(tmp_path, memory, monkeypatch):
+    def put(self, path, name):
+        memory.pipe(f"/{name.lstrip('/')}", path.read_bytes()[:-1])
+
+    run = Run(tmp_path / "c")
+    with monkeypatch.context() as patched:
+        patched.setattr(ObjectStore, "put", put)
+        run.save(1)
+    assert "rank-00000.bin did not arrive whole" in run.uploader.failure and begin(tmp_path / "lost")[0] is None
+    # What an upload of other ranks has left of a step is no part of its checkpoint.
+    memory.pipe("/bucket/runs/one/step-00000002/rank-00007.bin", b"left")
+    run.save(2)
+    run.end()
+    assert stored(memory) == dict.fromkeys((1, 2), WHOLE)
+
+
 def test_another_run_and_an_earlier_step_set_later_ones_aside(tmp_path, memory):
     run = Run(tmp_path / "a", keep_last=0)
     run.save(1, 2, 3)
@@ -423,6 +439,8 @@ def test_a_store_that_goes_down_is_told_and_never_ends_a_run(tmp_path, store, ru
 
     store.fail = refuse
     assert run(folder) == 0
+    listings = [path for path in saw if "list-type" in path]
+    assert listings and all("prefix=runs%2Fr%2Fstep-" in path for path in listings), "earlier/ may hold very much"
     said = status(folder)
     assert said["status"] == "done" and "step 6 could not be uploaded" in said["reason"]
     printed = capsys.readouterr().out

@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import datasets
@@ -168,6 +169,17 @@ def test_files_that_were_removed_from_the_cache_are_fetched_again(tmp_path, stor
     with pytest.raises(ConfigError, match="objects/.* has not been made"):
         open_corpus(made, prepare=False)
     assert samples(open_corpus(made)) == before
+
+
+def test_one_process_of_a_node_fetches(tmp_path, store):
+    write_kind("tokens", tmp_path / "files")
+    store.put_folder(tmp_path / "files", "c")
+    store.requests.clear()
+    made = make(tmp_path, "tokens", f"s3://{BUCKET}/c/")
+    with ThreadPoolExecutor(4) as pool:
+        found = {corpus.fingerprint for corpus in pool.map(open_corpus, [made] * 4)}
+    fetched = [path for _, path in store.requests if "list-type" not in path]
+    assert len(found) == 1 and len(fetched) == len(set(fetched)) == 2
 
 
 def test_a_transfer_that_is_damaged_is_repeated_and_then_refused(tmp_path, store, monkeypatch):
