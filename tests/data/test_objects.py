@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import shutil
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -176,6 +177,7 @@ def test_one_process_of_a_node_fetches(tmp_path, store):
     store.put_folder(tmp_path / "files", "c")
     store.requests.clear()
     made = make(tmp_path, "tokens", f"s3://{BUCKET}/c/")
+    store.fail = lambda method, path: time.sleep(0.5)
     with ThreadPoolExecutor(4) as pool:
         found = {corpus.fingerprint for corpus in pool.map(open_corpus, [made] * 4)}
     fetched = [path for _, path in store.requests if "list-type" not in path]
