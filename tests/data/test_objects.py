@@ -9,6 +9,7 @@ import os
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -21,7 +22,8 @@ from support.corpora import config
 from support.stores import BUCKET, KEY, SECRET, LocalStore, serve_store
 
 from trainer.config import Config, ConfigError, SourceConfig
-from trainer.data.corpus import Corpus, open_corpus
+from trainer.data.corpus import Corpus, _make_cached, open_corpus
+from trainer.data.documents import FetchedObjects
 from trainer.planning.resolve import config_problems
 from trainer.util import objects
 from trainer.util.objects import ObjectStore, check_url, hide_secrets, is_url
@@ -175,13 +177,14 @@ def test_files_that_were_removed_from_the_cache_are_fetched_again(tmp_path, stor
 def test_one_process_of_a_node_fetches(tmp_path, store):
     write_kind("tokens", tmp_path / "files")
     store.put_folder(tmp_path / "files", "c")
-    store.requests.clear()
     made = make(tmp_path, "tokens", f"s3://{BUCKET}/c/")
-    store.fail = lambda method, path: time.sleep(0.5)
+    once = partial(_make_cached, config=made, prepare=True)
+    found = [FetchedObjects("corpus", made.data.sources["corpus"], tmp_path / "cache", 0) for _ in range(4)]
+    store.requests.clear()
+    store.fail = lambda method, path: time.sleep(0.3)
     with ThreadPoolExecutor(4) as pool:
-        found = {corpus.fingerprint for corpus in pool.map(open_corpus, [made] * 4)}
-    fetched = [path for _, path in store.requests if "list-type" not in path]
-    assert len(found) == 1 and len(fetched) == len(set(fetched)) == 2
+        [*pool.map(lambda one: one.fetch(once), found)]
+    assert len(store.requests) == len(set(store.requests)) == 2
 
 
 def test_a_transfer_that_is_damaged_is_repeated_and_then_refused(tmp_path, store, monkeypatch):
