@@ -19,7 +19,7 @@ ENV PATH=/opt/venv/bin:$PATH HOME=/trainer USER=trainer PYTHONUNBUFFERED=1
 COPY pyproject.toml setup.py README.md LICENSE /opt/trainer/
 COPY trainer /opt/trainer/trainer
 COPY configs /opt/trainer/configs
-RUN pip install --no-cache-dir '/opt/trainer[plots,tensorboard,gpu]'
+RUN pip install --no-cache-dir '/opt/trainer[plots,tensorboard,gpu,s3]'
 
 USER trainer
 WORKDIR /trainer

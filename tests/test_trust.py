@@ -57,11 +57,9 @@ USES = [
     Use("broadcast_object_list", "trainer/checkpointing/memory.py", BETWEEN_RANKS),
     Use("all_gather_object broadcast_object_list", "trainer/distributed/symmetric_memory.py", BETWEEN_RANKS),
     Use("gather_object", "trainer/parity/watch.py", BETWEEN_RANKS),
-    Use(
-        "broadcast_object_list gather_object scatter_object_list",
-        "trainer/checkpointing/checkpointer.py",
-        BETWEEN_RANKS,
-    ),
+    Use("broadcast_object_list gather_object", "trainer/checkpointing/loading.py", BETWEEN_RANKS),
+    Use("broadcast_object_list", "trainer/checkpointing/remote.py", BETWEEN_RANKS),
+    Use("gather_object scatter_object_list", "trainer/checkpointing/checkpointer.py", BETWEEN_RANKS),
     Use("all_gather_object", "bench/step.py", BETWEEN_RANKS),
 ]
 LISTED = {(use.file, name) for use in USES for name in use.names.split()}

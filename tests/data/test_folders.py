@@ -190,7 +190,8 @@ def test_chats_in_parquet_are_told_by_any_of_its_names(tmp_path):
     for name in ("a.pq", "b.PARQUET"):
         write_row(tmp_path / name, ".pq", "document", plain=False)
     for names in (["a.pq"], ["a.pq", "b.PARQUET"]):
-        source = documents.DocumentSource("data.sources", "x", SourceConfig("chat", str(tmp_path / "*")), tmp_path)
+        chats = SourceConfig("chat", str(tmp_path / "*"))
+        source = documents.DocumentSource("data.sources", "x", chats, tmp_path, once=lambda *_: None)
         source.paths = [str(tmp_path / name) for name in names]
         source.template = object()
         with pytest.raises(ConfigError, match="is no column of"):  # its reader looks for messages

@@ -33,6 +33,16 @@ def trials(*arguments: str, gpus: int = 0):
     return make_trials(*expand_sweep(arguments), None, gpus)
 
 
+def test_trials_do_not_share_their_copies_of_checkpoints():
+    """Each would resume from what another has saved."""
+    arguments = ["+config=debug", "lr.peak=0.1,0.2"]
+    refused = r"upload=s3://b/r is that of 2 trials.*'checkpoint.upload=s3://b/r/\$\{run.name\}'"
+    with pytest.raises(ConfigError, match=refused):
+        trials(*arguments, "checkpoint.upload=s3://b/r")
+    made = trials(*arguments, "checkpoint.upload=s3://b/r/${run.name}")
+    assert len({trial.settings["checkpoint"]["upload"] for trial in made}) == 2
+
+
 # From overrides to trials
 
 

@@ -8,6 +8,7 @@ an exception in the training loop, and leaves older checkpoints untouched.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import threading
@@ -23,7 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.checkpointing.chunks import StoredTensor, TensorPart, assign_writers, join_parts, write_parts
+from trainer.checkpointing.loading import run_on_ranks
 from trainer.checkpointing.manifest import OWN_KEYS, step_folder, verify_checkpoint, verify_checksums, write_manifest
+from trainer.checkpointing.remote import CheckpointUploader
 from trainer.checkpointing.retention import (
     clear_name,
     prune_checkpoints,
@@ -42,23 +45,19 @@ T = TypeVar("T")
 WRITE_TIMEOUT = timedelta(hours=2)
 
 
-class SaveFailed(Exception):
-    """A save that failed on at least one rank. The message names the ranks and the reasons."""
-
-
 class Checkpointer:
     """Writes the checkpoints of one run into `folder` and removes those that `config` does not keep.
 
     Every rank constructs it after the process group exists, and makes the same calls in the same order. Background work
     uses a gloo group of its own, so its collectives never mix with those of training. stall_seconds: how long the last
     `save` held up training. longest: seconds that the longest save took, in the background or not, or None. saved_step:
-    the last step whose checkpoint is complete, or None.
+    the last step whose checkpoint is complete, or None. uploader: is told of every complete checkpoint.
     """
 
     kind = "checkpoint"
 
-    def __init__(self, folder: Path, config: CheckpointConfig):
-        self.folder, self.config = Path(folder), config
+    def __init__(self, folder: Path, config: CheckpointConfig, uploader: CheckpointUploader | None = None):
+        self.folder, self.config, self.uploader = Path(folder), config, uploader
         self.stall_seconds, self.saved_step, self.longest = 0.0, None, None
         distributed = dist.is_initialized() and dist.get_world_size() > 1
         self._group = None
@@ -121,7 +120,8 @@ class Checkpointer:
     def poll(self) -> list[str]:
         """Messages for the user about saves that ended since the last call, on rank 0; empty on all others. Never
         waits."""
-        return [self._messages.popleft() for _ in range(len(self._messages))]
+        queues = [self._messages, *([self.uploader.messages] if self.uploader else [])]
+        return [messages.popleft() for messages in queues for _ in range(len(messages))]
 
     def wait(self) -> None:
         """Returns when no save is running."""
@@ -142,6 +142,8 @@ class Checkpointer:
     def close(self) -> None:
         """Waits for the last save, and releases the process group and the host memory."""
         self.wait()
+        if self.uploader is not None:
+            self.uploader.close()
         self._buffers.clear()
         if self._group is not None:
             dist.destroy_process_group(self._group)
@@ -227,12 +229,17 @@ class Checkpointer:
             written.mkdir(parents=True)
 
     def _finish(self, step: int, size: int, seconds: float) -> None:
-        """Reports a complete checkpoint and removes old ones."""
+        """Reports a complete checkpoint, removes old ones, and has it uploaded."""
+        uploader = self.uploader
         if self._rank == 0:
             path = step_folder(self.folder, step)
             self._messages.append(f"saved {path}: {size / 1e9:.2f} GB in {seconds:.1f} s")
             if not self._keep_older:
-                self._messages.extend(prune_checkpoints(self.folder, step, self.config))
+                with uploader.lock if uploader else contextlib.nullcontext():
+                    spared = uploader.spared if uploader else set()
+                    self._messages.extend(prune_checkpoints(self.folder, step, self.config, spared))
+        if uploader is not None:
+            uploader.begin(self._keep_older)
 
     def _write(
         self, path: Path, parts: dict[str, TensorPart], manifest: dict[str, Any], failure: Exception | None
@@ -268,19 +275,4 @@ class Checkpointer:
         return sum(self._together(commit))
 
     def _together(self, action: Callable[[], T]) -> list[T]:
-        """Runs `action` on every rank. If it fails on any of them, raises SaveFailed on all. Returns the results of all
-        ranks, on rank 0 alone."""
-        try:
-            outcome = (action(), None)
-        except Exception as error:
-            outcome = (None, str(error) or type(error).__name__)
-        outcomes: list[Any] = [outcome]
-        if self._group is not None:
-            outcomes = [None] * dist.get_world_size(self._group) if self._rank == 0 else []
-            dist.gather_object(outcome, outcomes or None, dst=0, group=self._group)
-        problems = [[f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(outcomes) if problem is not None]]
-        if self._group is not None:
-            dist.broadcast_object_list(problems, src=0, group=self._group)
-        if problems[0]:
-            raise SaveFailed("; ".join(problems[0][:3]))
-        return [result for result, _ in outcomes]
+        return run_on_ranks(action, self._group)

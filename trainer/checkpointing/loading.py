@@ -36,6 +36,7 @@ from trainer.distributed.mesh import gather_objects
 from trainer.distributed.tensors import Fragment
 from trainer.optim.optimizer import PREFIX as EMA
 from trainer.planning.parameters import declare_parameters
+from trainer.util.objects import hide_secrets, is_url
 from trainer.util.reading import shorten_foreign
 
 T = TypeVar("T")
@@ -199,6 +200,30 @@ def read_tensors(path: Path, names: list[str] | None = None) -> dict[str, Tensor
     return contents.read(contents.names if names is None else names)
 
 
+class SaveFailed(Exception):
+    """What all ranks did for a save failed on at least one. The message names the ranks and the reasons."""
+
+
+def run_on_ranks(action: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
+    """Runs `action` on every rank of `group` (None: this process is alone). If it fails on any of them, raises
+    SaveFailed on all. Returns the results of all ranks, on rank 0 alone."""
+    try:
+        outcome = (action(), None)
+    except Exception as error:
+        outcome = (None, str(error) or type(error).__name__)
+    outcomes: list[Any] = [outcome]
+    first = group is None or dist.get_rank() == 0
+    if group is not None:
+        outcomes = [None] * dist.get_world_size(group) if first else []
+        dist.gather_object(outcome, outcomes or None, dst=0, group=group)
+    problems = [[f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(outcomes) if problem is not None]]
+    if group is not None:
+        dist.broadcast_object_list(problems, src=0, group=group)
+    if problems[0]:
+        raise SaveFailed("; ".join(problems[0][:3]))
+    return [result for result, _ in outcomes]
+
+
 def run_together(action: Callable[[], T]) -> T:
     """Runs `action` on every rank and returns its result on this one. A ConfigError or OSError of any rank is raised as
     a ConfigError on all."""
@@ -299,9 +324,9 @@ def read_states(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def read_launchers(path: Path) -> list[str]:
-    """The launchers of the run that saved a checkpoint. See `session.list_launchers`."""
-    launchers = read_manifest(path).get("launchers", [])
+def read_launchers(path: Path, read: Callable[[Path], dict[str, Any]] = read_manifest) -> list[str]:
+    """The launchers of the run that saved a checkpoint. See `session.list_launchers`. read: gives its manifest."""
+    launchers = read(path).get("launchers", [])
     _demand(path, "launchers", _texts(launchers), launchers, "a list of text")
     return launchers
 
@@ -357,6 +382,11 @@ def open_saved(checkpoint: str, weights: str = "trained") -> SavedModel:
 
     Checksums are verified. Raises `ConfigError`, which names the folder and what is wrong with it.
     """
+    if is_url(checkpoint):
+        raise ConfigError(
+            f"checkpoint={hide_secrets(checkpoint)} must be on a disk; copy it there first, such as with aws s3 cp "
+            "--recursive, or let a run resume from it"
+        )
     folder = Path(checkpoint).expanduser()
     if (folder / CONFIG).is_file() and not (folder / MANIFEST).is_file():
         return open_transformers(checkpoint, weights)

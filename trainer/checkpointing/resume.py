@@ -5,12 +5,20 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.checkpointing.loading import BEGIN, read_begin, read_launchers, read_states
 from trainer.checkpointing.manifest import WAY_OUT, DamagedCheckpoint, list_checkpoints, read_manifest
-from trainer.checkpointing.retention import choose_whole, describe_damages, find_resume, find_whole
+from trainer.checkpointing.retention import (
+    OtherPlace,
+    choose_whole,
+    describe_damages,
+    find_resume,
+    find_whole,
+    list_everywhere,
+)
 from trainer.config import CheckpointConfig, Config, ConfigError
 from trainer.config.model import ModelSpec
 from trainer.config.typed import flatten_values
@@ -21,10 +29,14 @@ if TYPE_CHECKING:
 
 
 def find_start(
-    setting: CheckpointConfig, folder: Path, launchers: list[str], proven: int | None = None
+    setting: CheckpointConfig,
+    folder: Path,
+    launchers: list[str],
+    proven: int | None = None,
+    store: OtherPlace | None = None,
 ) -> tuple[Path | None, list[str]]:
     """The checkpoint to start from, if any, with warnings. folder: the run's checkpoints; launchers:
-    `session.list_launchers`; proven: as in `find_resume`.
+    `session.list_launchers`; proven, store: as in `find_resume`.
 
     `checkpoint.resume` says where a launch begins. When torchrun restarts the processes of a launch, they resume from
     the newest checkpoint that this launch has saved, whatever `checkpoint.resume` says. A path acts once: a start with
@@ -40,31 +52,36 @@ def find_start(
             "set another run.dir"
         ) from None
     if setting.resume == "auto":
-        return find_resume(setting.resume, folder, setting.verify, proven)
-    checkpoints = list_checkpoints(folder)
-    own = {step: path for step, path in checkpoints.items() if set(launchers) & known_launchers(path)}
-    newest, warnings = choose_whole(setting.resume, own, setting.verify, proven)
+        return find_resume(setting.resume, folder, setting.verify, proven, store)
+    checkpoints, read = list_everywhere(folder, store), store.read_manifest if store else read_manifest
+    own = {step: path for step, path in checkpoints.items() if set(launchers) & known_launchers(path, read)}
+    newest, warnings = choose_whole(setting.resume, own, setting.verify, proven, store)
     if newest is None and setting.resume != "none":
         good = [path for step, path in checkpoints.items() if proven is None or step <= proven]
-        since = itertools.takewhile(lambda path: read_beginning(path) in (setting.resume, None), good)
-        newest, damages = find_whole(since, setting.verify)
+        since = itertools.takewhile(lambda path: read_beginning(path, read) in (setting.resume, None), good)
+        newest, damages = find_whole(since, setting.verify, store)
         note = f"checkpoint.resume={setting.resume} took effect before: the run goes on from {newest}; to begin there "
         warnings = [*describe_damages(damages), note + "again, set another run.name"]
-    return (newest, warnings) if newest is not None else find_resume(setting.resume, folder, setting.verify)
+    return (
+        (newest, warnings) if newest is not None else find_resume(setting.resume, folder, setting.verify, store=store)
+    )
 
 
-def read_beginning(path: Path) -> str | None:
+ReadManifest = Callable[[Path], dict[str, Any]]
+
+
+def read_beginning(path: Path, read: ReadManifest = read_manifest) -> str | None:
     """`checkpoint.resume` of the start that wrote a checkpoint; None if its manifest is damaged."""
     try:
-        return str(read_manifest(path).get("began_from", ""))
+        return str(read(path).get("began_from", ""))
     except DamagedCheckpoint:
         return None
 
 
-def known_launchers(path: Path) -> set[str]:
+def known_launchers(path: Path, read: ReadManifest = read_manifest) -> set[str]:
     """The launchers of the run that saved a checkpoint; empty if its manifest is damaged."""
     try:
-        return set(read_launchers(path))
+        return set(read_launchers(path, read))
     except DamagedCheckpoint:
         return set()
 

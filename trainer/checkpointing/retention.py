@@ -9,11 +9,13 @@ import contextlib
 import itertools
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from pathlib import Path
+from typing import Any, Protocol
 
 from trainer.checkpointing.manifest import DamagedCheckpoint, list_checkpoints, verify_checkpoint
 from trainer.config import CheckpointConfig, ConfigError
+from trainer.util.objects import is_url
 
 
 def steps_to_keep(steps: Sequence[int], saved: int, keep_last: int, keep_every: int) -> set[int]:
@@ -28,13 +30,14 @@ def steps_to_keep(steps: Sequence[int], saved: int, keep_last: int, keep_every: 
     return {saved, *newest, *older} | milestones
 
 
-def prune_checkpoints(folder: Path, saved: int, config: CheckpointConfig) -> list[str]:
-    """Deletes the checkpoints in `folder` that `config` does not keep, after that of step `saved` was written. Returns
-    a message for each that cannot be deleted."""
+def prune_checkpoints(folder: Path, saved: int, config: CheckpointConfig, spared: Set[int] = frozenset()) -> list[str]:
+    """Deletes the checkpoints in `folder` that `config` does not keep, after that of step `saved` was written, except
+    those of the steps `spared`. Returns a message for each that cannot be deleted."""
     if not config.keep_last:
         return []
     checkpoints, messages = list_checkpoints(folder), []
-    for step in checkpoints.keys() - steps_to_keep([*checkpoints], saved, config.keep_last, config.keep_every):
+    kept = steps_to_keep([*checkpoints], saved, config.keep_last, config.keep_every)
+    for step in checkpoints.keys() - kept - spared:
         try:
             remove_checkpoint(checkpoints[step])
         except OSError as error:
@@ -112,6 +115,23 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+class OtherPlace(Protocol):
+    """Where there are checkpoints that the folder of a run may lack; `remote.StoreAtStart`. fetched: from there, and
+    compared with their checksums."""
+
+    fetched: set[Path]
+
+    def merge(self, checkpoints: dict[int, Path]) -> dict[int, Path]: ...
+    def read_manifest(self, path: Path) -> dict[str, Any]: ...
+    def fetch(self, path: Path) -> None: ...
+    def find_url(self, url: str, verify_files: bool) -> tuple[Path, list[str]]: ...
+
+
+def list_everywhere(folder: Path, store: OtherPlace | None) -> dict[int, Path]:
+    """`list_checkpoints`, with what only the store has."""
+    return store.merge(list_checkpoints(folder)) if store is not None else list_checkpoints(folder)
+
+
 def find_newest(folder: Path, verify_files: bool) -> tuple[Path | None, list[str]]:
     """The checkpoint in `folder` with the most steps of those that are whole, and a warning for each damaged one that
     was passed over."""
@@ -119,12 +139,20 @@ def find_newest(folder: Path, verify_files: bool) -> tuple[Path | None, list[str
     return path, describe_damages(damages)
 
 
-def find_whole(paths: Iterable[Path], verify_files: bool) -> tuple[Path | None, dict[Path, str]]:
-    """The first of some checkpoints that is whole, and what is wrong with those before it."""
+def find_whole(
+    paths: Iterable[Path], verify_files: bool, store: OtherPlace | None = None
+) -> tuple[Path | None, dict[Path, str]]:
+    """The first of some checkpoints that is whole, and what is wrong with those before it. Where one is missing
+    or damaged and the store has it, `store.fetch` interrupts the search."""
     damages: dict[Path, str] = {}
     for path in paths:
         try:
-            verify_checkpoint(path, verify_files)
+            try:
+                verify_checkpoint(path, verify_files and not (store is not None and path in store.fetched))
+            except DamagedCheckpoint:
+                if store is not None:
+                    store.fetch(path)
+                raise
             return path, damages
         except DamagedCheckpoint as damage:
             damages[path] = str(damage)
@@ -137,7 +165,11 @@ def describe_damages(damages: dict[Path, str]) -> list[str]:
 
 
 def choose_whole(
-    setting: str, checkpoints: dict[int, Path], verify_files: bool, proven: int | None = None
+    setting: str,
+    checkpoints: dict[int, Path],
+    verify_files: bool,
+    proven: int | None = None,
+    store: OtherPlace | None = None,
 ) -> tuple[Path | None, list[str]]:
     """The first of `checkpoints` (by step, the newest first) that is whole, with a warning for each before it; None
     where there are none. Raises `ConfigError` where there are some and all are damaged: a run that began anew would
@@ -147,7 +179,7 @@ def choose_whole(
     other; None: there is no such limit."""
     good = [path for step, path in checkpoints.items() if proven is None or step <= proven]
     others = [path for path in checkpoints.values() if path not in good]
-    path, damages = find_whole([*good, *others], verify_files)
+    path, damages = find_whole([*good, *others], verify_files, store)
     if path is None and damages:
         raise ConfigError(
             f"checkpoint.resume={setting}: no checkpoint in {next(iter(damages)).parent} is whole "
@@ -159,17 +191,20 @@ def choose_whole(
 
 
 def find_resume(
-    setting: str, folder: Path, verify_files: bool, proven: int | None = None
+    setting: str, folder: Path, verify_files: bool, proven: int | None = None, store: OtherPlace | None = None
 ) -> tuple[Path | None, list[str]]:
     """What `checkpoint.resume` means for a run whose checkpoints lie in `folder`, with warnings to print.
 
     `auto` gives the newest whole checkpoint, or None if there is none at all; `none` gives None. Anything else is the
     path of a checkpoint or of a run's folder. ConfigError is raised if a path holds no whole checkpoint, and for `auto`
-    if `folder` has checkpoints and all of them are damaged. proven: for `auto`, as in `choose_whole`."""
+    if `folder` has checkpoints and all of them are damaged. proven: for `auto`, as in `choose_whole`. store: may have
+    more of them; it is needed for a URL."""
     if setting == "none":
         return None, []
     if setting == "auto":
-        return choose_whole(setting, list_checkpoints(folder), verify_files, proven)
+        return choose_whole(setting, list_everywhere(folder, store), verify_files, proven, store)
+    if store is not None and is_url(setting):
+        return store.find_url(setting, verify_files)
     path = Path(setting).expanduser()
     if (path / "checkpoints").is_dir():  # a run's folder stands for its newest whole checkpoint
         newest, warnings = choose_whole(setting, list_checkpoints(path / "checkpoints"), verify_files)

@@ -68,7 +68,11 @@ class CorpusConfig:
         "token files, or a registered kind",
         SOURCES,
     )
-    path: str | None = option(None, "file, folder or glob (text, jsonl, parquet, chat, tokens) or hub name (hub)")
+    path: str | None = option(
+        None,
+        "file, folder or glob (text, jsonl, parquet, chat, tokens), on a disk or in an object store (s3://, gs://), or "
+        "hub name (hub)",
+    )
     field: str = option("text", "column that holds the text (jsonl, parquet, hub)")
     messages: str = option("messages", "column that holds the conversation, a list of messages (chat)")
     subset: str | None = option(None, "hub configuration name")
@@ -542,10 +546,15 @@ class CheckpointConfig:
     )
     resume: str = option(
         "auto",
-        "auto (newest valid one of the run, if any), none, or the path of a checkpoint or of a run; what an earlier "
-        "run left in run.dir and this one does not go on from is moved to earlier/ in it",
+        "auto (newest valid one of the run, if any), none, or the path or URL of a checkpoint or of a run; what an "
+        "earlier run left in run.dir and this one does not go on from is moved to earlier/ in it",
     )
     verify: bool = option(True, "compare checksums before loading")
+    upload: str | None = option(
+        None,
+        "URL in an object store (s3://BUCKET/runs/NAME) to which complete checkpoints are copied in the background, "
+        "and from which a start resumes that finds no newer one in run.dir; null: none",
+    )
     data: str = option(
         "continue",
         "on resume: continue where the data stopped, or restart at the first sample (for other data)",

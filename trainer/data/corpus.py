@@ -1,8 +1,8 @@
 """Opens the corpus of a configuration: prepared once by whichever process comes first, then memory-mapped by all.
 
 The cache holds trained tokenizers (`tokenizers/`), token files (`tokens/`), what `datasets` downloads or converts
-(`datasets/`), compressed files as lines (`expanded/`) and what is known of ready-made token files (`checked/`); every
-name is a hash of what its content depends on.
+(`datasets/`), objects of a store (`objects/`), compressed files as lines (`expanded/`) and what is known of ready-made
+token files (`checked/`); every name is a hash of what its content depends on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainer.config import Config, ConfigError
-from trainer.data.documents import DocumentSource, HubStream, LocalStream, Stream, held_out_threshold
+from trainer.data.documents import DocumentSource, HubStream, LocalStream, MakeCached, Stream, held_out_threshold
 from trainer.data.mixture import Mixture, MixtureStage
 from trainer.data.shards import (
     SPLITS,
@@ -194,10 +194,6 @@ SAMPLED = 1 << 20
 """Characters of a stream that tell what the tokenizer makes of it."""
 
 
-MakeCached = Callable[..., None]
-"""Makes what is not there yet; `_make_cached` for one configuration."""
-
-
 class CorpusSide:
     """The sequences of one side of the split, over all sources.
 
@@ -303,8 +299,8 @@ def open_corpus(config: Config, prepare: bool = True, begin: list[int] | None = 
     Safe to call from many processes at once, on one or several machines, before any process group exists. Raises
     `ConfigError` with everything that is wrong with the sources, the tokenizer or their sizes.
     """
-    sources, sets = _sources(config)
     once = partial(_make_cached, config=config, prepare=prepare)
+    sources, sets = _sources(config, once)
     tokenizer = _tokenizer(config, sources, once)
     marks = _use_bos(config, tokenizer, begin)
     _use_template(config, [*sources, *sets], tokenizer)
@@ -366,7 +362,7 @@ class OpenedSource(NamedTuple):
     counts: dict[str, TextCount | None] = dict.fromkeys(SPLITS)
 
 
-def _sources(config: Config) -> tuple[list[DocumentSource], list[DocumentSource]]:
+def _sources(config: Config, once: MakeCached) -> tuple[list[DocumentSource], list[DocumentSource]]:
     """The sources that have a weight at some time of the run, and the sets, by name: their order in the configuration
     means nothing."""
     later = {name for stage in config.data.stages.values() for name, weight in stage.weights.items() if weight > 0}
@@ -378,7 +374,7 @@ def _sources(config: Config) -> tuple[list[DocumentSource], list[DocumentSource]
     sets = sorted(config.eval.sets.items()) if config.eval.every else []
     entries = [*(("data.sources", *source) for source in named), *(("eval.sets", *one) for one in sets)]
     cache, skip = _cache(config), config.data.on_error == "skip"
-    made = _collect(lambda entry=entry: DocumentSource(*entry, cache, skip) for entry in entries)
+    made = _collect(lambda entry=entry: DocumentSource(*entry, cache, once, skip) for entry in entries)
     return made[: len(named)], made[len(named) :]
 
 

@@ -11,6 +11,7 @@ import math
 import os
 import random
 import re
+import shutil
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +26,8 @@ from trainer.config.registry import SOURCES
 from trainer.data.tables import JsonLines, ParquetRows
 from trainer.data.text import Absent, ChatTemplate, DamagedRows, RowTally, TextDocument, TextFiles, plain_text
 from trainer.data.tokens import DataError, on_terminal, print_notice
-from trainer.util.reading import leads_out, on_one_line, shorten_foreign
+from trainer.util.objects import ObjectStore, StoredObject, StoreError, is_url, transfer_all
+from trainer.util.reading import leads_out, on_one_line, shorten_foreign, write_atomic
 
 T = TypeVar("T")
 
@@ -352,6 +354,82 @@ def is_network_error(error: BaseException | None) -> bool:
     return not isinstance(error, PERMANENT) and "Offline" not in type(error).__name__
 
 
+MakeCached = Callable[..., None]
+"""Makes a file of the cache in the first process that needs it (`corpus._make_cached`)."""
+
+
+class FetchedObjects:
+    """Objects of a store as files of the cache, which are fetched when they are needed.
+
+    The name of a file follows from the URL, the size and the version of its object, and of those that describe it (the
+    index of a token file), which are fetched too. An object that has changed is therefore another file. paths: of the
+    files, in the order of the objects' names. unread: a note of what is left out, or empty. Raises `ConfigError` where
+    there is nothing to read."""
+
+    def __init__(self, setting: str, source: CorpusConfig, cache: Path, most: int):
+        self.store, self.folder = ObjectStore(f"{setting}.path", source.path or ""), cache / "objects"
+        listed, suffixes = self.store.list(), SUFFIXES[source.kind]
+        whole_folder = self.store.pattern is None and [found.name for found in listed] != [self.store.root]
+        taken, left_out = [], []
+        for found in listed:
+            inner = found.name.removeprefix(self.store.root + "/").split("/")
+            if whole_folder and any(SILENT.fullmatch(part) for part in inner):
+                continue
+            fits = not whole_folder or found.name.lower().endswith(suffixes)
+            (taken if fits else left_out).append(found)
+        if not taken:
+            ends = f" that ends in {', '.join(suffixes)}" if suffixes[0] and whole_folder else ""
+            raise StoreError(f"{self.store.named} finds no object{ends}; name an existing object, prefix or glob")
+        if not any(found.size for found in taken):
+            raise StoreError(f"{self.store.named} is empty: {len(taken)} objects of no bytes")
+        others = {found.name: found for found in [*left_out, *self.store.unmatched]} if source.kind == "tokens" else {}
+        self.paths: list[str] = []
+        self.files: list[tuple[StoredObject, Path]] = []
+        for found in taken[: most or None]:
+            beside = {
+                end: others[name]
+                for end, whose in BESIDE.items()
+                if found.name.endswith(whose) and (name := found.name.removesuffix(whose) + end) in others
+            }
+            place = self._place([found, *beside.values()])
+            self.paths.append(str(place))
+            self.files += [(found, place)]
+            self.files += [(one, Path(f"{str(place).removesuffix(BESIDE[end])}{end}")) for end, one in beside.items()]
+        self.identity = [[f"{self.store.scheme}://{one.name}", one.size, one.version] for one, _ in self.files]
+        read = {one for one, _ in self.files}
+        unread = [found.name for found in left_out if found not in read]
+        self.unread = describe_unread(self.store.named, unread, [])
+
+    def _place(self, found: list[StoredObject]) -> Path:
+        digest = hashlib.blake2b(json.dumps([self.store.scheme, *found]).encode(), digest_size=12).hexdigest()
+        return self.folder / f"{digest}-{re.sub(r'[^A-Za-z0-9._=+-]', '_', os.path.basename(found[0].name))[-100:]}"
+
+    def fetch(self, once: MakeCached) -> None:
+        """Makes the files exist. All but one process of a node wait meanwhile."""
+        key = hashlib.blake2b(json.dumps(self.identity).encode(), digest_size=12).hexdigest()
+        mark = self.folder / f"{key}.json"
+
+        def missing() -> list[tuple[StoredObject, Path]]:
+            return [(one, path) for one, path in self.files if not path.is_file() or path.stat().st_size != one.size]
+
+        def make() -> None:
+            needed = missing()
+            size, free = sum(found.size for found, _ in needed), shutil.disk_usage(self.folder).free
+            if size > free:
+                raise StoreError(
+                    f"{self.store.named} needs {size / 1e9:.2f} GB in {self.folder}, which has {free / 1e9:.2f} GB "
+                    "free; set data.cache to a larger disk, or name fewer objects"
+                )
+            if needed:
+                print_notice(f"fetching {len(needed)} objects ({size / 1e9:.2f} GB) of {self.store.url} ...")
+            transfer_all(lambda one: self.store.fetch(*one), needed)
+            write_atomic(mark, json.dumps(self.identity))
+
+        if mark.exists() and missing():  # somebody has made room
+            mark.unlink(missing_ok=True)
+        once(mark, make)
+
+
 Documents = TextFiles | JsonLines | ParquetRows | DatasetRows | OwnDocuments
 """Documents that can be read in any order."""
 
@@ -360,25 +438,40 @@ class DocumentSource:
     """One entry of data.sources or of eval.sets: what identifies its content, and its documents, opened when they are
     needed.
 
-    section: the setting that has the entry; skip: leaves out rows that cannot be read; template: of conversations, to
-    be set before these are opened. unread: a note of what the folder holds beyond the source's files, or empty. Raises
+    section: the setting that has the entry; once: for files that are fetched; skip: leaves out rows that cannot be
+    read; template: of conversations, to be set before these are opened. unread: a note of what the folder holds beyond
+    the source's files, or empty. Raises
     `ConfigError` at once where files are missing, empty or not readable.
     """
 
-    def __init__(self, section: str, name: str, config: CorpusConfig, cache: Path, skip: bool = False):
+    def __init__(
+        self, section: str, name: str, config: CorpusConfig, cache: Path, once: MakeCached, skip: bool = False
+    ):
         self.name, self.setting, self.config, self.cache, self.skip = name, f"{section}.{name}", config, cache, skip
+        self.once = once
         self.template: ChatTemplate | None = None
         self.streams, self.registered = config.streaming, config.kind in SOURCES.registered
-        self.paths, self.unread = (
-            ([], "") if config.kind == "hub" or self.registered else find_files(self.setting, config)
-        )
-        if config.limit and config.kind in ("stdlib", "text"):
-            self.paths = self.paths[: config.limit]
+        most = config.limit if config.kind in ("stdlib", "text") else 0
+        self.fetched: FetchedObjects | None = None
+        self.listed, self.unread = list[str](), ""
+        if config.kind in SUFFIXES and is_url(config.path):
+            self.fetched = FetchedObjects(self.setting, config, cache, most)
+            self.listed, self.unread = self.fetched.paths, self.fetched.unread
+        elif config.kind != "hub" and not self.registered:
+            self.listed, self.unread = find_files(self.setting, config)
+        self.listed = self.listed[: most or None]
+
+    @cached_property
+    def paths(self) -> list[str]:
+        """The files of the source, which exist."""
+        if self.fetched:
+            self.fetched.fetch(self.once)
+        return self.listed
 
     @cached_property
     def identity(self) -> list[Any]:
-        """Changes with the content: names, sizes and times of files, or the files that the hub lists for a data set; of
-        a stream, their number."""
+        """Changes with the content: names, sizes and times of files, names, sizes and versions of objects, or the files
+        that the hub lists for a data set; of a stream, their number."""
         config = self.config
         reading = [config.kind, config.messages if config.kind == "chat" else config.field, config.limit]
         if config.kind == "hub":
@@ -388,6 +481,8 @@ class DocumentSource:
             return [*reading, config.path, config.subset, config.split, files]
         if self.registered:
             return [*reading, config.settings, self.documents.identity]
+        if self.fetched:  # not by the time of the copy: all nodes have to agree
+            return [*reading, self.fetched.identity]
         states = [(path, os.stat(path)) for path in self.paths]
         return [*reading, [(path, state.st_size, state.st_mtime_ns) for path, state in states]]
 

@@ -37,6 +37,7 @@ from trainer.planning.features import FEATURES, check_plan, check_whole_plan, re
 from trainer.planning.parameters import UpdateSettings, declare_parameters, float8_setting, layer_specs
 from trainer.planning.plan import BatchPlan, Plan, node_size, resolve_batch, training_steps
 from trainer.planning.recompute import entry_problems
+from trainer.util.objects import check_url, hide_secrets, is_url
 
 # What a type does not say: ranges, and settings that contradict each other. Pure: needs neither torch nor a process
 # group, so that every refusal comes before either exists.
@@ -161,6 +162,32 @@ def _contradictions(config: Config) -> Iterator[str]:
             yield f"{name}.kind={source.kind} needs {name}.path"
         if source.streaming and source.kind in ("chat", "tokens"):
             yield f"{name}.streaming=true: kind={source.kind} is prepared before the run; set {name}.streaming=false"
+        if source.kind not in ("stdlib", "hub") and source.path and is_url(source.path):
+            yield from check_url(f"{name}.path", source.path)
+    yield from _stores(config)
+
+
+def _stores(config: Config) -> Iterator[str]:
+    """What may not be a URL of an object store, or is none that can be used."""
+    run, data, checkpoint = config.run, config.data, config.checkpoint
+    folders = {
+        "run.dir": run.dir,
+        "data.cache": data.cache,
+        "data.tokenizer": data.tokenizer,
+        "data.chat_template": data.chat_template,
+        "model.from_hf": config.model.from_hf,
+        "checkpoint.peer_folder": checkpoint.peer_folder,
+    }
+    for name, path in folders.items():
+        if path and is_url(path):
+            yield (
+                f"{name}={hide_secrets(path)} must be on a disk; URLs of object stores are read by the path of "
+                "data.sources and eval.sets, by checkpoint.upload and by checkpoint.resume"
+            )
+    if checkpoint.upload is not None:
+        yield from check_url("checkpoint.upload", checkpoint.upload)
+    if is_url(checkpoint.resume):
+        yield from check_url("checkpoint.resume", checkpoint.resume)
 
 
 def _narrow(config: Config) -> Iterator[str]:

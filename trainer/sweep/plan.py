@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -234,6 +235,12 @@ def make_trials(
         trial, wrong = make_trial(sweep, name, common, values, config_dir, gpus)
         trials.append(trial)
         problems |= wrong
+    for url, number in Counter(trial.settings["checkpoint"]["upload"] for trial in trials).items():
+        if url is not None and number > 1:
+            problems["checkpoint.upload"] = (
+                f"checkpoint.upload={url} is that of {number} trials, which would resume from each other; set "
+                f"'checkpoint.upload={url}/${{run.name}}'"
+            )
     if problems:
         raise ConfigError(list(problems.values()))
     if all(trial.refusal for trial in trials):

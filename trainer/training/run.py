@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from trainer.checkpointing.manifest import list_checkpoints
+from trainer.checkpointing.remote import CheckpointUploader
 from trainer.checkpointing.resume import find_begin
 from trainer.config import Config, ConfigError
 from trainer.config.extend import extend_spec
@@ -25,6 +26,8 @@ from trainer.distributed.mesh import World, join_world, local_device
 from trainer.distributed.p2p import PeerError
 from trainer.model.initial import Weights
 from trainer.observe import flight, metrics
+from trainer.observe.sinks import write_status
+from trainer.observe.watchdog import ENDING, Watchdog
 from trainer.parallel.parallelize import check_compiler, check_model
 from trainer.parallel.zero.fsdp import check_engine
 from trainer.planning.decide import Decision, MemoryLimit, check_fit, decide
@@ -51,6 +54,7 @@ from trainer.training.session import (
 )
 from trainer.training.trainer import Trainer, check_recording
 from trainer.util.exit_codes import DONE, FAILED, INTERRUPTED, process_rank
+from trainer.util.lines import CHECKPOINTS
 from trainer.util.machine import missing_memory
 from trainer.util.reading import FolderError
 
@@ -127,6 +131,7 @@ def run(config: Config) -> RunResult:
         watchdog.total = config.run.steps
         if start.step >= config.run.steps:
             code = report_done(config, start, world)
+            upload_rest(config, start, world, watchdog)
         else:
             with (
                 explain_oom(config, layout, world, memory, lambda: max(start.step, watchdog.done)) as states,
@@ -167,6 +172,21 @@ def report_done(config: Config, start: RunStart, world: World) -> int:
         setting = limit.partition("=")[0]
         print(*start.notes, f"{done}: raise {setting} to train on, or set another run.name", sep="\n", flush=True)
     return DONE if updated else FAILED
+
+
+def upload_rest(config: Config, start: RunStart, world: World, watchdog: Watchdog) -> None:
+    """Uploads what earlier starts of a run that has made all its steps could not. All ranks call it together."""
+    folder = Path(config.run.dir)
+    if config.checkpoint.upload is None or not start.is_own(folder):
+        return
+    uploader = world.together(lambda: CheckpointUploader(folder / CHECKPOINTS, config.checkpoint))
+    uploader.finish(lambda: watchdog.enter(ENDING, start.step))
+    uploader.close()
+    if world.rank == 0 and config.logging.console != "none":
+        for text in uploader.messages:
+            print(text, flush=True)
+    if start.step == config.run.steps:
+        world.agree(lambda: write_status(folder, "done", start.step, config.run.steps, uploader.failure))
 
 
 def with_total_steps(config: Config, batch: BatchPlan, start: RunStart | None = None) -> Config:

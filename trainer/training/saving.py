@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from trainer.checkpointing.loading import load_tensors
-from trainer.checkpointing.manifest import list_checkpoints
 from trainer.checkpointing.memory import MemoryNodes, fetch_files, find_in_memory
+from trainer.checkpointing.remote import FetchNeeded, StoreAtStart
 from trainer.checkpointing.resume import data_identity, find_start, fitting_manifest
+from trainer.checkpointing.retention import OtherPlace, list_everywhere
 from trainer.config import CheckpointConfig, Config, ConfigError, GenerateConfig
 from trainer.data.mixture import Mixture, MixturePhase
 from trainer.data.tokenizer import Tokenizer
@@ -29,6 +30,7 @@ from trainer.precision.products import DTYPES
 from trainer.training.session import list_launchers
 from trainer.training.state import TrainState
 from trainer.util.lines import STARTS, STATUS
+from trainer.util.objects import is_url
 from trainer.util.reading import Malformed, read_json
 
 if TYPE_CHECKING:
@@ -95,7 +97,13 @@ class RunStart:
         any_launch = config.checkpoint.resume == "auto"
         in_memory = find_in_memory(nodes, identity, config.checkpoint.verify, mine, any_launch, world)
         known = None if in_memory is None else in_memory[0]
-        path, warnings = world.agree(lambda: find_newer(config.checkpoint, folder, mine, proven, known))
+        search = StartSearch(config.checkpoint, folder, mine, proven, known)
+        while True:
+            try:
+                path, warnings = world.agree(search.look)
+                break
+            except FetchNeeded as need:  # on all ranks
+                search.note(need, need.fetch_together(world))
         # `find_newer` returns no path where the in-memory checkpoint is at least as good.
         newer = in_memory is not None and path is None
         path = in_memory[1] if newer else path
@@ -160,11 +168,40 @@ def describe_change(samples: CorpusSide, mixture: Mixture, phase: MixturePhase) 
     return f"the mixture changes at sample {phase.start} to {phase.describe()}; sources go on where they stood ({ends})"
 
 
+class StartSearch:
+    """`find_newer` on rank 0, with the checkpoints of the object stores that the settings name. The arguments are those
+    of `find_newer`."""
+
+    def __init__(
+        self, setting: CheckpointConfig, folder: Path, launchers: list[str], proven: int | None, in_memory: int | None
+    ):
+        self.arguments = setting, folder, launchers, proven, in_memory
+        self.store: StoreAtStart | None = None
+
+    def look(self) -> tuple[Path | None, list[str]]:
+        """The checkpoint to start from, with messages. Raises `FetchNeeded`."""
+        setting, folder = self.arguments[:2]
+        if self.store is None and (setting.upload or is_url(setting.resume)):
+            self.store = StoreAtStart(setting, folder)
+        path, warnings = find_newer(*self.arguments, self.store)
+        return path, [*warnings, *(self.store.notes if self.store is not None else [])]
+
+    def note(self, need: FetchNeeded, damage: str | None) -> None:
+        """Notes that a checkpoint has been fetched, or what is wrong with it."""
+        if self.store is not None:
+            self.store.note(need, damage)
+
+
 def find_newer(
-    setting: CheckpointConfig, folder: Path, launchers: list[str], proven: int | None, in_memory: int | None
+    setting: CheckpointConfig,
+    folder: Path,
+    launchers: list[str],
+    proven: int | None,
+    in_memory: int | None,
+    store: OtherPlace | None = None,
 ) -> tuple[Path | None, list[str]]:
     """The checkpoint on disk that a run starts from, with warnings. None if it starts from the in-memory checkpoint of
-    step `in_memory` instead, or from its first step. folder, launchers, proven: as in `find_start`.
+    step `in_memory` instead, or from its first step. folder, launchers, proven, store: as in `find_start`.
 
     Verifying a checkpoint on disk reads all of it. This happens only if it may be better than the one in memory.
     """
@@ -173,11 +210,11 @@ def find_newer(
         # A checkpoint of steps that are known to be good is better than any later one.
         return proven is None or step <= proven, step
 
-    steps = {path: step for step, path in list_checkpoints(folder).items()}
+    steps = {path: step for step, path in list_everywhere(folder, store).items()}
     if in_memory is not None and all(rank_step(in_memory) >= rank_step(step) for step in steps.values()):
         return None, []
     try:
-        path, warnings = find_start(setting, folder, launchers, proven)
+        path, warnings = find_start(setting, folder, launchers, proven, store)
     except ConfigError as error:
         if in_memory is None:
             raise

@@ -17,6 +17,7 @@ from torch.profiler import record_function
 from trainer.checkpointing.checkpointer import Checkpointer
 from trainer.checkpointing.manifest import step_folder
 from trainer.checkpointing.memory import MemoryCheckpointer
+from trainer.checkpointing.remote import CheckpointUploader
 from trainer.config import Config, ConfigError
 from trainer.data.batches import BatchLoader, MicroBatch, eval_batches
 from trainer.data.corpus import Corpus, CorpusSide
@@ -149,8 +150,12 @@ class Trainer:
         self.tokens, self.loader = progress.tokens, self.load_from(progress.samples, progress.points)
         # The checkpointer comes before `open_folder`: it removes leftovers of killed saves before checkpoints of an
         # earlier run are set aside. See `remove_leftovers`.
-        self.checkpointer = self.open_on_all_ranks(lambda: Checkpointer(self.folder / "checkpoints", config.checkpoint))
+        saved = self.folder / "checkpoints", config.checkpoint
+        self.uploader = self.open_on_all_ranks(lambda: CheckpointUploader(*saved)) if config.checkpoint.upload else None
+        self.checkpointer = self.open_on_all_ranks(lambda: Checkpointer(*saved, self.uploader))
         messages = [*corpus.notes, *messages, *self.open_folder()]
+        if self.uploader is not None:
+            self.uploader.begin_run(start.step if start.is_own(self.folder) else -1)
         self.memory = self.open_memory()
         self.pauses, self.save_waits = PauseTimes(), False
         self.profiling = StepProfiler(config, world, self.state.step, self.pauses)
@@ -195,11 +200,14 @@ class Trainer:
             if self.ledger.finished or not self.ledger.stop:
                 self.ledger.check_updates(first, self.state.step)
             if self.save_at_end():
+                self.finish_uploads()
                 self.hooks.call("end")
                 code = DONE if self.state.step >= steps or self.ledger.finished else STOPPED
                 status = "stopped" if code == STOPPED else "done"
                 ended = f"run.hours={self.config.run.hours:g}" if self.clock.over else self.stop.asked_by or "a signal"
-                self.ledger.log.event(self.ledger.summary(first, self.state.step, code, ended))
+                reason = self.uploader.failure if self.uploader is not None else None
+                summary = self.ledger.summary(first, self.state.step, code, ended)
+                self.ledger.log.event(f"{summary}; not uploaded: {reason}" if reason else summary)
             if self.state.plan.pp > 1:
                 try:
                     write_schedule(self.folder, self.state, self.batch)
@@ -484,6 +492,12 @@ class Trainer:
         text = f"{self.folder}: the last checkpoint, of step {self.state.step - self.failing}, could not be written"
         print(text, file=sys.stderr, flush=True)
         return False
+
+    def finish_uploads(self) -> None:
+        """Waits for the last upload. A failure is told, and changes nothing else: the checkpoint is on disk."""
+        if self.uploader is not None:
+            self.uploader.finish(lambda: self.watchdog.enter(ENDING, self.state.step))
+            self.report_saves()
 
     def report_saves(self) -> None:
         """Logs the results of saves in the background."""

@@ -297,7 +297,7 @@ def measuring_overrides(base: Config, steps: int) -> list[str]:
         *(f"run.steps={steps}", "run.tokens=null", "run.hours=null"),
         *("logging.every=1", "logging.profile=0", "logging.trace=[]"),
         *("logging.wandb.enabled=false", "logging.tensorboard=false"),
-        *("checkpoint.every=0", "checkpoint.at_end=false", "checkpoint.resume=none"),
+        *("checkpoint.every=0", "checkpoint.at_end=false", "checkpoint.resume=none", "checkpoint.upload=null"),
         *("eval.every=0", "eval.at_start=false", "eval.ema=false", *(f"~eval.sets.{name}" for name in base.eval.sets)),
         *("lr.schedule=constant", "lr.warmup=0", f"lr.peak={FLAT}"),
     ]
