@@ -34,6 +34,8 @@ DECODER = {
     **MARKS,
 }
 GROUPED = {**DECODER, "num_key_value_heads": 2}
+MIXTURE = {**GROUPED, "intermediate_size": 40, "num_experts_per_tok": 2}
+NARROW = {"moe_intermediate_size": 16}
 GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, **MARKS}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -112,6 +114,46 @@ CASES = {
     "qwen3": ("qwen3", {**GROUPED, "head_dim": 16, "tie_word_embeddings": True}),
     "qwen3 biases": ("qwen3", {**GROUPED, "head_dim": 8, "attention_bias": True}),
     "olmo2": ("olmo2", {**GROUPED, "rms_norm_eps": 1e-6}),
+    "mixtral": ("mixtral", {**MIXTURE, "num_local_experts": 4}),
+    "mixtral window, each token to all experts": (
+        "mixtral",
+        {**MIXTURE, "num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 8, "head_dim": 12},
+    ),
+    "qwen2_moe": ("qwen2_moe", {**MIXTURE, **NARROW, "shared_expert_intermediate_size": 24, "num_experts": 6}),
+    "qwen2_moe, some layers dense, windows, normalised": (
+        "qwen2_moe",
+        {
+            **MIXTURE,
+            **NARROW,
+            "num_experts": 4,
+            "shared_expert_intermediate_size": 20,
+            "decoder_sparse_step": 2,
+            "norm_topk_prob": True,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "max_window_layers": 2,
+            "qkv_bias": False,
+        },
+    ),
+    "qwen3_moe": ("qwen3_moe", {**MIXTURE, **NARROW, "num_experts": 6, "num_experts_per_tok": 3, "head_dim": 16}),
+    "qwen3_moe, first layer dense, normalised, window": (
+        "qwen3_moe",
+        {
+            **MIXTURE,
+            **NARROW,
+            "num_experts": 4,
+            "mlp_only_layers": [0],
+            "norm_topk_prob": True,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+        },
+    ),
+    "olmoe": ("olmoe", {**MIXTURE, "num_experts": 5, "tie_word_embeddings": True}),
+    "olmoe one of two experts": (
+        "olmoe",
+        {**MIXTURE, "num_experts": 2, "num_experts_per_tok": 1, "attention_bias": True},
+    ),
     "gemma2": (
         "gemma2",
         {

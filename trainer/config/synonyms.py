@@ -36,6 +36,8 @@ _NAMES = {
     "model.attention.heads": "num_heads n_heads n_head num_attention_heads",
     "model.attention.kv_heads": "num_key_value_heads n_kv_heads num_query_groups num_kv_heads",
     "model.feed_forward.width": "ffn_hidden_size intermediate_size mlp_dim d_ff",
+    "model.feed_forward.experts.count": "num_experts num_local_experts n_routed_experts moe_num_experts",
+    "model.feed_forward.experts.top_k": "num_experts_per_tok moe_router_topk moe_top_k",
     "model.max_length": "max_position_embeddings",
     "model.attention.window": "window_size sliding_window",
     "model.attention.rope.theta": "rope_theta rotary_base",

@@ -98,7 +98,8 @@ def complete_config(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
             f"transformers takes model_type={raw['model_type']!r} for {config['model_type']!r}, not supported, "
             f"because of options that are not its own: {on_one_line(', '.join(foreign))}; supported: leaving them out"
         )
-    return config
+    renamed = FAMILIES[config["model_type"]].renamed
+    return {renamed.get(key, key): value for key, value in config.items()}
 
 
 def export_model(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache, wraps
 from math import ceil, prod
@@ -23,7 +23,11 @@ from trainer.config.model import AttentionSpec, FeedForwardSpec, LayerSpec, Mode
 from trainer.config.registry import OPTIMIZERS
 
 TENSOR_AXES = ("heads", "kv_heads", "mlp", "vocab")
-"""Axes that tensor parallelism cuts; parameters without one are whole on each of its ranks."""
+"""Axes that tensor parallelism cuts; parameters without one are whole on each of its ranks.
+
+Experts have none (`experts`, `inner`, `embed`): between blocks each tensor-parallel rank has tokens of its own, which
+it routes through whole experts.
+"""
 
 ROLES = ("embedding", "norm", "bias", "head", "matrix")
 
@@ -62,6 +66,11 @@ class ParameterInfo:
     def size(self) -> int:
         """Number of elements."""
         return prod(self.shape)
+
+    @property
+    def stacked(self) -> bool:
+        """Whether it is a matrix for each expert, [experts, outputs, inputs]."""
+        return self.axes[0] == "experts" and len(self.shape) == 3
 
     @property
     def cut(self) -> int | None:
@@ -247,8 +256,29 @@ def plain_feed_forward(layer: LayerSpec, width: int) -> dict[str, ParameterInfo]
     return join_tables([("up", up), ("down", linear_table(inner, width, ("embed", "mlp"), bias, residual=True))])
 
 
+def mixture(layer: LayerSpec, width: int) -> dict[str, ParameterInfo]:
+    """Router, experts, and what every token passes through besides."""
+    experts, inner = layer.feed_forward.experts, layer.feed_forward.width
+    active = experts.top_k / experts.count
+    inputs, outputs = ("experts", "inner", "embed"), ("experts", "embed", "inner")
+    into = {"weight": ParameterInfo((experts.count, inner, width), inputs, "matrix", active=active)}
+    out_of = {"weight": ParameterInfo((experts.count, width, inner), outputs, "matrix", True, active=active)}
+    modules = [
+        ("router", linear_table(width, experts.count, ("experts", "embed"), False)),
+        *(("experts.gate", into), ("experts.up", into), ("experts.down", out_of)),
+    ]
+    if experts.shared_width:
+        block = FeedForwardSpec(width=experts.shared_width)
+        modules.append(("shared", gated_feed_forward(replace(layer, feed_forward=block), width)))
+    if experts.shared_gate:
+        modules.append(("shared_gate", linear_table(width, 1, ("experts", "embed"), False)))
+    return join_tables(modules)
+
+
 def gated_feed_forward(layer: LayerSpec, width: int) -> dict[str, ParameterInfo]:
-    """down(act(gate(x)) * up(x))."""
+    """down(act(gate(x)) * up(x)), or experts of that form."""
+    if layer.feed_forward.experts.count:
+        return mixture(layer, width)
     gate = linear_table(width, layer.feed_forward.width, ("mlp", "embed"), layer.feed_forward.bias)
     return {**join_tables([("gate", gate)]), **plain_feed_forward(layer, width)}
 
@@ -359,8 +389,9 @@ class UpdateSettings:
 
 
 def hidden_matrix(info: ParameterInfo) -> bool:
-    """Whether a parameter is a matrix between hidden states: neither embedding nor head."""
-    return info.role == "matrix" and len(info.shape) == 2
+    """Whether a parameter is a matrix between hidden states, or one for each expert: neither embedding, head nor
+    router."""
+    return info.role == "matrix" and (info.stacked or len(info.shape) == 2 and info.axes[0] != "experts")
 
 
 NEWTON_SCHULZ_STEPS = 5
@@ -368,10 +399,10 @@ NEWTON_SCHULZ_STEPS = 5
 
 
 def orthogonalisation_flops(shape: Sequence[int], steps: int) -> int:
-    """FLOPs of Muon's Newton-Schulz iteration for a matrix: in each step, three products with its smaller Gram
-    matrix."""
-    small, large = sorted(shape)
-    return 2 * steps * small**2 * (2 * large + small)
+    """FLOPs of Muon's Newton-Schulz iteration for a matrix, or for each matrix of a stack [experts, rows, columns]: in
+    each step, three products with its smaller Gram matrix."""
+    small, large = sorted(shape[-2:])
+    return 2 * steps * small**2 * (2 * large + small) * prod(shape[:-2])
 
 
 @by_value
