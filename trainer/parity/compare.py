@@ -154,14 +154,14 @@ class ReferenceMuon(torch.optim.Optimizer):
                 moment.lerp_(weight.grad, 1 - config.momentum)
                 direction = weight.grad.lerp(moment, config.momentum)
                 left, values, right = torch.linalg.svd(direction.double(), full_matrices=False)
-                values /= max(values.norm().item(), 1e-7)
+                values /= values.norm(dim=-1, keepdim=True).clamp(min=1e-7)
                 for _ in range(NEWTON_SCHULZ_STEPS):
                     values = a * values + b * values**3 + c * values**5
-                rows, columns = weight.shape
+                rows, columns = weight.shape[-2:]  # of one matrix, or of each expert's
                 original = max(1.0, rows / columns) ** 0.5
                 factor = original if config.adjust_lr == "original" else 0.2 * max(rows, columns) ** 0.5
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
-                weight.sub_(((left * values) @ right * (group["lr"] * factor)).to(weight.dtype))
+                weight.sub_(((left * values[..., None, :]) @ right * (group["lr"] * factor)).to(weight.dtype))
 
 
 def copy_parameters(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -23,6 +23,7 @@ from trainer.parallel.compress.plan import reduces_at_step_end
 from trainer.parallel.pipeline.plan import resolve_pipeline
 from trainer.planning.estimate.memory import MemoryPeak, can_replay, find_peaks
 from trainer.planning.estimate.recompute import RecomputeChoice, decide_recompute, with_section
+from trainer.planning.layer import has_experts
 from trainer.planning.neighbours import TILE, Changes, change_settings, generate_neighbours
 from trainer.planning.resolve import Layout, resolve_layout
 from trainer.planning.states import StateBytes, feedback_bytes, fullest_rank
@@ -211,7 +212,8 @@ def memory_choices(config: Config, tokens: float) -> Iterator[Config]:
         chosen = with_section(chosen, "loss", tile=TILE)
         yield chosen
     more: list[dict[str, object]] = []
-    if activation.tile is None and tokens > TILE and activation.mode != "budget" and not activation.modules:
+    whole = activation.mode == "budget" or activation.modules or has_experts(spec)
+    if activation.tile is None and tokens > TILE and not whole:
         more.append({"tile": TILE})
     recomputed = activation.mode in ("full", "selective", "auto") and not activation.modules
     if activation.offload is None and recomputed and not config.run.cuda_graphs:  # a replay would copy to old places

@@ -68,7 +68,8 @@ def gathered_in_float8(config: Config, spec: ModelSpec, plan: Plan) -> list[floa
 
 def _projections(index: int, table: Mapping[str, ParameterInfo]) -> Iterator[tuple[str, ParameterInfo]]:
     for name, info in table.items():
-        if info.role == "matrix" and len(info.shape) == 2:
+        # Experts and routers multiply in the compute type and in fp32.
+        if info.role == "matrix" and info.axes[0] != "experts":
             yield f"layers.{index}.{name}".removesuffix(".weight"), info
 
 
