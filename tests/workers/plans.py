@@ -95,6 +95,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "-1": {"feed_forward": {"experts": GROUPED_EXPERTS}},
         },
     },
+    "all experts": {"feed_forward": {"width": 40, "experts": {"count": 3, "top_k": 3, "normalise": False}}},
     "gemma": {"norm": {"placement": "both", "offset": 1.0}, "embedding_scale": 24**0.5, "logit_soft_cap": 5.0},
 }
 RECOMPUTE = {
