@@ -346,9 +346,7 @@ GROUPED = {
 def counted(spec: ModelSpec) -> int:
     """FLOPs of torch's counter in both passes of two sequences of 24 tokens."""
     model, tokens = build(spec), torch.randint(0, 61, (2, 24))
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(
-        display=False, custom_mapping=GROUPED
-    ) as counter:
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=GROUPED) as counter:
         model(tokens, tokens)[0].backward()
     return counter.get_total_flops()
 

@@ -404,8 +404,8 @@ EXPERTS = [
         {"dp": 2, "pp": 2, "stage": 3, "schedule": "zb_v", "micro_batches": 3, "tied": True},
     )
 ]
-"""Experts beside a dense layer. In 16 bits a token may go to another expert than in fp32, so there nearly all limits are
-tested with models that send each token to all of their experts, of which four ranks share three."""
+"""Experts beside a dense layer. In 16 bits a token may go to another expert than in fp32, so most of these cases send
+each token to all experts, of which four ranks share three."""
 
 
 COMPILED_EXPERTS = [

@@ -138,7 +138,9 @@ class ExpertsSpec:
     count: int = option(0, "experts of a layer; 0 means a dense block", range="[0, inf)")
     top_k: int = option(2, "experts that each token is sent to", range="[1, inf)")
     score: str = option(
-        "softmax", "how the router's logits become scores, in fp32: over all experts, or each by itself", ("softmax", "sigmoid")
+        "softmax",
+        "how the router's logits become scores, in fp32: over all experts, or each by itself",
+        ("softmax", "sigmoid"),
     )
     normalise: bool = option(True, "the scores of the chosen experts are divided by their sum")
     scale: float = option(1.0, "factor on the scores of the chosen experts", range="(0, inf)")

@@ -31,14 +31,7 @@ from torch import Tensor
 from trainer.config import ConfigError
 from trainer.config.model import LayerSpec, ModelSpec, RopeSpec
 from trainer.config.typed import flatten_values
-from trainer.hf.config import (
-    assign_field,
-    common_layer,
-    config_from_spec,
-    dense_options,
-    encode_option,
-    same_value,
-)
+from trainer.hf.config import assign_field, common_layer, config_from_spec, dense_options, encode_option, same_value
 from trainer.hf.families import FAMILIES
 from trainer.hf.weights import list_entries, write_weights
 from trainer.model.initial import fill_parameters, name_seed

@@ -78,9 +78,7 @@ class CheckpointEntry:
         return tuple(shape[::-1] if self.transposed else shape)
 
 
-def list_entries(
-    spec: ModelSpec, infos: Mapping[str, ParameterInfo], stacked: bool = False
-) -> list[CheckpointEntry]:
+def list_entries(spec: ModelSpec, infos: Mapping[str, ParameterInfo], stacked: bool = False) -> list[CheckpointEntry]:
     """Every tensor of the model's checkpoint, in the order of the layers; a tied head has no tensor of its own.
 
     stacked: whether a tensor holds the matrices of all experts, as in the memory of transformers 5.
@@ -102,12 +100,7 @@ def list_entries(
 
 
 def find_entries(
-    spec: ModelSpec,
-    theirs: str,
-    ours: tuple[str, ...],
-    rule: ModuleRule,
-    kind: str,
-    infos: Mapping[str, ParameterInfo],
+    spec: ModelSpec, theirs: str, ours: tuple[str, ...], rule: ModuleRule, kind: str, infos: Mapping[str, ParameterInfo]
 ) -> list[CheckpointEntry]:
     """The tensors of a rule in one place: one, or one for each expert."""
     if "*" in theirs:

@@ -148,9 +148,7 @@ def grouped_backward(gradient: Tensor, weight: Tensor, x: Tensor, ends: Tensor, 
         return [to_x, grouped_weight_gradient(gradient, x, ends)]
     targets, layer = weight_views(numbers)
     if layer.deferred.active:
-        layer.deferred.put(
-            targets, lambda: x, lambda started: [grouped_weight_gradient(gradient, started, ends)]
-        )
+        layer.deferred.put(targets, lambda: x, lambda started: [grouped_weight_gradient(gradient, started, ends)])
     else:
         accumulate_gradients(targets, [grouped_weight_gradient(gradient, x, ends)])
     return [to_x]

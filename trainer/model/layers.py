@@ -335,9 +335,9 @@ class Layer(nn.Module):
         self.attention = registered_block(spec.attention, registry.ATTENTION, width) or ATTENTION[spec.attention.kind](
             spec.attention, spec.norm, width
         )
-        self.feed_forward = registered_block(
-            spec.feed_forward, registry.FEED_FORWARD, width
-        ) or build_feed_forward(spec.feed_forward, width)
+        self.feed_forward = registered_block(spec.feed_forward, registry.FEED_FORWARD, width) or build_feed_forward(
+            spec.feed_forward, width
+        )
         pre, post = spec.norm.placement in ("pre", "both"), spec.norm.placement in ("post", "both")
         self.attention_norm = Norm(width, spec.norm) if pre else nn.Identity()
         self.feed_forward_norm = Norm(width, spec.norm) if pre else nn.Identity()

@@ -36,7 +36,7 @@ ATTENTION_BACKWARD = 2.5
 makes five matrix products where the forward pass has two."""
 
 Kind = Literal[
-    *("residual", "norm", "all_gather", "gemm", "attention", "elementwise", "reduce_scatter", "choice", "lookup", "loss")
+    "residual", "norm", "all_gather", "gemm", "attention", "elementwise", "choice", "reduce_scatter", "lookup", "loss"
 ]
 
 
@@ -270,13 +270,23 @@ def mixture_ops(layer: LayerSpec, width: int, tp: int, element_bytes: int) -> It
     experts, inner = layer.feed_forward.experts, layer.feed_forward.width
     rows, table = experts.top_k / tp, layer_table(layer, width)
 
-    def gemm(matrix: str, result: float, **more: float) -> Op:
+    def gemm(matrix: str, result: float, saved: float = 0.0, deferred: float = 0.0) -> Op:
         info = table[f"{matrix}.weight"]
         outputs, inputs = info.shape[-2:]
         share = rows if info.stacked else 1 / tp
         matrices = info.shape[0] if info.stacked else 1
         flops = 2.0 * share * outputs * inputs
-        return Op(matrix, "gemm", (outputs, inputs), flops, result, rows=share, matrices=matrices, **more)
+        return Op(
+            matrix,
+            "gemm",
+            (outputs, inputs),
+            flops,
+            result,
+            saved=saved,
+            deferred=deferred,
+            rows=share,
+            matrices=matrices,
+        )
 
     scores = WIDE * experts.count / tp
     hidden, stream = element_bytes * rows * inner, element_bytes * rows * width
