@@ -59,8 +59,14 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
         raise ConfigError(f"model_type={format_option(model_type)} is not supported; supported: {', '.join(FAMILIES)}")
-    family = FAMILIES[model_type]
+    family, config = FAMILIES[model_type], rename_options(config)
+    names = {new: f"{new} or {old}" for old, new in family.renamed.items()}
     problems = [
+        f"{names.get(key, key)}=None is not supported by model family {model_type}; supported: a number"
+        for key in family.needed
+        if config.get(key, 0) is None
+    ]
+    problems += [
         f"{key}={format_option(config[key])} is not supported by model family {model_type}; supported: {value!r}"
         for key, value in family.required.items()
         if config.get(key, value) != value
@@ -90,6 +96,12 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
     if problems := problems or list(wrong.values()) or spec.check():
         raise ConfigError(problems)
     return spec
+
+
+def rename_options(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with the names of options that the table of families has, whatever version wrote it."""
+    renamed = FAMILIES[config["model_type"]].renamed
+    return {renamed.get(key, key): value for key, value in config.items()}
 
 
 def dense_layers(config: dict[str, Any], depth: int) -> dict[str, Any]:
@@ -281,8 +293,8 @@ def windows_from_config(config: dict[str, Any], family: ModelFamily, depth: int,
         return [0] * depth
     window, legal = config.get("sliding_window"), ("full_attention", "sliding_attention")
     types = config["layer_types"] if family.windows == "layers" else ["sliding_attention"] * depth
-    if window == 0 and "sliding_attention" not in types:
-        window = None  # what transformers makes of use_sliding_window=false
+    if window == 0 and family.windows == "layers":
+        window = None  # what some families make of use_sliding_window=false
     if window is not None and window < 1:
         problems.append(f"sliding_window={window} is not supported; supported: null, or at least 1")
     if unknown := sorted(set(types) - set(legal)):

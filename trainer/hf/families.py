@@ -42,6 +42,7 @@ class ModelFamily:
     window_needed: sliding_window must be a number even where no layer has a window.
     stacked_rules: for layers of experts, instead of `layer_rules`, in files that hold experts as transformers 5 does in
         memory.
+    needed: options that must not be null, of those that transformers does not refuse by name.
     renamed: options that some versions of transformers write under another name, by that name.
     dense_layers: some layers can be dense, which decoder_sparse_step and mlp_only_layers name; intermediate_size is
         their width.
@@ -60,6 +61,7 @@ class ModelFamily:
     windows: str = "none"
     window_needed: bool = False
     stacked_rules: tuple[ModuleRule, ...] = ()
+    needed: tuple[str, ...] = ()
     renamed: dict[str, str] = field(default_factory=dict)
     dense_layers: bool = False
 
@@ -158,9 +160,11 @@ def mixture_like(
     experts: tuple[ModuleRule, ...] = EXPERTS,
     router: tuple[ModuleRule, ...] = ROUTER,
     others: tuple[ModuleRule, ...] = (),
+    without: tuple[str, ...] = (),
     **differences: Any,
 ) -> ModelFamily:
-    """A family with experts. others: rules of what its layers have besides."""
+    """A family with experts. others: rules of what its layers have besides. without: options of Llama that it has
+    not."""
     rules = QKV + OUTPUT + PRE_NORM + others
     family = llama_like(
         architecture,
@@ -170,8 +174,8 @@ def mixture_like(
         written={"output_router_logits": False, **differences.pop("written", {})},
         **differences,
     )
-    if family.dense_layers:
-        del family.fields["intermediate_size"]
+    for option in without:
+        del family.fields[option]
     return family
 
 
@@ -236,6 +240,8 @@ FAMILIES: dict[str, ModelFamily] = {
             "qkv_bias": "attention.bias",
         },
         others=SHARED + GATED + DOWN,
+        without=("intermediate_size",),
+        needed=("num_key_value_heads",),
         fixed={"feed_forward.experts.shared_gate": True},
         windows="layers",
         window_needed=True,
@@ -246,6 +252,8 @@ FAMILIES: dict[str, ModelFamily] = {
         "Qwen3MoeForCausalLM",
         {**CHOICE, **BIAS, "moe_intermediate_size": "feed_forward.width"},
         others=QK_NORM + GATED + DOWN,
+        without=("intermediate_size",),
+        needed=("num_experts",),
         renamed={"num_local_experts": "num_experts"},
         fixed={"attention.qk_norm": "head"},
         windows="all",
@@ -256,6 +264,7 @@ FAMILIES: dict[str, ModelFamily] = {
         "OlmoeForCausalLM",
         {**CHOICE, **BIAS},
         others=QK_NORM,
+        without=("head_dim",),
         fixed={"attention.qk_norm": "full"},
         required={"clip_qkv": None},
     ),

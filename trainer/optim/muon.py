@@ -49,8 +49,8 @@ def orthogonalise_matrix(matrix: Tensor, steps: int = NEWTON_SCHULZ_STEPS) -> Te
 
 def lr_factor(rule: str, shape: Sequence[int]) -> float:
     """What the learning rate is multiplied with for matrices [..., rows, columns], whose orthogonalised update has
-    elements of about 1 / sqrt(max(rows, columns)). match_rms_adamw: steps of 0.2 a unit of learning rate, as AdamW's (arXiv
-    2502.16982, section 2.2); original: as Jordan et al. have it."""
+    elements of about 1 / sqrt(max(rows, columns)). match_rms_adamw: steps of 0.2 a unit of learning rate, as AdamW's
+    (arXiv 2502.16982, section 2.2); original: as Jordan et al. have it."""
     rows, columns = shape[-2:]
     return 0.2 * math.sqrt(max(rows, columns)) if rule == "match_rms_adamw" else math.sqrt(max(1.0, rows / columns))
 

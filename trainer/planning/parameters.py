@@ -256,7 +256,7 @@ def plain_feed_forward(layer: LayerSpec, width: int) -> dict[str, ParameterInfo]
     return join_tables([("up", up), ("down", linear_table(inner, width, ("embed", "mlp"), bias, residual=True))])
 
 
-def mixture(layer: LayerSpec, width: int) -> dict[str, ParameterInfo]:
+def mixture_feed_forward(layer: LayerSpec, width: int) -> dict[str, ParameterInfo]:
     """Router, experts, and what every token passes through besides."""
     experts, inner = layer.feed_forward.experts, layer.feed_forward.width
     active = experts.top_k / experts.count
@@ -278,7 +278,7 @@ def mixture(layer: LayerSpec, width: int) -> dict[str, ParameterInfo]:
 def gated_feed_forward(layer: LayerSpec, width: int) -> dict[str, ParameterInfo]:
     """down(act(gate(x)) * up(x)), or experts of that form."""
     if layer.feed_forward.experts.count:
-        return mixture(layer, width)
+        return mixture_feed_forward(layer, width)
     gate = linear_table(width, layer.feed_forward.width, ("mlp", "embed"), layer.feed_forward.bias)
     return {**join_tables([("gate", gate)]), **plain_feed_forward(layer, width)}
 
