@@ -348,8 +348,9 @@ class UpdateSettings:
         ]
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         misplaced = [
-            f"precision.types gives {name}{more} optimizer=muon, which is for hidden matrices; leave it out there, or "
-            "name the matrices alone, such as precision.types.matrix.optimizer=muon"
+            f"precision.types gives {name}{more} optimizer=muon, which is for hidden matrices; leave it out there and "
+            "set optimizer=muon, which leaves other parameters to AdamW, or name the matrices alone, such as "
+            "precision.types.matrix.optimizer=muon in a model without experts"
             for name in names[:1]
         ]
         return misplaced + self._too_slow(infos)
