@@ -11,15 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trainer.config import ActivationConfig
+from trainer.config import ActivationConfig, Config, ModelConfig, OptimizerConfig
 from trainer.config.model import ExpertsSpec, FeedForwardSpec, ModelSpec, assign_fields
 from trainer.model import experts
-from trainer.model.initial import initial_value, initialize_model, parameter_infos
+from trainer.model.initial import initial_value, initialize_model, name_seed, parameter_infos
 from trainer.model.layers import Mixture
 from trainer.model.linear import DeferredGrads
 from trainer.model.transformer import Transformer
 from trainer.optim.muon import orthogonalise_matrix
 from trainer.parallel.recompute import apply_recompute
+from trainer.planning.features import resolve_plan
+from trainer.planning.float8 import describe_float8, float8_linears
+from trainer.planning.layer import model_programs
+from trainer.planning.parameters import UpdateSettings, declare_parameters
 from trainer.planning.recompute import recompute_problems
 
 CPU = torch.device("cpu")
@@ -237,12 +241,14 @@ def test_deferred_gradients_are_those_of_one_pass():
 
 
 def test_each_expert_is_drawn_by_itself():
-    """The first experts of a larger mixture are those of a smaller one, and none is like another."""
+    """From a generator of its own, whatever experts there are besides."""
     name, weights = "layers.0.feed_forward.experts.up.weight", []
     for count in (4, 6):
         spec = with_experts(count=count)
         weights.append(initial_value(spec, 7, name, parameter_infos(Transformer(spec))[name], CPU))
     assert torch.equal(weights[0], weights[1][:4])
+    own = torch.Generator().manual_seed(name_seed(7, f"{name}/5"))
+    assert torch.equal(weights[1][5], torch.empty(24, 16).normal_(0.0, spec.init.std, generator=own))
     assert len({part.sum().item() for part in weights[1]}) == 6
     assert weights[1].std().item() == pytest.approx(spec.init.std, rel=0.1)
 
@@ -279,3 +285,37 @@ def test_a_wrong_mixture_is_refused_with_the_way_out(case):
     assert all(word in problem for word in words), problem
     dense = spec_of(overrides={"0:2": {"feed_forward": {"experts": {"count": 0}}}}, feed_forward={"bias": True})
     assert not dense.check()
+
+
+def test_fp8_and_muon_leave_routers_alone():
+    spec = with_experts(shared_width=8, shared_gate=True)
+    spec.feed_forward.width, spec.width = 32, 32
+    table = declare_parameters(spec)
+    config = Config(model=ModelConfig(**vars(spec)))
+    config.precision.float8.recipe, config.precision.float8.ends = "rowwise", 0
+    narrow = {name.partition(".feed_forward.")[2] for name in float8_linears(config.precision, spec)}
+    assert narrow == {"", "shared.gate", "shared.up", "shared.down"}
+    assert describe_float8(config, resolve_plan(config.parallel, 1, spec)) == [
+        ("experts", "multiply in fp32, other linear layers in fp8")
+    ]
+    policies = UpdateSettings(OptimizerConfig(name="muon")).policies(table)
+    for name, expected in {
+        "router": "adamw",
+        "shared_gate": "adamw",
+        "experts.up": "muon",
+        "shared.up": "muon",
+    }.items():
+        assert policies[f"layers.0.feed_forward.{name}.weight"].optimizer == expected, name
+
+
+def test_a_token_is_counted_with_its_own_experts():
+    """Parameters that a token meets, FLOPs, and rows of the grouped GEMM."""
+    spec = with_experts()
+    table = declare_parameters(spec)
+    stacks = [info for name, info in table.items() if ".experts." in name]
+    assert len(stacks) == 6 and all(info.active == 2 / 6 and info.tensor_dimension(2) is None for info in stacks)
+    assert sum(info.size for info in stacks) == 2 * 3 * 6 * 24 * 16
+    for tp in (1, 2):
+        (program, _) = model_programs(spec, 32, tp, 2)
+        gemm = program.gemms["feed_forward.experts.up"]
+        assert (gemm.flops, gemm.rows, gemm.matrices) == (2 * 2 * 24 * 16 / tp, 2 / tp, 6)
