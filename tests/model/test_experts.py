@@ -315,6 +315,14 @@ def test_a_token_is_counted_with_its_own_experts():
     stacks = [info for name, info in table.items() if ".experts." in name]
     assert len(stacks) == 6 and all(info.active == 2 / 6 and info.tensor_dimension(2) is None for info in stacks)
     assert sum(info.size for info in stacks) == 2 * 3 * 6 * 24 * 16
+    up = table["layers.0.feed_forward.experts.up.weight"]
+    # Dealt out, cut inside, and padded where neither is possible.
+    assert [(up.sharded_dimension(n), up.row(1, n)) for n in (3, 4, 24, 16)] == [
+        (0, 2 * 24 * 16),
+        (1, 6 * 6 * 16),
+        (1, 6 * 16),
+        (0, 24 * 16),
+    ]
     for tp in (1, 2):
         (program, _) = model_programs(spec, 32, tp, 2)
         gemm = program.gemms["feed_forward.experts.up"]

@@ -398,14 +398,14 @@ EXPERTS = [
         {"pp": 2, "schedule": "zb_v", "family": "all experts", "precision": "fp16", "recompute": "selective"},
         {"dp": 2, "stage": 3, "collectives": "copy_engine", "micro_batches": 3, "tied": True},
         {"dp": 4, "stage": 3, "family": "all experts", "precision": "fp16", "recompute": "modules"},
-        {"dp": 4, "stage": 2, "shard": 2, "recompute": "every2"},
+        {"dp": 4, "stage": 2, "shard": 2, "family": "all experts", "recompute": "every2", "optimizer": "muon"},
         {"dp": 2, "tp": 2, "stage": 3, "offload": True, "optimizer": "muon"},
         {"tp": 2, "pp": 2, "schedule": "zb_h1", "recompute": "full", "micro_batches": 3},
         {"dp": 2, "pp": 2, "stage": 3, "schedule": "zb_v", "micro_batches": 3, "tied": True},
     )
 ]
 """Experts beside a dense layer. In 16 bits a token may go to another expert than in fp32, so most of these cases send
-each token to all experts, of which four ranks share three."""
+each token to all experts, of which two or four ranks share three: each holds a part of every expert."""
 
 
 COMPILED_EXPERTS = [

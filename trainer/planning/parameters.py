@@ -87,12 +87,19 @@ class ParameterInfo:
         return self.size if self.tensor_dimension(ranks) is None else -(-self.size // ranks)
 
     def row(self, ranks: int, shards: int) -> int:
-        """Elements that the first of `ranks` tensor-parallel ranks holds of it, shared by `shards` ranks: rows are cut
-        evenly, padding included."""
+        """Elements that the first of `ranks` tensor-parallel ranks holds of it, shared by `shards` ranks: cut evenly,
+        padding included."""
         shape, cut = list(self.shape), self.tensor_dimension(ranks)
         if cut is not None:
             shape[cut] = -(-shape[cut] // ranks)
-        return -(-shape[0] // shards) * prod(shape[1:])
+        shared = self.sharded_dimension(shards)
+        shape[shared] = -(-shape[shared] // shards)
+        return prod(shape)
+
+    def sharded_dimension(self, shards: int) -> int:
+        """The dimension that `shards` ranks cut: rows. Experts that cannot be dealt out evenly are cut inside, where
+        that needs no padding: 8 experts on 64 ranks would be padded to 64."""
+        return int(self.stacked and self.shape[0] % shards > 0 and self.shape[1] % shards == 0)
 
     def multiplied(self, ranks: int) -> tuple[float, ...]:
         """The shape that one of `ranks` tensor-parallel ranks computes with, on average. Where ranks share key-value
