@@ -264,6 +264,7 @@ def test_muon_orthogonalises_the_matrix_of_each_expert(shape):
 
 WRONG = {
     "top_k=7": ({"top_k": 7}, ["top_k=7", "legal: 1 to 6"]),
+    "count": ({"count": 2**31}, ["count=2147483648", "up to 4096"]),
     "groups": ({"groups": 4}, ["groups=4", "legal: 1, 2, 3, 6"]),
     "top_groups": ({"groups": 2, "top_groups": 3}, ["top_groups=3", "groups=2"]),
     "top_k in groups": ({"groups": 3, "top_k": 3}, ["top_k=3", "2 experts in 1 of 3 groups"]),

@@ -129,6 +129,9 @@ class AttentionSpec:
 EXPERT_ALIGNMENT = 8
 """The grouped GEMM of GPUs reads rows at multiples of 16 bytes, which are 8 elements in 16 bits."""
 
+MOST_EXPERTS = 4_096
+"""Experts of a layer: published models have some hundred. Each is drawn, read and written by itself."""
+
 
 @dataclass
 class ExpertsSpec:
@@ -159,6 +162,8 @@ class ExpertsSpec:
     def check(self, width: int, block: FeedForwardSpec) -> list[str]:
         """What is wrong with the experts of `block` in a residual stream of `width`."""
         path, found = "model.feed_forward.experts", []
+        if self.count > MOST_EXPERTS:
+            return [f"{path}.count={self.count} is beyond any model; legal: up to {MOST_EXPERTS}"]
         if block.kind != "gated":
             found.append(
                 f"{path}.count={self.count}: experts are gated, and model.feed_forward.kind={block.kind}; set "
