@@ -191,7 +191,7 @@ def apply_recompute(model: Stage, config: ActivationConfig, backend: type[Tensor
         entries = saved_in(config.save, index) if config.mode == "selective" else ()
         if any(entry.name == ALL for entry in entries):
             continue
-        names, routed = linear_names(layer), isinstance(layer.feed_forward, Mixture)
+        names, routed = linear_names(layer), any(isinstance(module, Mixture) for module in layer.modules())
         if (entries, names, routed) not in policies:
             policies[entries, names, routed] = policy_of(entries, names, backend, routed)
         layer.recompute = policies[entries, names, routed]
