@@ -127,6 +127,7 @@ PRIVATE = [
     Private("_apply", ("model/transformer.py",), "torch.nn.Module", "buffers that stay fp32 when a model is cast"),
     Private("_fused_adamw_", ("optim/optimizer.py",), "torch", "AdamW without state that is not ours"),
     Private("_amp_update_scale_", ("precision/scaler.py",), "torch", "a loss scale that stays on the device"),
+    Private("_grouped_mm", ("model/experts.py",), "torch", "the grouped GEMM, public in later versions alone"),
     Private(
         "_scaled_mm", ("precision/products.py", "diagnosis/traces.py"), "torch", "products in fp8, as torchao has them"
     ),

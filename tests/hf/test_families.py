@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from trainer.config import ConfigError
@@ -28,12 +30,14 @@ DECODER = {
     "hidden_size": 32,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
-    "intermediate_size": 44,
+    "intermediate_size": 40,
     "max_position_embeddings": 64,
     "tie_word_embeddings": False,
     **MARKS,
 }
 GROUPED = {**DECODER, "num_key_value_heads": 2}
+MIXTURE = {**GROUPED, "num_experts_per_tok": 2}
+NARROW = {"moe_intermediate_size": 16}
 GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, **MARKS}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -112,6 +116,46 @@ CASES = {
     "qwen3": ("qwen3", {**GROUPED, "head_dim": 16, "tie_word_embeddings": True}),
     "qwen3 biases": ("qwen3", {**GROUPED, "head_dim": 8, "attention_bias": True}),
     "olmo2": ("olmo2", {**GROUPED, "rms_norm_eps": 1e-6}),
+    "mixtral": ("mixtral", {**MIXTURE, "num_local_experts": 4}),
+    "mixtral window, each token to all experts": (
+        "mixtral",
+        {**MIXTURE, "num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 8, "head_dim": 12},
+    ),
+    "qwen2_moe": ("qwen2_moe", {**MIXTURE, **NARROW, "shared_expert_intermediate_size": 24, "num_experts": 6}),
+    "qwen2_moe, some layers dense, windows, normalised": (
+        "qwen2_moe",
+        {
+            **MIXTURE,
+            **NARROW,
+            "num_experts": 4,
+            "shared_expert_intermediate_size": 20,
+            "decoder_sparse_step": 2,
+            "norm_topk_prob": True,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "max_window_layers": 2,
+            "qkv_bias": False,
+        },
+    ),
+    "qwen3_moe": ("qwen3_moe", {**MIXTURE, **NARROW, "num_experts": 6, "num_experts_per_tok": 3, "head_dim": 16}),
+    "qwen3_moe, first layer dense, normalised, window": (
+        "qwen3_moe",
+        {
+            **MIXTURE,
+            **NARROW,
+            "num_experts": 4,
+            "mlp_only_layers": [0],
+            "norm_topk_prob": True,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+        },
+    ),
+    "olmoe": ("olmoe", {**MIXTURE, "num_experts": 5, "tie_word_embeddings": True}),
+    "olmoe one of two experts": (
+        "olmoe",
+        {**MIXTURE, "num_experts": 2, "num_experts_per_tok": 1, "attention_bias": True},
+    ),
     "gemma2": (
         "gemma2",
         {
@@ -318,7 +362,7 @@ def test_half_precision_export(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"model_type": "mixtral"}, ["'mixtral'", "supported: llama, mistral"]),
+        ({"model_type": "gpt_oss"}, ["'gpt_oss'", "supported: llama, mistral"]),
         ({"model_type": None}, ["model_type=None", "supported: llama"]),
         ({"hidden_act": "mish"}, ["hidden_act='mish'", "silu"]),
         ({"rope_parameters": {**LLAMA3_ROPE, "rope_type": "ntk"}}, ["'ntk'", "default", "yarn"]),
@@ -369,7 +413,7 @@ def test_damaged_folders_are_refused(tmp_path: Path) -> None:
     save_file({key: tensor for key, tensor in tensors.items() if key != name}, file)
     refused(name, "missing")
     save_file({**tensors, name: tensors[name][:-1].contiguous()}, file)
-    refused("model.safetensors", name, "[43, 32]", "[44, 32]")
+    refused("model.safetensors", name, "[39, 32]", "[40, 32]")
     save_file({**tensors, "model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}, file)
     refused("self_attn.q_proj.bias", "not part of the model")
     file.write_bytes(whole[:-100])
@@ -466,3 +510,38 @@ def test_export_does_not_write_over_a_folder(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match="not empty"):
         export_model(ModelSpec(), {}, tmp_path)
+
+
+@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.stacked_rules])
+def test_both_layouts_of_experts_are_read_and_one_is_written(family: str, tmp_path: Path) -> None:
+    """A tensor for each expert, as published files have them, and those of all in one, as in transformers' memory."""
+    reference = theirs(family, {**MIXTURE, **NARROW, "num_experts": 4, "num_local_experts": 4})
+    for name, original in (("apart", True), ("stacked", False)):
+        reference.save_pretrained(tmp_path / name, save_original_format=original)
+    names = {name: safe_open(tmp_path / name / "model.safetensors", "pt").keys() for name in ("apart", "stacked")}
+    assert any(".experts.3." in name for name in names["apart"])
+    assert any("experts.gate_up_proj" in name for name in names["stacked"])
+    models = {name: ours(tmp_path / name) for name in names}
+    for one, other in zip(models["apart"].parameters(), models["stacked"].parameters()):
+        assert torch.equal(one, other)
+    model = models["stacked"]
+    export_model(model.spec, dict(model.named_parameters()), tmp_path / "out", torch.float32, shard_size="20KB")
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert {*index["weight_map"]} == {*names["apart"]}
+
+
+def test_damaged_experts_are_refused_by_name(tmp_path: Path) -> None:
+    theirs("olmoe", {**MIXTURE, "num_experts": 4}).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.experts.2.up_proj.weight"
+    for changed, words in (
+        ({}, [name, "missing"]),
+        ({name: weights[name][:-1].contiguous()}, [name, "[39, 32]", "[40, 32]"]),
+        ({name: weights[name], name.replace("2", "4"): weights[name].clone()}, ["experts.4.up_proj", "not part"]),
+    ):
+        save_file(
+            {key: value for key, value in weights.items() if key != name} | changed, tmp_path / "model.safetensors"
+        )
+        with pytest.raises(ConfigError) as caught:
+            HFWeights(tmp_path, spec_from_hf(tmp_path))
+        assert all(word in str(caught.value) for word in words), caught.value

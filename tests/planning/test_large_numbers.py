@@ -29,6 +29,7 @@ NUMBERS = [one.path for one in typed.list_settings() if type(one.default) in (in
 NUMBERS += ["nodes", "processes", "top", "tokens", "hardware.devices", "hardware.memory", "hardware.node.bandwidth"]
 BASES = [
     ["+config=debug"],
+    ["+config=debug", "model=tiny_experts"],
     ["+config=debug", "batch.global_size=null"],
     ["+config=debug", "batch.global_size=null", "parallel.pp=2", "parallel.pipeline.schedule=interleaved"],
     ["+config=debug", "batch.global_size=null", "parallel.zero.stage=3", "parallel.tp=2"],

@@ -384,11 +384,44 @@ MUON = [
 """Matrices that are updated whole, whoever holds what of them."""
 
 
+EXPERTS = [
+    PLAIN | {"family": "experts"} | more
+    for more in (
+        {"recompute": "full"},
+        {"dp": 2, "stage": 1, "micro_batches": 3, "precision": "bf16", "recompute": "modules"},
+        {"dp": 2, "stage": 2, "recompute": "selective", "optimizer": "muon"},
+        {"dp": 2, "stage": 3, "recompute": "full", "gradients": {"min_size": 0, **hop("inner", "int8")}},
+        {"tp": 2, "recompute": "selective"},
+        {"tp": 2, "family": "all experts", "precision": "bf16", "tp_overlap": "copy_engine"},
+        {"cp": 2, "way": "allgather zigzag", "stage": 3, "recompute": "full"},
+        {"pp": 2, "schedule": "1f1b", "recompute": "full", "micro_batches": 3},
+        {"pp": 2, "schedule": "zb_v", "family": "all experts", "precision": "fp16", "recompute": "selective"},
+        {"dp": 2, "stage": 3, "collectives": "copy_engine", "micro_batches": 3, "tied": True},
+        {"dp": 4, "stage": 3, "family": "all experts", "precision": "fp16", "recompute": "modules"},
+        {"dp": 4, "stage": 2, "shard": 2, "family": "all experts", "recompute": "every2", "optimizer": "muon"},
+        {"dp": 2, "tp": 2, "stage": 3, "offload": True, "optimizer": "muon"},
+        {"tp": 2, "pp": 2, "schedule": "zb_h1", "recompute": "full", "micro_batches": 3},
+        {"dp": 2, "pp": 2, "stage": 3, "schedule": "zb_v", "micro_batches": 3, "tied": True},
+    )
+]
+"""Experts beside a dense layer. In 16 bits a token may go to another expert than in fp32, so most of these cases send
+each token to all experts, of which two or four ranks share three: each holds a part of every expert."""
+
+
+COMPILED_EXPERTS = [
+    EXPERTS[0] | {"compile": "graphs", "dp": 2, "stage": 3, "recompute": "full"},
+    EXPERTS[0] | {"compile": "graphs", "pp": 2, "schedule": "zb_v", "recompute": "selective"},
+    EXPERTS[0] | {"compile": "graphs", "tp": 2, "recompute": "selective"},
+]
+
+
 def cases(processes: int, compiled: bool, gpus: bool = False) -> list[Case]:
     """Everything that runs on this number of processes."""
     chosen = [*data_parallel(processes)] if processes <= 4 else []
     chosen += [
-        case for case in [*sample(), *CONTEXT, *QUANTISED, *FLOAT8, *MUON, *FUSED, *COPIED] if world(case) == processes
+        case
+        for case in [*sample(), *CONTEXT, *QUANTISED, *FLOAT8, *MUON, *FUSED, *COPIED, *EXPERTS]
+        if world(case) == processes
     ]
     if processes == 2:
         chosen += [
@@ -398,7 +431,7 @@ def cases(processes: int, compiled: bool, gpus: bool = False) -> list[Case]:
             if recompute == "none" or (place + number) % 4 < 2
         ]
         chosen += [case | {"recompute": "layers", "bits": True} for case in RECOMPUTED[1:4]]
-        chosen += COMPILED if compiled else []
+        chosen += COMPILED + COMPILED_EXPERTS if compiled else []
         chosen += IN_KERNELS if gpus else []
     if processes == 4:
         chosen.append(PLAIN | {"dp": 2, "tp": 2, "stage": 1, "precision": "fp16", "overflow": True})

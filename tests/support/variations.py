@@ -20,7 +20,10 @@ LAYER_FIELDS = [path for path in FIELDS if path.split(".")[0] in ("attention", "
 def small(family: str, **changes: Any) -> ModelSpec:
     """A tiny spec with the values that the architecture implies. changes: by path, two underscores for a dot."""
     spec = ModelSpec(family=family, vocab_size=61, width=32, depth=2, max_length=64)
-    spec.attention.heads, spec.feed_forward.width = 4, 44
+    spec.attention.heads, spec.feed_forward.width = 4, 40
+    if FAMILIES[family].stacked_rules:
+        spec.feed_forward.experts.count = 4
+        spec.feed_forward.experts.shared_width = 24 if family == "qwen2_moe" else 0
     for path, value in changes.items():
         assign_field(spec, path.replace("__", "."), value)
     imply(spec)
@@ -61,7 +64,9 @@ def variations(spec: ModelSpec, path: str) -> Iterator[ModelSpec]:
             found = True
             if not FIELDS[path].choices:
                 return
-    assert found or FIELDS[path].choices and len(FIELDS[path].choices) == 1, f"no legal variation of model.{path}"
+    alone = FIELDS[path].choices and len(FIELDS[path].choices) == 1
+    # Experts are gated, and have no biases; one group has no other number of best groups.
+    assert found or alone or spec.feed_forward.experts.count, f"no legal variation of model.{path}"
 
 
 def candidates(setting: Setting, value: Any) -> list[Any]:

@@ -50,6 +50,8 @@ CASES: dict[str, dict[str, Any]] = {  # name -> micro-batches, and settings
     "zero1_offload_bf16": {"micro": 2, "stage": 1, "offload": True, "compute": "bf16"},
     "zero2": {"micro": 2, "stage": 2, "deepspeed": {"zero_optimization": {"reduce_bucket_size": 500}}},
     "zero2_offload": {"micro": 2, "stage": 2, "offload": True},
+    "zero3_experts": {"micro": 2, "stage": 3, "experts": 4, "recompute": "full"},
+    "zero2_experts": {"micro": 2, "stage": 2, "experts": 4, "offload": True},
     "zero2_offload_bf16": {"micro": 2, "stage": 2, "offload": True, "compute": "bf16"},
     "zero3": {"micro": 2, "stage": 3, "tied": True, "deepspeed": {"zero_optimization": SMALL}, "recompute": "full"},
     "zero2_scattered_bf16": {
@@ -143,7 +145,8 @@ WORLDS = Worlds()
 
 def build(config: Config, case: dict[str, Any], depth: int = 4) -> tuple[TrainState, Iterator[list[MicroBatch]]]:
     """The state, and the steps of this data-parallel rank."""
-    spec = tiny_spec(tied=case.get("tied", False), depth=depth, init={"std": 0.05})
+    blocks = {"width": 40, "experts": {"count": case["experts"]}} if "experts" in case else {}
+    spec = tiny_spec(tied=case.get("tied", False), depth=depth, init={"std": 0.05}, feed_forward=blocks)
     plan = resolve_plan(config.parallel, dist.get_world_size(), spec, case.get("node"))
     batch = BatchPlan(LENGTH, SEQUENCES, SEQUENCES // plan.dp // case["micro"], case["micro"])
     world = WORLDS.of(plan)
@@ -179,7 +182,7 @@ def parity(name: str, case: dict[str, Any], references: dict[str, Any]) -> dict[
     seen = watch.trajectory()
     assert any(copied) == ("node" in case)
     state.close()
-    kind, model = coarsest_tolerance(config.precision), (case.get("tied", False), state.spec.depth)
+    kind, model = coarsest_tolerance(config.precision), (case.get("tied", False), "experts" in case, state.spec.depth)
     if dist.get_rank() != 0:
         return {}
     for compute in {"fp32", kind}:

@@ -114,6 +114,7 @@ TRAINED = {
     "untied": {},
     "tied": {
         "model.tied": True,
+        "model.feed_forward.experts.count": 4,
         "optimizer.name": "muon",
         "optimizer.muon.compute": "fp32",
         "optimizer.ema.decay": 0.8,

@@ -67,6 +67,16 @@ GRAPHS = "aot_eager_decomp_partition"
 PATIENCE = 150 if torch.cuda.is_available() else 500
 """Seconds that a plan may take, with what is compiled for it; then all ranks say where they are, and end."""
 
+GROUPED_EXPERTS = {
+    "count": 8,
+    "top_k": 3,
+    "score": "sigmoid",
+    "groups": 4,
+    "top_groups": 2,
+    "group_score": "top2",
+    "shared_width": 0,
+    "shared_gate": False,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "gpt2": {
@@ -76,6 +86,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "feed_forward": {"kind": "plain", "activation": "gelu_tanh", "bias": True},
     },
     "neox": {"norm": {"kind": "layer"}, "parallel_residual": True, "feed_forward": {"kind": "plain", "bias": True}},
+    "experts": {
+        "feed_forward": {
+            "width": 40,
+            "experts": {"count": 6, "top_k": 2, "shared_width": 20, "shared_gate": True, "scale": 1.5},
+        },
+        "overrides": {
+            "0": {"feed_forward": {"width": 38, "experts": {"count": 0}}},
+            "-1": {"feed_forward": {"experts": GROUPED_EXPERTS}},
+        },
+    },
+    "all experts": {"feed_forward": {"width": 40, "experts": {"count": 3, "top_k": 3, "normalise": False}}},
     "gemma": {"norm": {"placement": "both", "offset": 1.0}, "embedding_scale": 24**0.5, "logit_soft_cap": 5.0},
 }
 RECOMPUTE = {
@@ -107,7 +128,8 @@ def spec_of(case: Case, device: torch.device) -> ModelSpec:
 
 def merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return values | {
-        name: merged(values[name], change) if isinstance(change, dict) else change for name, change in changes.items()
+        name: merged(values.get(name, {}), change) if isinstance(change, dict) else change
+        for name, change in changes.items()
     }
 
 

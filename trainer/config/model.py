@@ -126,14 +126,83 @@ class AttentionSpec:
     settings: dict[str, Any] = option({}, "settings of a registered kind, by its name", registry=ATTENTION)
 
 
+EXPERT_ALIGNMENT = 8
+"""The grouped GEMM of GPUs reads rows at multiples of 16 bytes, which are 8 elements in 16 bits."""
+
+MOST_EXPERTS = 4_096
+"""Experts of a layer: published models have some hundred. Each is drawn, read and written by itself."""
+
+
+@dataclass
+class ExpertsSpec:
+    """Mixture of experts: a router chooses for each token `top_k` of `count` gated blocks, each of
+    `feed_forward.width`, and adds up their outputs, weighted by its scores. No token is dropped."""
+
+    count: int = option(0, "experts of a layer; 0 means a dense block", range="[0, inf)")
+    top_k: int = option(2, "experts that each token is sent to", range="[1, inf)")
+    score: str = option(
+        "softmax",
+        "how the router's logits become scores, in fp32: over all experts, or each by itself",
+        ("softmax", "sigmoid"),
+    )
+    normalise: bool = option(True, "the scores of the chosen experts are divided by their sum")
+    scale: float = option(1.0, "factor on the scores of the chosen experts", range="(0, inf)")
+    groups: int = option(1, "equal groups of neighbouring experts, of which a token uses the best", range="[1, inf)")
+    top_groups: int = option(1, "groups that a token chooses its experts from", range="[1, inf)")
+    group_score: str = option(
+        "max", "score of a group: that of its best expert, or the sum of its two best", ("max", "top2")
+    )
+    shared_width: int = option(
+        0, "hidden width of a gated block that every token passes through besides; 0 means none", range="[0, inf)"
+    )
+    shared_gate: bool = option(
+        False, "the output of the shared block is multiplied by a sigmoid of the token (Qwen2-MoE)"
+    )
+
+    def check(self, width: int, block: FeedForwardSpec) -> list[str]:
+        """What is wrong with the experts of `block` in a residual stream of `width`."""
+        path, found = "model.feed_forward.experts", []
+        if self.count > MOST_EXPERTS:
+            return [f"{path}.count={self.count} is beyond any model; legal: up to {MOST_EXPERTS}"]
+        if block.kind != "gated":
+            found.append(
+                f"{path}.count={self.count}: experts are gated, and model.feed_forward.kind={block.kind}; set "
+                "model.feed_forward.kind=gated, or count=0"
+            )
+        if block.bias:
+            found.append(
+                f"{path}.count={self.count}: experts have no biases; set model.feed_forward.bias=false, or count=0"
+            )
+        for name, size in (("model.width", width), ("model.feed_forward.width", block.width)):
+            if size % EXPERT_ALIGNMENT:
+                found.append(
+                    f"{name}={size} must be a multiple of {EXPERT_ALIGNMENT} for the grouped GEMM of experts; the "
+                    f"next is {-(-size // EXPERT_ALIGNMENT) * EXPERT_ALIGNMENT}"
+                )
+        if self.count % self.groups:
+            legal = ", ".join(map(str, list_divisors(self.count)))
+            found.append(f"{path}.groups={self.groups} does not divide {path}.count={self.count}; legal: {legal}")
+        elif self.top_groups > self.groups:
+            found.append(f"{path}.top_groups={self.top_groups} is above {path}.groups={self.groups}")
+        elif self.top_k > (most := self.count // self.groups * self.top_groups):
+            of = f" in {self.top_groups} of {self.groups} groups" * (self.groups > 1)
+            found.append(f"{path}.top_k={self.top_k} is above the {most} experts{of}; legal: 1 to {most}")
+        elif self.group_score == "top2" and self.groups > 1 and self.count == self.groups:
+            found.append(f"{path}.group_score=top2 needs two experts in a group; set group_score=max, or fewer groups")
+        if self.shared_gate and not self.shared_width:
+            found.append(f"{path}.shared_gate=true needs a shared block; set {path}.shared_width, or shared_gate=false")
+        return found
+
+
 @dataclass
 class FeedForwardSpec:
     """Feed-forward block: `gated` is down(act(gate(x)) * up(x)) (SwiGLU, GeGLU), `plain` is down(act(up(x)))."""
 
     kind: str = option("gated", "feed-forward block", FEED_FORWARD)
-    width: int = option(1024, "hidden width")
+    width: int = option(1024, "hidden width; of each expert, where there are experts")
     activation: str = option("silu", "non-linearity", ("silu", "gelu", "gelu_tanh", "relu"))
     bias: bool = option(False, "bias on the projections")
+    experts: ExpertsSpec = option(ExpertsSpec(), "experts instead of one block")
     settings: dict[str, Any] = option({}, "settings of a registered kind, by its name", registry=FEED_FORWARD)
 
 
@@ -179,7 +248,10 @@ class ModelSpec:
     family: str = option(
         "llama",
         "transformers architecture that the model is exported as",
-        ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox", "olmo2", "gemma2", "phi3"),
+        (
+            *("llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox", "olmo2", "gemma2", "phi3"),
+            *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe"),
+        ),
     )
     vocab_size: int = option(4096, "rows of the token embedding", unit="tokens")
     width: int = option(256, "width of the residual stream")
@@ -264,6 +336,8 @@ class ModelSpec:
                 found += a.rope.check(int(a.head_dim * a.rope.fraction))
             if layer.feed_forward.width < 1:
                 found.append(f"model.feed_forward.width={layer.feed_forward.width} must be positive")
+            elif layer.feed_forward.experts.count:
+                found += layer.feed_forward.experts.check(self.width, layer.feed_forward)
             if found:
                 return [f"layer {index}: {text}" if self.pattern or self.overrides else text for text in found]
         return []

@@ -324,6 +324,8 @@ def list_gemms(spec: ModelSpec, plan: Plan, length: int, element: int) -> tuple[
     total = sum(program.flops for program in programs)
     sums: dict[tuple[str, int], float] = defaultdict(float)
     for gemm in (gemm for program in programs for gemm in program.gemms.values()):
+        if gemm.name.endswith(("router", "shared_gate")):
+            continue  # as many columns as there are experts
         sums[gemm.name, round(gemm.shape[0])] += gemm.flops
     found = [GEMMShape(_setting(name), name, columns, flops / total) for (name, columns), flops in sums.items()]
     return found, sum(program.total("flops", "attention") for program in programs) / total
@@ -333,8 +335,8 @@ def _setting(name: str) -> str:
     if name == "head":
         return "model.vocab_size"
     block, _, matrix = name.partition(".")
-    if block == "feed_forward" and matrix != "down":
-        return "model.feed_forward.width"
+    if block == "feed_forward" and not matrix.endswith("down"):
+        return f"model.feed_forward.{'experts.shared_width' if matrix.startswith('shared') else 'width'}"
     return {"q": "model.attention.heads"}.get(matrix, "model.attention.kv_heads" if matrix in "kv" else "model.width")
 
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from trainer.config import ConfigError
 from trainer.config.model import LayerSpec, ModelSpec, RopeSpec
 from trainer.config.typed import flatten_values
-from trainer.hf.config import assign_field, config_from_spec, encode_option, same_value
+from trainer.hf.config import assign_field, common_layer, config_from_spec, dense_options, encode_option, same_value
 from trainer.hf.families import FAMILIES
 from trainer.hf.weights import list_entries, write_weights
 from trainer.model.initial import fill_parameters, name_seed
@@ -42,7 +42,7 @@ from trainer.util.reading import shorten_foreign
 LENGTH = 256
 """Tokens of the small model's sequence: as many as show scaled frequencies, and a window of half of them."""
 VOCABULARY = 64
-FEED_FORWARD = 48
+FEED_FORWARD, EXPERTS = 48, 16
 TOLERANCE = 3e-5
 """Of the largest logit, for the largest difference. Rounding in fp32 commonly stays below 5e-6; one approximation of
 GELU for another, which shows least of all that could be mistaken, is above 1e-4."""
@@ -52,7 +52,10 @@ elements that are nearly zero, or scores of one head that are large, enlarge it 
 MOST = 1 << 28
 """Parameters of the small model. Of published ones it has fewer than 2e7; a folder can claim anything."""
 ROPE_GROUPS = ("rope_parameters", "rope_scaling")
-SIZES = ("vocab_size", "width", "depth", "max_length", "attention.heads", "attention.kv_heads", "feed_forward.width")
+SIZES = (
+    *("vocab_size", "width", "depth", "max_length", "attention.heads", "attention.kv_heads", "feed_forward.width"),
+    *("feed_forward.experts.count", "feed_forward.experts.shared_width"),
+)
 
 
 def check_export(spec: ModelSpec, config: dict[str, Any]) -> None:
@@ -141,8 +144,9 @@ def other_shapes(spec: ModelSpec, opened: Any) -> str | None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(opened, trust_remote_code=False)
     infos = declare_parameters(spec)
-    ours = Counter(entry.shape(infos) for entry in list_entries(spec, infos))
     theirs = Counter(tuple(parameter.shape) for parameter in model.parameters())
+    stacked = any(len(shape) == 3 for shape in theirs)  # experts, since version 5
+    ours = Counter(entry.shape(infos) for entry in list_entries(spec, infos, stacked))
     return None if ours == theirs else f"has parameters of shapes {[*theirs - ours]} instead of {[*ours - theirs]}"
 
 
@@ -199,7 +203,7 @@ def sample_weight(spec: ModelSpec, name: str, info: ParameterInfo) -> Tensor:
     if name.endswith("attention.q.weight"):
         attention = spec.layer(int(name.split(".")[1])).attention
         rows = attention.head_dim**-0.5 / attention.scale
-    return value * rows * 2 / info.shape[1] ** 0.5
+    return value * rows * 2 / info.shape[-1] ** 0.5
 
 
 def with_few_layers(spec: ModelSpec, config: dict[str, Any]) -> tuple[ModelSpec, dict[str, Any]]:
@@ -210,7 +214,7 @@ def with_few_layers(spec: ModelSpec, config: dict[str, Any]) -> tuple[ModelSpec,
     kept = sorted({kinds.index(kind) for kind in kinds} | {spec.depth - 1})
     shallow = with_layers(spec, [layers[index] for index in kept])
     lists = {key: [value[index] for index in kept] for key, value in by_layer.items()}
-    return shallow, {**config, **lists, **size_options(shallow, "depth")}
+    return shallow, {**config, **lists, **size_options(shallow, "depth"), **dense_options(shallow)}
 
 
 def shrink_model(spec: ModelSpec, config: dict[str, Any]) -> tuple[ModelSpec, dict[str, Any]]:
@@ -239,7 +243,8 @@ def shrink_model(spec: ModelSpec, config: dict[str, Any]) -> tuple[ModelSpec, di
         for key, value in config.items()
         if key.endswith("_token_id") and isinstance(value, int)
     }
-    return small, {**shorter_rope(config, layers[0].attention.rope), **size_options(small), **window, **tokens}
+    sizes = {**size_options(small), **dense_options(small)}
+    return small, {**shorter_rope(config, layers[0].attention.rope), **sizes, **window, **tokens}
 
 
 def narrow_layer(layer: LayerSpec, windows: dict[int, int]) -> LayerSpec:
@@ -253,8 +258,14 @@ def narrow_layer(layer: LayerSpec, windows: dict[int, int]) -> LayerSpec:
         else a.rope
     )
     attention = replace(a, heads=heads, kv_heads=kv_heads, window=windows.get(a.window, a.window), rope=rope)
-    width = min(layer.feed_forward.width, FEED_FORWARD)
-    return replace(layer, attention=attention, feed_forward=replace(layer.feed_forward, width=width))
+    block, experts = layer.feed_forward, layer.feed_forward.experts
+    experts = replace(
+        experts,
+        count=min(experts.count, max(EXPERTS, experts.top_k)),
+        shared_width=min(experts.shared_width, FEED_FORWARD),
+    )
+    block = replace(block, width=min(block.width, FEED_FORWARD), experts=experts)
+    return replace(layer, attention=attention, feed_forward=block)
 
 
 def extends_positions(rope: RopeSpec) -> bool:
@@ -280,7 +291,8 @@ def least_divisor(n: int) -> int:
 def with_layers(spec: ModelSpec, layers: list[LayerSpec]) -> ModelSpec:
     """The spec with these layers instead of its own."""
     overrides = {str(index): asdict(layer) for index, layer in enumerate(layers)}
-    return replace(spec, depth=len(layers), **vars(copy.deepcopy(layers[0])), pattern=[], overrides=overrides)
+    common = vars(copy.deepcopy(common_layer(layers)))
+    return replace(spec, depth=len(layers), **common, pattern=[], overrides=overrides)
 
 
 def size_options(spec: ModelSpec, *paths: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 from trainer.config import ConfigError, typed
-from trainer.config.model import DEEPEST, SCALING_FIELDS, ModelSpec, RopeSpec
+from trainer.config.model import DEEPEST, SCALING_FIELDS, LayerSpec, ModelSpec, RopeSpec
 from trainer.config.typed import flatten_values
 from trainer.hf.families import ACTIVATIONS, FAMILIES, ModelFamily
 from trainer.util.reading import shorten_foreign
@@ -59,8 +59,14 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
         raise ConfigError(f"model_type={format_option(model_type)} is not supported; supported: {', '.join(FAMILIES)}")
-    family = FAMILIES[model_type]
+    family, config = FAMILIES[model_type], rename_options(config)
+    names = {new: f"{new} or {old}" for old, new in family.renamed.items()}
     problems = [
+        f"{names.get(key, key)}=None is not supported by model family {model_type}; supported: a number"
+        for key in family.needed
+        if config.get(key, 0) is None
+    ]
+    problems += [
         f"{key}={format_option(config[key])} is not supported by model family {model_type}; supported: {value!r}"
         for key, value in family.required.items()
         if config.get(key, value) != value
@@ -78,6 +84,8 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
     spec.feed_forward.width = spec.feed_forward.width or 4 * spec.width  # GPT-2's n_inner: null
     if family.rope:
         spec.attention.rope = rope_from_config(config, family, problems)
+    if family.dense_layers:
+        spec.overrides = dense_layers(config, spec.depth)
     windows = windows_from_config(config, family, spec.depth, problems)
     if len(set(windows)) == 1:
         spec.attention.window = windows[0]
@@ -88,6 +96,35 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
     if problems := problems or list(wrong.values()) or spec.check():
         raise ConfigError(problems)
     return spec
+
+
+def rename_options(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with the names of options that the table of families has, whatever version wrote it."""
+    renamed = FAMILIES[config["model_type"]].renamed
+    return {renamed.get(key, key): value for key, value in config.items()}
+
+
+def dense_layers(config: dict[str, Any], depth: int) -> dict[str, Any]:
+    """`overrides` of a spec for the layers without experts, which are dense blocks of intermediate_size."""
+    named, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step") or 1
+    dense = [index for index in range(depth) if index in named or (index + 1) % step or not config["num_experts"]]
+    block = {"width": config["intermediate_size"], "experts": {"count": 0}}
+    return {str(index): {"feed_forward": block} for index in dense}
+
+
+def dense_options(spec: ModelSpec) -> dict[str, Any]:
+    """The options that name the layers without experts: the inverse of `dense_layers`."""
+    if not FAMILIES[spec.family].dense_layers:
+        return {}
+    blocks = [spec.layer(index).feed_forward for index in range(spec.depth)]
+    dense = [index for index, block in enumerate(blocks) if not block.experts.count]
+    width = blocks[dense[0] if dense else 0].width
+    return {"mlp_only_layers": dense, "decoder_sparse_step": 1, "intermediate_size": width}
+
+
+def common_layer(layers: list[LayerSpec]) -> LayerSpec:
+    """The layer whose fields the options of a model are: the first one with experts, if there is any."""
+    return next((layer for layer in layers if layer.feed_forward.experts.count), layers[0])
 
 
 def format_option(value: Any) -> str:
@@ -118,14 +155,16 @@ def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
         **family.required,
         **family.written,
     }
-    layer = spec.layer(0)
+    layers = [spec.layer(index) for index in range(spec.depth)]
+    layer = common_layer(layers)
     common = dataclasses.replace(spec, attention=layer.attention, feed_forward=layer.feed_forward, norm=layer.norm)
     for key, paths in family.fields.items():
         path = paths if isinstance(paths, str) else paths[0]
         config[key] = encode_option(path, attrgetter(path)(common))
     if family.rope:
         config.update(rope_to_config(layer.attention.rope, family))
-    windows = [spec.layer(index).attention.window for index in range(spec.depth)]
+    config |= dense_options(spec)
+    windows = [layer.attention.window for layer in layers]
     if family.windows != "none":
         config["sliding_window"] = max(windows) or (spec.max_length if family.window_needed else None)
     if family.windows == "layers":
@@ -160,6 +199,8 @@ def layer_facts(spec: ModelSpec, index: int) -> dict[str, Any]:
     """Dotted field -> value of a resolved layer, without fields that have no effect beside the others."""
     facts = flatten_values(dataclasses.asdict(spec.layer(index)))
     rope = facts["attention.positions"] == "rope"
+    if not facts[(count := "feed_forward.experts.count")]:
+        facts = {key: value for key, value in facts.items() if key == count or ".experts." not in key}
     used = ("theta", "fraction", "scaling", *SCALING_FIELDS[facts["attention.rope.scaling"]])
     return {
         key: value
@@ -251,9 +292,11 @@ def windows_from_config(config: dict[str, Any], family: ModelFamily, depth: int,
     if family.windows == "none":
         return [0] * depth
     window, legal = config.get("sliding_window"), ("full_attention", "sliding_attention")
+    types = config["layer_types"] if family.windows == "layers" else ["sliding_attention"] * depth
+    if window == 0 and family.windows == "layers":
+        window = None  # what some families make of use_sliding_window=false
     if window is not None and window < 1:
         problems.append(f"sliding_window={window} is not supported; supported: null, or at least 1")
-    types = config["layer_types"] if family.windows == "layers" else ["sliding_attention"] * depth
     if unknown := sorted(set(types) - set(legal)):
         problems.append(f"layer_types: {', '.join(map(repr, unknown))} is not supported; supported: {', '.join(legal)}")
     if window is None and family.windows == "layers" and "sliding_attention" in types:

@@ -17,12 +17,15 @@ class ModuleRule:
     Several modules are joined along their outputs, in order.
     per_head: the rows of the modules alternate head by head (GPT-NeoX) instead of following one another.
     transposed: weights are stored [inputs, outputs] (GPT-2's Conv1D).
+    A `*` in `theirs` is the number of an expert: the matrices of one expert are apart in the files, and ours hold those
+    of all. stacked: one tensor without a suffix holds the matrices of all experts, [experts, outputs, inputs].
     """
 
     theirs: str
     ours: tuple[str, ...]
     per_head: bool = False
     transposed: bool = False
+    stacked: bool = False
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,12 @@ class ModelFamily:
         rotates whole heads, whatever config.json says, has none for `fraction`.
     windows: which layers can have a sliding window: 'none', 'all', or 'layers', those that layer_types names.
     window_needed: sliding_window must be a number even where no layer has a window.
+    stacked_rules: for layers of experts, instead of `layer_rules`, in files that hold experts as transformers 5 does in
+        memory.
+    needed: options that must not be null, of those that transformers does not refuse by name.
+    renamed: options that some versions of transformers write under another name, by that name.
+    dense_layers: some layers can be dense, which decoder_sparse_step and mlp_only_layers name; intermediate_size is
+        their width.
     """
 
     architecture: str
@@ -51,6 +60,10 @@ class ModelFamily:
     rope: dict[str, str] = field(default_factory=dict)
     windows: str = "none"
     window_needed: bool = False
+    stacked_rules: tuple[ModuleRule, ...] = ()
+    needed: tuple[str, ...] = ()
+    renamed: dict[str, str] = field(default_factory=dict)
+    dense_layers: bool = False
 
 
 ACTIVATIONS = {
@@ -101,6 +114,24 @@ PRE_NORM = (
     ModuleRule("input_layernorm", ("attention_norm",)),
     ModuleRule("post_attention_layernorm", ("feed_forward_norm",)),
 )
+EXPERTS = (
+    ModuleRule("mlp.experts.*.gate_proj", ("feed_forward.experts.gate",)),
+    ModuleRule("mlp.experts.*.up_proj", ("feed_forward.experts.up",)),
+    ModuleRule("mlp.experts.*.down_proj", ("feed_forward.experts.down",)),
+)
+STACKED_EXPERTS = (
+    ModuleRule("mlp.experts.gate_up_proj", ("feed_forward.experts.gate", "feed_forward.experts.up"), stacked=True),
+    ModuleRule("mlp.experts.down_proj", ("feed_forward.experts.down",), stacked=True),
+)
+ROUTER = (ModuleRule("mlp.gate", ("feed_forward.router",)),)
+SHARED = (
+    ModuleRule("mlp.shared_expert.gate_proj", ("feed_forward.shared.gate",)),
+    ModuleRule("mlp.shared_expert.up_proj", ("feed_forward.shared.up",)),
+    ModuleRule("mlp.shared_expert.down_proj", ("feed_forward.shared.down",)),
+    ModuleRule("mlp.shared_expert_gate", ("feed_forward.shared_gate",)),
+)
+TOP_K = {"num_experts_per_tok": "feed_forward.experts.top_k"}
+CHOICE = {**TOP_K, "num_experts": "feed_forward.experts.count", "norm_topk_prob": "feed_forward.experts.normalise"}
 FUSED_QKV = ("attention.q", "attention.k", "attention.v")
 
 
@@ -121,6 +152,31 @@ def llama_like(
         rope={**ROPE, **differences.pop("rope", {})},
         **differences,
     )
+
+
+def mixture_like(
+    architecture: str,
+    fields: dict,
+    experts: tuple[ModuleRule, ...] = EXPERTS,
+    router: tuple[ModuleRule, ...] = ROUTER,
+    others: tuple[ModuleRule, ...] = (),
+    without: tuple[str, ...] = (),
+    **differences: Any,
+) -> ModelFamily:
+    """A family with experts. others: rules of what its layers have besides. without: options of Llama that it has
+    not."""
+    rules = QKV + OUTPUT + PRE_NORM + others
+    family = llama_like(
+        architecture,
+        fields,
+        rules + router + experts,
+        stacked_rules=rules + ROUTER + STACKED_EXPERTS,
+        written={"output_router_logits": False, **differences.pop("written", {})},
+        **differences,
+    )
+    for option in without:
+        del family.fields[option]
+    return family
 
 
 FAMILIES: dict[str, ModelFamily] = {
@@ -162,6 +218,55 @@ FAMILIES: dict[str, ModelFamily] = {
         rope={"partial_rotary_factor": "fraction", "original_max_position_embeddings": "original_length"},
         windows="all",
         written={"embd_pdrop": 0.0, "resid_pdrop": 0.0},
+    ),
+    "mixtral": mixture_like(
+        "MixtralForCausalLM",
+        {**TOP_K, "num_local_experts": "feed_forward.experts.count"},
+        (
+            ModuleRule("block_sparse_moe.experts.*.w1", ("feed_forward.experts.gate",)),
+            ModuleRule("block_sparse_moe.experts.*.w3", ("feed_forward.experts.up",)),
+            ModuleRule("block_sparse_moe.experts.*.w2", ("feed_forward.experts.down",)),
+        ),
+        (ModuleRule("block_sparse_moe.gate", ("feed_forward.router",)),),
+        required={"router_jitter_noise": 0.0},
+        windows="all",
+    ),
+    "qwen2_moe": mixture_like(
+        "Qwen2MoeForCausalLM",
+        {
+            **CHOICE,
+            "moe_intermediate_size": "feed_forward.width",
+            "shared_expert_intermediate_size": "feed_forward.experts.shared_width",
+            "qkv_bias": "attention.bias",
+        },
+        others=SHARED + GATED + DOWN,
+        without=("intermediate_size",),
+        needed=("num_key_value_heads",),
+        fixed={"feed_forward.experts.shared_gate": True},
+        windows="layers",
+        window_needed=True,
+        written={"use_sliding_window": True},
+        dense_layers=True,
+    ),
+    "qwen3_moe": mixture_like(
+        "Qwen3MoeForCausalLM",
+        {**CHOICE, **BIAS, "moe_intermediate_size": "feed_forward.width"},
+        others=QK_NORM + GATED + DOWN,
+        without=("intermediate_size",),
+        needed=("num_experts",),
+        renamed={"num_local_experts": "num_experts"},
+        fixed={"attention.qk_norm": "head"},
+        windows="all",
+        written={"use_sliding_window": True},
+        dense_layers=True,
+    ),
+    "olmoe": mixture_like(
+        "OlmoeForCausalLM",
+        {**CHOICE, **BIAS},
+        others=QK_NORM,
+        without=("head_dim",),
+        fixed={"attention.qk_norm": "full"},
+        required={"clip_qkv": None},
     ),
     "gemma2": ModelFamily(
         "Gemma2ForCausalLM",

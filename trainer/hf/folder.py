@@ -18,7 +18,7 @@ from trainer.config.extend import extend_spec
 from trainer.config.model import ModelSpec
 from trainer.config.schema import ModelConfig
 from trainer.hf.agreement import check_export, check_import, usual_config
-from trainer.hf.config import check_sizes, config_from_spec, spec_from_config
+from trainer.hf.config import check_sizes, config_from_spec, rename_options, spec_from_config
 from trainer.hf.families import FAMILIES
 from trainer.hf.tokenizer import SUFFIXES, TEMPLATES, named_files, open_tokenizer, rewrite_begin, save_tokenizer
 from trainer.hf.weights import StoredTensors, write_weights
@@ -105,7 +105,7 @@ def complete_config(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
             f"transformers takes model_type={raw['model_type']!r} for {config['model_type']!r}, not supported, "
             f"because of options that are not its own: {on_one_line(', '.join(foreign))}; supported: leaving them out"
         )
-    return config
+    return rename_options(config)
 
 
 def export_model(

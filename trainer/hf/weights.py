@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -42,56 +43,84 @@ SAVE = "save the model with transformers' save_pretrained, which writes safetens
 class CheckpointEntry:
     """One tensor of a transformers checkpoint (`theirs`), and the parameters that it holds (`ours`).
 
-    groups: 1 where the parameters follow one another; the number of heads where their rows alternate head by head.
+    groups: 1 where the parameters follow one another; the number of heads where their rows alternate head by head, or
+    of experts in a stack. expert: the one whose matrix it is, where the parameters hold those of all.
     """
 
     theirs: str
     ours: tuple[str, ...]
     groups: int
     transposed: bool
+    stacked: bool = False
+    expert: int | None = None
 
     def join(self, parts: list[Tensor]) -> Tensor:
         """Parameters -> checkpoint tensor."""
+        if self.expert is not None:
+            parts = [part[self.expert] for part in parts]
         whole = torch.cat([part.unflatten(0, (self.groups, -1)) for part in parts], 1).flatten(0, 1)
         return whole.t().contiguous() if self.transposed else whole
 
     def take(self, whole: Tensor, name: str, infos: Mapping[str, ParameterInfo]) -> Tensor:
-        """Checkpoint tensor -> the parameter `name`."""
-        rows = [infos[part].shape[0] // self.groups for part in self.ours]
+        """Checkpoint tensor -> the parameter `name`, or the matrix of one expert of it."""
+        if self.stacked:
+            return whole.split([infos[part].shape[1] for part in self.ours], 1)[self.ours.index(name)]
+        rows = [self.part(infos[part])[0] // self.groups for part in self.ours]
         whole = whole.t() if self.transposed else whole
         return whole.unflatten(0, (self.groups, -1)).split(rows, 1)[self.ours.index(name)].flatten(0, 1)
 
+    def part(self, info: ParameterInfo) -> tuple[int, ...]:
+        """Shape of what it holds of a parameter."""
+        return info.shape if self.expert is None else info.shape[1:]
+
     def shape(self, infos: Mapping[str, ParameterInfo]) -> tuple[int, ...]:
         """Shape of the checkpoint tensor."""
-        rows = sum(infos[part].shape[0] for part in self.ours)
-        shape = (rows, *infos[self.ours[0]].shape[1:])
-        return shape[::-1] if self.transposed else shape
+        parts, joined = [self.part(infos[name]) for name in self.ours], 1 if self.stacked else 0
+        shape = list(parts[0])
+        shape[joined] = sum(part[joined] for part in parts)
+        return tuple(shape[::-1] if self.transposed else shape)
 
 
-def list_entries(spec: ModelSpec, infos: Mapping[str, ParameterInfo]) -> list[CheckpointEntry]:
-    """Every tensor of the model's checkpoint, in the order of the layers; a tied head has no tensor of its own."""
+def list_entries(spec: ModelSpec, infos: Mapping[str, ParameterInfo], stacked: bool = False) -> list[CheckpointEntry]:
+    """Every tensor of the model's checkpoint, in the order of the layers; a tied head has no tensor of its own.
+
+    stacked: whether a tensor holds the matrices of all experts, as in the memory of transformers 5.
+    """
     family = FAMILIES[spec.family]
     rules = [(rule.theirs, rule.ours, rule) for rule in family.rules]
     rules += [
         (f"{family.layers}{index}.{rule.theirs}", tuple(f"layers.{index}.{name}" for name in rule.ours), rule)
         for index in range(spec.depth)
-        for rule in family.layer_rules
+        for rule in (stacked and family.stacked_rules or family.layer_rules)
     ]
     return [
-        find_entry(spec, theirs, ours, rule, kind)
+        entry
         for theirs, ours, rule in rules
         for kind in ("weight", "bias")
         if f"{ours[0]}.{kind}" in infos
+        for entry in find_entries(spec, theirs, tuple(f"{name}.{kind}" for name in ours), rule, kind, infos)
     ]
 
 
-def find_entry(spec: ModelSpec, theirs: str, ours: tuple[str, ...], rule: ModuleRule, kind: str) -> CheckpointEntry:
-    return CheckpointEntry(
-        f"{theirs}.{kind}",
-        tuple(f"{name}.{kind}" for name in ours),
-        groups=spec.attention.heads if rule.per_head else 1,
-        transposed=rule.transposed and kind == "weight",
-    )
+def find_entries(
+    spec: ModelSpec, theirs: str, ours: tuple[str, ...], rule: ModuleRule, kind: str, infos: Mapping[str, ParameterInfo]
+) -> list[CheckpointEntry]:
+    """The tensors of a rule in one place: one, or one for each expert."""
+    if "*" in theirs:
+        experts = range(infos[ours[0]].shape[0])
+        return [
+            CheckpointEntry(f"{theirs.replace('*', str(number))}.{kind}", ours, 1, False, expert=number)
+            for number in experts
+        ]
+    return [
+        CheckpointEntry(
+            theirs if rule.stacked else f"{theirs}.{kind}",
+            ours,
+            groups=spec.attention.heads if rule.per_head else 1,
+            transposed=rule.transposed and kind == "weight",
+            stacked=rule.stacked,
+        )
+    ]
 
 
 class StoredTensors:
@@ -220,22 +249,29 @@ class HFWeights(StoredTensors):
     def __init__(self, folder: str | Path, spec: ModelSpec):
         super().__init__(folder, spec)
         self.infos = declare_parameters(spec)
-        self.entries = {name: e for e in list_entries(spec, self.infos) for name in e.ours}
+        names = [rule.theirs for rule in self.family.stacked_rules if rule.stacked]
+        stacked = any(name.endswith(tuple(names)) for name in self.files) if names else False
+        self.entries: dict[str, list[CheckpointEntry]] = {}
+        for entry in list_entries(spec, self.infos, stacked):
+            for name in entry.ours:
+                self.entries.setdefault(name, []).append(entry)
         self.check()
 
     def __call__(self, name: str, info: ParameterInfo) -> Tensor:
         """The whole fp32 parameter `name`."""
         name = "embedding.weight" if self.tied and name == "head.weight" else name
-        entry = self.entries[name]
+        parts = [entry.take(self.read(entry), name, self.infos).float() for entry in self.entries[name]]
+        return parts[0] if self.entries[name][0].expert is None else torch.stack(parts)
+
+    def read(self, entry: CheckpointEntry) -> Tensor:
         stored = self.stored_name(entry.theirs)
         try:
-            whole = self.open(self.files[stored]).get_tensor(stored)
+            return self.open(self.files[stored]).get_tensor(stored)
         except (SafetensorError, OSError) as error:
             raise self.error(f"{self.files[stored]}: {stored} cannot be read: {error}") from error
-        return entry.take(whole, name, self.infos).float()
 
     def check(self) -> None:
-        shapes = {e.theirs: e.shape(self.infos) for e in self.entries.values()}
+        shapes = {e.theirs: e.shape(self.infos) for entries in self.entries.values() for e in entries}
         stored = {self.stored_name(name) for name in shapes}
         allowed = {self.head} if self.tied else set()
         problems = []
@@ -282,11 +318,9 @@ def write_weights(
     content = {e.theirs: e for e in list_entries(spec, infos)}
     shapes = {name: torch.empty(e.shape(infos), dtype=dtype, device="meta") for name, e in content.items()}
     split = split_torch_state_dict_into_shards(shapes, max_shard_size=shard_size)
+    read_once = lru_cache(1)(lambda name: read(name).detach().cpu().to(dtype))  # the experts of a matrix come in turn
     for file, names in split.filename_to_tensors.items():
-        tensors = {
-            name: content[name].join([read(part).detach().cpu().to(dtype) for part in content[name].ours])
-            for name in names
-        }
+        tensors = {name: content[name].join([read_once(part) for part in content[name].ours]) for name in names}
         save_file(tensors, folder / file, {"format": "pt"})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}

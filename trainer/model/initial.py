@@ -46,8 +46,9 @@ class DeclaredModule(nn.Module):
         role: str,
         residual: bool = False,
         units: int = 0,
+        active: float = 1.0,
     ) -> None:
-        self.declared[name] = ParameterInfo(tuple(shape), axes, role, residual, units)
+        self.declared[name] = ParameterInfo(tuple(shape), axes, role, residual, units, active)
         self.register_parameter(name, nn.Parameter(torch.empty(shape)))
 
     def local(self, name: str) -> Tensor:
@@ -113,11 +114,17 @@ def initial_value(spec: ModelSpec, seed: int, name: str, info: ParameterInfo, de
     value = torch.empty(info.shape, dtype=torch.float32, device=device)
     if info.role in ("norm", "bias"):
         return value.fill_(1 - spec.norm.offset if info.role == "norm" and name.endswith("weight") else 0)
-    std, generator = initial_std(spec, info), torch.Generator(device).manual_seed(name_seed(seed, name))
-    if spec.init.truncate:
-        limit = spec.init.truncate * std
-        return nn.init.trunc_normal_(value, 0.0, std, -limit, limit, generator=generator)
-    return value.normal_(0.0, std, generator=generator)
+    std = initial_std(spec, info)
+    limit = spec.init.truncate * std
+    # Each expert is drawn by itself, so that a rank can draw the experts that it holds without the others.
+    drawn = {f"{name}/{number}": part for number, part in enumerate(value)} if info.stacked else {name: value}
+    for place, part in drawn.items():
+        generator = torch.Generator(device).manual_seed(name_seed(seed, place))
+        if limit:
+            nn.init.trunc_normal_(part, 0.0, std, -limit, limit, generator=generator)
+        else:
+            part.normal_(0.0, std, generator=generator)
+    return value
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from trainer.distributed.collectives import AllReduceSum
 from trainer.model.attention import causal_attention
 from trainer.model.cache import CachedMask, attend_cached
 from trainer.model.context_attention import SharedMask, attend_together
+from trainer.model.experts import Experts, Router, WideLinear
 from trainer.model.initial import DeclaredModule
 from trainer.model.linear import DeferredGrads, column_parallel, number_layer, row_parallel
 from trainer.model.rotary import rotate_heads
@@ -274,9 +276,43 @@ class FeedForward(Block):
         return self.down(self.activation(gate) * up)
 
 
+class Mixture(Block):
+    """Experts instead of one feed-forward block, and a block that every token passes through besides, if there is one
+    (Shazeer et al., arXiv 1701.06538; shared experts: Dai et al., arXiv 2401.06066).
+
+    Under tensor parallelism each rank routes its own tokens through whole experts; the shared block is cut as any
+    other.
+    """
+
+    def __init__(self, spec: FeedForwardSpec, width: int):
+        super().__init__()
+        self.router = Router(spec.experts, width)
+        self.experts = Experts(spec.experts, width, spec.width, ACTIVATIONS[spec.activation])
+        self.shared = self.shared_gate = None
+        if spec.experts.shared_width:
+            self.shared = FeedForward(replace(spec, width=spec.experts.shared_width), width)
+        if spec.experts.shared_gate:
+            self.shared_gate = WideLinear(width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x and result: [tokens, width], this rank's tokens."""
+        result = self.experts(x, *self.router(x))
+        if self.shared is None:
+            return result
+        shared = self.shared(x)
+        if self.shared_gate is not None:
+            shared = (self.shared_gate(x).sigmoid() * shared).to(x.dtype)
+        return result + shared
+
+
 ATTENTION: dict[str, Callable[[AttentionSpec, NormSpec, int], Block]] = {"softmax": Attention}
 FEED_FORWARD: dict[str, Callable[[FeedForwardSpec, int], Block]] = {"gated": FeedForward, "plain": FeedForward}
 """Kind of a block in the spec -> its class."""
+
+
+def build_feed_forward(spec: FeedForwardSpec, width: int) -> Block:
+    """The block of a kind that is built in."""
+    return Mixture(spec, width) if spec.experts.count else FEED_FORWARD[spec.kind](spec, width)
 
 
 def registered_block(spec: AttentionSpec | FeedForwardSpec, kinds: registry.KindRegistry, width: int) -> Block | None:
@@ -299,9 +335,9 @@ class Layer(nn.Module):
         self.attention = registered_block(spec.attention, registry.ATTENTION, width) or ATTENTION[spec.attention.kind](
             spec.attention, spec.norm, width
         )
-        self.feed_forward = registered_block(spec.feed_forward, registry.FEED_FORWARD, width) or FEED_FORWARD[
-            spec.feed_forward.kind
-        ](spec.feed_forward, width)
+        self.feed_forward = registered_block(spec.feed_forward, registry.FEED_FORWARD, width) or build_feed_forward(
+            spec.feed_forward, width
+        )
         pre, post = spec.norm.placement in ("pre", "both"), spec.norm.placement in ("post", "both")
         self.attention_norm = Norm(width, spec.norm) if pre else nn.Identity()
         self.feed_forward_norm = Norm(width, spec.norm) if pre else nn.Identity()

@@ -15,6 +15,7 @@ from trainer.distributed.collectives import ReduceScatterSum, TensorGroup
 from trainer.model.attention import build_mask, cap_score, document_starts
 from trainer.model.cache import KVCache
 from trainer.model.context_attention import ContextGroup, without_regather
+from trainer.model.experts import GroupedLinear
 from trainer.model.initial import DeclaredModule
 from trainer.model.layers import Block, Layer, Linear, Norm
 from trainer.model.linear import DeferredGrads, column_parallel
@@ -169,7 +170,7 @@ class Transformer(nn.Module):
         tiled = {module for layer in self.layers.values() if layer.tile for module in layer.feed_forward.modules()}
         for module in self.modules():
             # A deferred product keeps its two factors for whole sequences, which is the memory that tiles avoid.
-            if isinstance(module, Linear) and module not in tiled:
+            if isinstance(module, Linear | GroupedLinear) and module not in tiled:
                 module.defer(deferred)
 
     def tie(self) -> None:

@@ -34,22 +34,24 @@ ROUND = 2**25
 
 
 def orthogonalise_matrix(matrix: Tensor, steps: int = NEWTON_SCHULZ_STEPS) -> Tensor:
-    """The matrix with all singular values near one, by Newton-Schulz iteration in its own type: [rows, columns]."""
+    """The matrix with all singular values near one, by Newton-Schulz iteration in its own type: [rows, columns], or
+    each matrix of a stack [experts, rows, columns]."""
     a, b, c = COEFFICIENTS
-    tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.T if tall else matrix
-    x = x / x.norm().clamp(min=SMALLEST)
+    tall = matrix.shape[-2] > matrix.shape[-1]
+    x = matrix.mT if tall else matrix
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=SMALLEST)
+    multiply = torch.addmm if x.ndim == 2 else torch.baddbmm
     for _ in range(steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if tall else x
+        gram = x @ x.mT
+        x = multiply(x, multiply(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
 
 
 def lr_factor(rule: str, shape: Sequence[int]) -> float:
-    """What the learning rate is multiplied with for a matrix [rows, columns], whose orthogonalised update has elements
-    of about 1 / sqrt(max(rows, columns)). match_rms_adamw: steps of 0.2 a unit of learning rate, as AdamW's (arXiv
-    2502.16982, section 2.2); original: as Jordan et al. have it."""
-    rows, columns = shape
+    """What the learning rate is multiplied with for matrices [..., rows, columns], whose orthogonalised update has
+    elements of about 1 / sqrt(max(rows, columns)). match_rms_adamw: steps of 0.2 a unit of learning rate, as AdamW's
+    (arXiv 2502.16982, section 2.2); original: as Jordan et al. have it."""
+    rows, columns = shape[-2:]
     return 0.2 * math.sqrt(max(rows, columns)) if rule == "match_rms_adamw" else math.sqrt(max(1.0, rows / columns))
 
 

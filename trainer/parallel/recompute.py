@@ -24,6 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from trainer.config import ActivationConfig, ConfigError
 from trainer.distributed.collectives import TensorGroup
 from trainer.model.initial import parameter_infos
+from trainer.model.layers import Mixture
 from trainer.model.stage import Stage
 from trainer.planning.recompute import ALL, MATMULS, SaveEntry, entry_problems, saved_in
 
@@ -150,7 +151,7 @@ SHARED = ("trainer.copied_gather_matmul", "trainer.fused_gather_matmul")
 
 ALIASES = {
     "matmul": (
-        *("aten.mm", "aten.addmm", "aten.bmm", "aten._scaled_mm"),
+        *("aten.mm", "aten.addmm", "aten.bmm", "aten._scaled_mm", "trainer.grouped_matmul"),
         *SHARED,
         *("trainer.copied_matmul_scatter", "trainer.fused_matmul_scatter"),
     ),
@@ -190,20 +191,23 @@ def apply_recompute(model: Stage, config: ActivationConfig, backend: type[Tensor
         entries = saved_in(config.save, index) if config.mode == "selective" else ()
         if any(entry.name == ALL for entry in entries):
             continue
-        names = linear_names(layer)
-        if (entries, names) not in policies:
-            policies[entries, names] = policy_of(entries, names, backend)
-        layer.recompute = policies[entries, names]
+        names, routed = linear_names(layer), any(isinstance(module, Mixture) for module in layer.modules())
+        if (entries, names, routed) not in policies:
+            policies[entries, names, routed] = policy_of(entries, names, backend, routed)
+        layer.recompute = policies[entries, names, routed]
         if store is not None:
             layer.keep = partial(store.keep, index)
 
 
-def policy_of(entries: Sequence[SaveEntry], names: Sequence[str], backend: type[TensorGroup]) -> partial:
+def policy_of(
+    entries: Sequence[SaveEntry], names: Sequence[str], backend: type[TensorGroup], routed: bool = False
+) -> Callable:
     """The function that runs a layer with the products `names`, such that backward finds saved what `entries` of
-    `activation.save` name, and what was summed over ranks."""
+    `activation.save` name, and what was summed over ranks. routed: whether the layer chooses experts, which backward
+    finds saved too."""
     if not entries:
-        return recompute_all
-    rules: Rules = {}
+        return recompute_unrouted if routed else recompute_all
+    rules: Rules = dict(ROUTING) if routed else {}
     for number, (operators, every, places) in enumerate(
         [*(rule_of(entry, names) for entry in entries), recompute_reductions(backend)]
     ):
@@ -272,12 +276,13 @@ def named_submodules(model: Stage, layers: list[nn.Module]) -> dict[str, nn.Modu
 def recomputing_class(kind: type[nn.Module]) -> type[nn.Module]:
     """`kind` with its forward recomputed in backward. One class for all modules of a kind, so that the compiler makes
     one graph for them."""
+    recompute = recompute_unrouted if issubclass(kind, Mixture) else recompute_all
 
     class Recomputed(kind):
         recomputed = True
 
         def forward(self, *arguments: Any) -> Any:
-            return recompute_all(super().forward, *arguments)
+            return recompute(super().forward, *arguments)
 
     return Recomputed
 
@@ -351,3 +356,10 @@ def selective_contexts(rules: Rules) -> Any:
 
 
 NOTHING_SAVED = partial(selective_contexts, {})
+
+ROUTING: Rules = {torch.ops.trainer.choose_experts.default: ((-1, 1, ()),)}
+"""Saves the choice of experts. Chosen again, a token could go to another expert, because scores that are nearly equal
+are not computed to the same bits by every kernel."""
+
+recompute_unrouted = partial(recompute_all, context_fn=partial(selective_contexts, ROUTING))
+"""`recompute_all` without choosing experts again."""

@@ -19,10 +19,12 @@ from typing import NamedTuple
 
 from trainer.config import ActivationConfig, Config, ConfigError
 from trainer.config.hardware import HardwareConfig
+from trainer.config.model import ModelSpec
 from trainer.parallel.compress.plan import reduces_at_step_end
 from trainer.parallel.pipeline.plan import resolve_pipeline
 from trainer.planning.estimate.memory import MemoryPeak, can_replay, find_peaks
 from trainer.planning.estimate.recompute import RecomputeChoice, decide_recompute, with_section
+from trainer.planning.layer import has_experts
 from trainer.planning.neighbours import TILE, Changes, change_settings, generate_neighbours
 from trainer.planning.resolve import Layout, resolve_layout
 from trainer.planning.states import StateBytes, feedback_bytes, fullest_rank
@@ -156,7 +158,7 @@ def decide(
     tokens = layout.batch.sequence_length * layout.batch.micro_size / layout.plan.token_ranks
     limit = limit_of(config, available)
     automatic = config.activation.mode == "auto"
-    choices = list(memory_choices(config, tokens))
+    choices = list(memory_choices(config, layout.spec, tokens))
     if not can_replay(layout.plan) or (limit is None or len(choices) == 1) and not automatic:
         return Decision(choices[0], _layout(choices[0], layout))
     if automatic:
@@ -197,7 +199,7 @@ def _least_recompute(
     return min(found, key=lambda one: (one.host > host, one.peak))
 
 
-def memory_choices(config: Config, tokens: float) -> Iterator[Config]:
+def memory_choices(config: Config, spec: ModelSpec, tokens: float) -> Iterator[Config]:
     """What `auto` may become where a rank holds so many tokens of a micro-batch, the cheapest first. What cannot be is
     left out."""
     chosen = copy.copy(config)
@@ -211,7 +213,8 @@ def memory_choices(config: Config, tokens: float) -> Iterator[Config]:
         chosen = with_section(chosen, "loss", tile=TILE)
         yield chosen
     more: list[dict[str, object]] = []
-    if activation.tile is None and tokens > TILE and activation.mode != "budget" and not activation.modules:
+    whole = activation.mode == "budget" or activation.modules or has_experts(spec)
+    if activation.tile is None and tokens > TILE and not whole:
         more.append({"tile": TILE})
     recomputed = activation.mode in ("full", "selective", "auto") and not activation.modules
     if activation.offload is None and recomputed and not config.run.cuda_graphs:  # a replay would copy to old places

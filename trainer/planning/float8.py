@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from trainer.config import Config, PrecisionConfig
 from trainer.config.model import ModelSpec
+from trainer.planning.layer import has_experts
 from trainer.planning.parameters import (
     ROLES,
     ParameterInfo,
@@ -68,7 +69,8 @@ def gathered_in_float8(config: Config, spec: ModelSpec, plan: Plan) -> list[floa
 
 def _projections(index: int, table: Mapping[str, ParameterInfo]) -> Iterator[tuple[str, ParameterInfo]]:
     for name, info in table.items():
-        if info.role == "matrix" and len(info.shape) == 2:
+        # Experts and routers multiply in the compute type and in fp32.
+        if info.role == "matrix" and info.axes[0] != "experts":
             yield f"layers.{index}.{name}".removesuffix(".weight"), info
 
 
@@ -172,7 +174,10 @@ def _tokens(config: Config, plan: Plan, chosen: Mapping[str, Float8Linear]) -> I
 def describe_float8(config: Config, plan: Plan) -> list[tuple[str, str]]:
     """What has no effect where no ranks share states."""
     unused = config.precision.float8.gather and plan.shard == 1
-    return [("without effect", "precision.float8.gather=true: no ranks share states")] * unused
+    found = [("without effect", "precision.float8.gather=true: no ranks share states")] * unused
+    if float8_settings(config.precision) and has_experts(config.model):
+        found.append(("experts", f"multiply in {config.precision.compute}, other linear layers in fp8"))
+    return found
 
 
 FEATURE = Feature("float8", check_plan=check_float8, describe=describe_float8)

@@ -35,7 +35,9 @@ ATTENTION_BACKWARD = 2.5
 """FLOPs of attention's backward pass over those of its forward pass: flash attention computes the scores again, which
 makes five matrix products where the forward pass has two."""
 
-Kind = Literal["residual", "norm", "all_gather", "gemm", "attention", "elementwise", "reduce_scatter", "lookup", "loss"]
+Kind = Literal[
+    "residual", "norm", "all_gather", "gemm", "attention", "elementwise", "choice", "reduce_scatter", "lookup", "loss"
+]
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class Op:
     read: whether backward reads the result.
     sends: bytes of the whole tensor of a collective among the tensor-parallel ranks; 0 where there is only one.
     gemms: the GEMMs that read what a collective gathers, or write what it sums; it can overlap with these.
+    rows, matrices: how many rows of the GEMM's input a token is, and how many matrices of the shape there are: one for
+    each expert.
     """
 
     name: str
@@ -66,6 +70,8 @@ class Op:
     read: bool = True
     sends: float = 0.0
     gemms: tuple[str, ...] = ()
+    rows: float = 1.0
+    matrices: int = 1
 
 
 @dataclass(frozen=True)
@@ -166,6 +172,8 @@ def layer_program(
         name.removesuffix(".weight"): info for name, info in layer_table(layer, width).items() if info.role == "matrix"
     }
     keys = seen_keys(length, layer.attention.window) if causal else float(length)
+    gated = layer.feed_forward.experts.shared_gate
+    summed = ("feed_forward.down",) if gated else ("feed_forward.down", "feed_forward.shared.down")
     sends = float(whole) if tp > 1 else 0.0
     partial = float(whole) if tp > 1 and tp_overlap == "off" else 0.0
 
@@ -174,6 +182,17 @@ def layer_program(
             yield Op(name, "norm", saved=stream + statistics)
 
     def block(name: str, kinds: registry.KindRegistry, kind: str) -> Iterator[Op]:
+        yield from norm(f"{name}_norm", placement in ("pre", "both"))
+        if name == "feed_forward" and layer.feed_forward.experts.count:
+            yield from mixture_ops(layer, width, tp, element_bytes)
+            if layer.feed_forward.experts.shared_width:
+                yield from projections(f"{name}.shared", kinds, kind)
+                yield from shared_gate_ops(layer, width, tp, stream)
+        else:
+            yield from projections(name, kinds, kind)
+        yield from norm(f"{name}_post_norm", placement in ("post", "both"))
+
+    def projections(name: str, kinds: registry.KindRegistry, kind: str) -> Iterator[Op]:
         infos = {matrix: info for matrix, info in matrices.items() if matrix.startswith(f"{name}.")}
         ends = [matrix for matrix, info in infos.items() if info.cut == 1]  # the ranks' results are summed
         starts = [matrix for matrix in infos if matrix not in ends]
@@ -191,13 +210,12 @@ def layer_program(
                 saved=result if own and matrix in starts else 0.0,
                 deferred=result + reads,
                 # An addition needs none of its terms, a norm behind the block needs its input.
-                read=matrix != "feed_forward.down" or placement != "pre",
+                read=matrix not in summed or placement != "pre",
             )
-        yield from norm(f"{name}_norm", placement in ("pre", "both"))
         if starts:
             yield Op(f"{name}.all_gather", "all_gather", deferred=stream, gemms=tuple(starts), sends=sends)
         inner = INNER_OPS[kind] if own else registered_ops(kinds[kind].facts["saved"], name, stream)
-        between = inner(layer, gemms, tp, keys)
+        between = inner(name, layer, gemms, tp, keys)
         for matrix in infos:  # in the order in which the block declares them, by which `activation.save` counts
             if matrix in starts:
                 yield gemms[matrix]
@@ -206,7 +224,6 @@ def layer_program(
             yield gemms[matrix]
             yield Op(f"{name}.reduce_scatter", "reduce_scatter", eager=partial, gemms=(matrix,), sends=sends)
         yield from between
-        yield from norm(f"{name}_post_norm", placement in ("post", "both"))
 
     ops = (
         Op("input", "residual", result=stream, saved=stream),
@@ -217,12 +234,12 @@ def layer_program(
     return Program(ops, overlapped=tp_overlap != "off")
 
 
-InnerOps = Callable[[LayerSpec, Mapping[str, Op], int, float], Iterator[Op]]
-"""(layer, the block's GEMMs by name, tensor-parallel ranks, keys that a token attends to) -> the operations of a block
-between the projections that read its input and those that write its output."""
+InnerOps = Callable[[str, LayerSpec, Mapping[str, Op], int, float], Iterator[Op]]
+"""(name of the block, layer, the block's GEMMs by name, tensor-parallel ranks, keys that a token attends to) -> the
+operations of a block between the projections that read its input and those that write its output."""
 
 
-def softmax_ops(layer: LayerSpec, gemms: Mapping[str, Op], tp: int, keys: float) -> Iterator[Op]:
+def softmax_ops(block: str, layer: LayerSpec, gemms: Mapping[str, Op], tp: int, keys: float) -> Iterator[Op]:
     """The norms of queries and keys, which keep their inputs, and the kernel, which keeps its output and, in fp32, the
     log-sum-exp of each head's scores."""
     a = layer.attention
@@ -233,15 +250,65 @@ def softmax_ops(layer: LayerSpec, gemms: Mapping[str, Op], tp: int, keys: float)
     yield Op("attention", "attention", flops=attention_flops(a, keys, tp), result=kept, saved=kept)
 
 
-def gated_ops(layer: LayerSpec, gemms: Mapping[str, Op], tp: int, keys: float) -> Iterator[Op]:
+def gated_ops(block: str, layer: LayerSpec, gemms: Mapping[str, Op], tp: int, keys: float) -> Iterator[Op]:
     """The activation function's result, which follows from the projection, and its product with the second one."""
-    gate, up = (gemms[f"feed_forward.{name}"].result for name in ("gate", "up"))
-    yield Op("feed_forward.activation", "elementwise", saved=gate + up, fused=gate)
+    gate, up = (gemms[f"{block}.{name}"].result for name in ("gate", "up"))
+    yield Op(f"{block}.activation", "elementwise", saved=gate + up, fused=gate)
 
 
-def plain_ops(layer: LayerSpec, gemms: Mapping[str, Op], tp: int, keys: float) -> Iterator[Op]:
+def plain_ops(block: str, layer: LayerSpec, gemms: Mapping[str, Op], tp: int, keys: float) -> Iterator[Op]:
     """The activation function's result."""
-    yield Op("feed_forward.activation", "elementwise", saved=gemms["feed_forward.up"].result)
+    yield Op(f"{block}.activation", "elementwise", saved=gemms[f"{block}.up"].result)
+
+
+INDEX, WIDE = 8.0, 4.0
+"""Bytes of an index, and of a number in fp32, in which experts are chosen."""
+
+
+def mixture_ops(layer: LayerSpec, width: int, tp: int, element_bytes: int) -> Iterator[Op]:
+    """The router and the experts. Each tensor-parallel rank routes its own tokens, of which each is `top_k` rows."""
+    experts, inner = layer.feed_forward.experts, layer.feed_forward.width
+    rows, table = experts.top_k / tp, layer_table(layer, width)
+
+    def gemm(matrix: str, result: float, saved: float = 0.0, deferred: float = 0.0) -> Op:
+        info = table[f"{matrix}.weight"]
+        outputs, inputs = info.shape[-2:]
+        share = rows if info.stacked else 1 / tp
+        matrices = info.shape[0] if info.stacked else 1
+        flops = 2.0 * share * outputs * inputs
+        return Op(
+            matrix,
+            "gemm",
+            (outputs, inputs),
+            flops,
+            result,
+            saved=saved,
+            deferred=deferred,
+            rows=share,
+            matrices=matrices,
+        )
+
+    scores = WIDE * experts.count / tp
+    hidden, stream = element_bytes * rows * inner, element_bytes * rows * width
+    yield gemm("feed_forward.router", scores, saved=scores)
+    # The chosen experts, the order of their rows, and its inverse; weights before and after that order.
+    sums = WIDE / tp if experts.normalise else 0.0
+    weights = WIDE * rows * (2 if experts.normalise else 1) + sums
+    yield Op("feed_forward.choice", "choice", result=INDEX * rows, saved=3 * INDEX * rows + weights)
+    yield Op("feed_forward.dispatch", "elementwise", saved=stream, deferred=stream)
+    for name in ("gate", "up"):
+        yield gemm(f"feed_forward.experts.{name}", hidden, saved=hidden, deferred=hidden)
+    # As of a dense block, and its product with the weights.
+    yield Op("feed_forward.experts.activation", "elementwise", saved=3 * hidden, fused=2 * hidden)
+    yield gemm("feed_forward.experts.down", stream, deferred=stream + hidden)
+
+
+def shared_gate_ops(layer: LayerSpec, width: int, tp: int, stream: float) -> Iterator[Op]:
+    """The gate of the shared block, which keeps its own result and that of the block."""
+    if layer.feed_forward.experts.shared_gate:
+        size = WIDE / tp
+        yield Op("feed_forward.shared_gate", "gemm", (1, width), 2.0 * width / tp, size, rows=1 / tp)
+        yield Op("feed_forward.gating", "elementwise", saved=stream + size)
 
 
 INNER_OPS: dict[str, InnerOps] = {"softmax": softmax_ops, "gated": gated_ops, "plain": plain_ops}
@@ -253,7 +320,7 @@ def registered_ops(
     """Those of a registered kind of block as one operation. saved: what its declaration says that it holds for
     backward, from the bytes of each projection's result; None: twice these."""
 
-    def inner(layer: LayerSpec, gemms: Mapping[str, Op], tp: int, keys: float) -> Iterator[Op]:
+    def inner(_: str, layer: LayerSpec, gemms: Mapping[str, Op], tp: int, keys: float) -> Iterator[Op]:
         sizes = {name: op.result for name, op in gemms.items()}
         held = saved(layer, {**sizes, "attention": stream}) if saved else 2 * sum(sizes.values())
         if block == "attention":
@@ -304,6 +371,11 @@ def seen_keys(length: int, window: int = 0) -> float:
     window = min(window or length, length)
     # The first `window` positions see 1, 2, ... window keys; the others see `window`.
     return window * (length - (window - 1) / 2) / length
+
+
+def has_experts(spec: ModelSpec) -> bool:
+    """Whether some layer is a mixture of experts."""
+    return any(layer.feed_forward.experts.count for layer in layer_specs(spec))
 
 
 @by_value

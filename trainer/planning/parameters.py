@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache, wraps
 from math import ceil, prod
@@ -23,7 +23,11 @@ from trainer.config.model import AttentionSpec, FeedForwardSpec, LayerSpec, Mode
 from trainer.config.registry import OPTIMIZERS
 
 TENSOR_AXES = ("heads", "kv_heads", "mlp", "vocab")
-"""Axes that tensor parallelism cuts; parameters without one are whole on each of its ranks."""
+"""Axes that tensor parallelism cuts; parameters without one are whole on each of its ranks.
+
+Experts have none (`experts`, `inner`, `embed`): between blocks each tensor-parallel rank has tokens of its own, which
+it routes through whole experts.
+"""
 
 ROLES = ("embedding", "norm", "bias", "head", "matrix")
 
@@ -64,6 +68,11 @@ class ParameterInfo:
         return prod(self.shape)
 
     @property
+    def stacked(self) -> bool:
+        """Whether it is a matrix for each expert, [experts, outputs, inputs]."""
+        return self.axes[0] == "experts" and len(self.shape) == 3
+
+    @property
     def cut(self) -> int | None:
         """The dimension with an axis that tensor parallelism cuts, if there is one."""
         return next((dimension for dimension, axis in enumerate(self.axes) if axis in TENSOR_AXES), None)
@@ -78,12 +87,19 @@ class ParameterInfo:
         return self.size if self.tensor_dimension(ranks) is None else -(-self.size // ranks)
 
     def row(self, ranks: int, shards: int) -> int:
-        """Elements that the first of `ranks` tensor-parallel ranks holds of it, shared by `shards` ranks: rows are cut
-        evenly, padding included."""
+        """Elements that the first of `ranks` tensor-parallel ranks holds of it, shared by `shards` ranks: cut evenly,
+        padding included."""
         shape, cut = list(self.shape), self.tensor_dimension(ranks)
         if cut is not None:
             shape[cut] = -(-shape[cut] // ranks)
-        return -(-shape[0] // shards) * prod(shape[1:])
+        shared = self.sharded_dimension(shards)
+        shape[shared] = -(-shape[shared] // shards)
+        return prod(shape)
+
+    def sharded_dimension(self, shards: int) -> int:
+        """The dimension that `shards` ranks cut: rows. Experts that cannot be dealt out evenly are cut inside, where
+        that needs no padding: 8 experts on 64 ranks would be padded to 64."""
+        return int(self.stacked and self.shape[0] % shards > 0 and self.shape[1] % shards == 0)
 
     def multiplied(self, ranks: int) -> tuple[float, ...]:
         """The shape that one of `ranks` tensor-parallel ranks computes with, on average. Where ranks share key-value
@@ -247,8 +263,29 @@ def plain_feed_forward(layer: LayerSpec, width: int) -> dict[str, ParameterInfo]
     return join_tables([("up", up), ("down", linear_table(inner, width, ("embed", "mlp"), bias, residual=True))])
 
 
+def mixture_feed_forward(layer: LayerSpec, width: int) -> dict[str, ParameterInfo]:
+    """Router, experts, and what every token passes through besides."""
+    experts, inner = layer.feed_forward.experts, layer.feed_forward.width
+    active = experts.top_k / experts.count
+    inputs, outputs = ("experts", "inner", "embed"), ("experts", "embed", "inner")
+    into = {"weight": ParameterInfo((experts.count, inner, width), inputs, "matrix", active=active)}
+    out_of = {"weight": ParameterInfo((experts.count, width, inner), outputs, "matrix", True, active=active)}
+    modules = [
+        ("router", linear_table(width, experts.count, ("experts", "embed"), False)),
+        *(("experts.gate", into), ("experts.up", into), ("experts.down", out_of)),
+    ]
+    if experts.shared_width:
+        block = FeedForwardSpec(width=experts.shared_width)
+        modules.append(("shared", gated_feed_forward(replace(layer, feed_forward=block), width)))
+    if experts.shared_gate:
+        modules.append(("shared_gate", linear_table(width, 1, ("experts", "embed"), False)))
+    return join_tables(modules)
+
+
 def gated_feed_forward(layer: LayerSpec, width: int) -> dict[str, ParameterInfo]:
-    """down(act(gate(x)) * up(x))."""
+    """down(act(gate(x)) * up(x)), or experts of that form."""
+    if layer.feed_forward.experts.count:
+        return mixture_feed_forward(layer, width)
     gate = linear_table(width, layer.feed_forward.width, ("mlp", "embed"), layer.feed_forward.bias)
     return {**join_tables([("gate", gate)]), **plain_feed_forward(layer, width)}
 
@@ -318,8 +355,9 @@ class UpdateSettings:
         ]
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         misplaced = [
-            f"precision.types gives {name}{more} optimizer=muon, which is for hidden matrices; leave it out there, or "
-            "name the matrices alone, such as precision.types.matrix.optimizer=muon"
+            f"precision.types gives {name}{more} optimizer=muon, which is for hidden matrices; leave it out there and "
+            "set optimizer=muon, which leaves other parameters to AdamW, or name the matrices alone, such as "
+            "precision.types.matrix.optimizer=muon in a model without experts"
             for name in names[:1]
         ]
         return misplaced + self._too_slow(infos)
@@ -359,8 +397,9 @@ class UpdateSettings:
 
 
 def hidden_matrix(info: ParameterInfo) -> bool:
-    """Whether a parameter is a matrix between hidden states: neither embedding nor head."""
-    return info.role == "matrix" and len(info.shape) == 2
+    """Whether a parameter is a matrix between hidden states, or one for each expert: neither embedding, head nor
+    router."""
+    return info.role == "matrix" and (info.stacked or len(info.shape) == 2 and info.axes[0] != "experts")
 
 
 NEWTON_SCHULZ_STEPS = 5
@@ -368,10 +407,10 @@ NEWTON_SCHULZ_STEPS = 5
 
 
 def orthogonalisation_flops(shape: Sequence[int], steps: int) -> int:
-    """FLOPs of Muon's Newton-Schulz iteration for a matrix: in each step, three products with its smaller Gram
-    matrix."""
-    small, large = sorted(shape)
-    return 2 * steps * small**2 * (2 * large + small)
+    """FLOPs of Muon's Newton-Schulz iteration for a matrix, or for each matrix of a stack [experts, rows, columns]: in
+    each step, three products with its smaller Gram matrix."""
+    small, large = sorted(shape[-2:])
+    return 2 * steps * small**2 * (2 * large + small) * prod(shape[:-2])
 
 
 @by_value

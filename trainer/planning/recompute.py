@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from trainer.config import ConfigError
 from trainer.config.model import ModelSpec
-from trainer.planning.layer import Program
+from trainer.planning.layer import Program, has_experts
 from trainer.planning.parameters import declare_parameters
 from trainer.planning.plan import Feature
 
@@ -73,9 +73,22 @@ def entry_problems(save: Sequence[str], depth: int | None = None) -> Iterator[st
             yield f"activation.save: '{entry}' names layers that are not there; the model has 0 to {depth - 1}"
 
 
-def tile_problems(config: ActivationConfig, spec: ModelSpec | None) -> Iterator[str]:
-    """What is recomputed twice: by `activation.modules`, and in tiles of tokens."""
-    if spec is None or not config.tile or config.mode != "selective":
+def recompute_problems(config: ActivationConfig, spec: ModelSpec | None) -> Iterator[str]:
+    """What cannot be recomputed: blocks twice, by `activation.modules` and in tiles of tokens; and the choice of
+    experts, which backward finds saved or the gradients would be those of another routing."""
+    if spec is None:
+        return
+    if has_experts(spec) and config.tile:
+        yield (
+            f"activation.tile={config.tile} computes feed-forward blocks again in backward, and routes tokens to "
+            "experts again; set activation.tile=0"
+        )
+    if has_experts(spec) and config.mode == "budget":
+        yield (
+            "activation.mode=budget lets the compiler choose what it computes again, which may be the routing of "
+            "tokens to experts; set activation=selective or activation=full"
+        )
+    if not config.tile or config.mode != "selective":
         return
     # A tile also passes through the norms of the block, `feed_forward_norm` and `feed_forward_post_norm`.
     parts = (name.split(".") for name in declare_parameters(spec) if ".feed_forward" in name)
@@ -206,6 +219,7 @@ def recompute_effect(layer: Program, index: int, config: ActivationConfig | None
         # A block's input is a norm's output, which is saved. The result of a single projection is its reader's to save.
         blocks = [block for block in ("attention", "feed_forward") if matches_module(index, block, config.modules)]
         saved = whole - sum(layer.block(block).saved for block in blocks if not (tiled and block == "feed_forward"))
+        saved += layer.total("result", "choice") * ("feed_forward" in blocks)
         attends = "attention" in blocks
         summed = tuple(ends) if layer.total("eager", "reduce_scatter") else ()
         eager = EagerExtra(spread.saved * (not attends), summed, len(summed))
@@ -215,6 +229,7 @@ def recompute_effect(layer: Program, index: int, config: ActivationConfig | None
         inputs = layer.input.result + layer.middle.saved * bool(tiled)
         held = [name for name in kept if layer.computed[name].read or not compiled]
         saved = inputs + sum(layer.computed[name].result for name in held if name not in tiled)
+        saved += layer.total("result", "choice")
         again = [name for name in layer.computed if name not in kept]
         eager = eager_extra(layer, entries, kept, tiled)
         if config.offload:  # a byte is left, of which what W needs can be a multiple
@@ -261,4 +276,4 @@ def matches_module(index: int, name: str, patterns: list[str]) -> bool:
     return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(3, len(parts) + 1) for pattern in patterns)
 
 
-FEATURE = Feature("recompute", check_plan=lambda config, spec, plan, node: tile_problems(config.activation, spec))
+FEATURE = Feature("recompute", check_plan=lambda config, spec, plan, node: recompute_problems(config.activation, spec))

@@ -23,10 +23,14 @@ def check_tensor(parallel: ParallelConfig, spec: ModelSpec | None, world: int, n
                 f"parallel.tp={tp} does not divide model.attention.heads={wrong[0]} with kv_heads={wrong[1]}; legal: "
                 f"{', '.join(map(str, legal))}"
             )
-        sizes = {
-            "model.vocab_size": spec.vocab_size,
-            "model.feed_forward.width": min(layer.feed_forward.width for layer in layer_specs(spec)),
+        blocks = [layer.feed_forward for layer in layer_specs(spec)]  # experts are whole on each rank
+        widths = {
+            "model.feed_forward.width": [block.width for block in blocks if not block.experts.count],
+            "model.feed_forward.experts.shared_width": [
+                block.experts.shared_width for block in blocks if block.experts.count and block.experts.shared_width
+            ],
         }
+        sizes = {"model.vocab_size": spec.vocab_size} | {name: min(some) for name, some in widths.items() if some}
         problems += [
             f"parallel.tp={tp}: the {kinds.kind} '{entry.name}' ({entry.home}) does not say that its parameters can be "
             "cut; register it with tensor_parallel=True if they can, or set parallel.tp=1"

@@ -28,11 +28,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from trainer.config import Config, ConfigError
 from trainer.distributed.mesh import World
 from trainer.distributed.tensors import Fragment
-from trainer.model.initial import ParameterInfo, Weights, fill_parameters
+from trainer.model.initial import DeclaredModule, ParameterInfo, Weights, fill_parameters
 from trainer.model.stage import Stage
 from trainer.optim.optimizer import Optimizer, ParameterPolicy
 from trainer.parallel.compress.reduction import Compression, NoCompression, compression_of
@@ -93,6 +94,18 @@ class FSDP:
         self.compression = compression_of(config.parallel.grad_comm, plan, world)
         self.modules: dict[int, nn.Module] = {}
 
+    def placements(self, model: Stage) -> dict[nn.Parameter, Shard]:
+        """Of the parameters that are not cut by rows: the dimension that ranks cut."""
+        if self.compression.adds_replicas or self.config.parallel.zero.collectives != "nccl":
+            return {}  # messages of our own have rows
+        declared = [module for module in model.modules() if isinstance(module, DeclaredModule)]
+        found = {
+            getattr(module, name): info.sharded_dimension(self.plan.shard)
+            for module in declared
+            for name, info in module.declared.items()
+        }
+        return {parameter: Shard(dimension) for parameter, dimension in found.items() if dimension}
+
     def shard(self, model: Stage) -> None:
         """Wraps each layer as an FSDP unit, and then the stage itself as the outer unit, with embedding, final norm and
         head. A unit is what FSDP gathers and reduces together.
@@ -108,6 +121,7 @@ class FSDP:
             param_dtype=None if compute is torch.float32 else compute, reduce_dtype=reduce, cast_forward_inputs=False
         )
         offload = CPUOffloadPolicy(pin_memory=self.world.device.type == "cuda") if plan.offload else OffloadPolicy()
+        placements = self.placements(model)
         # Layers come first: a call on the stage takes all parameters that are not in a unit yet.
         for module in [*model.layers.values(), model]:
             fully_shard(
@@ -115,6 +129,7 @@ class FSDP:
                 mesh=self.world.mesh[names],
                 mp_policy=policy,
                 offload_policy=offload,
+                shard_placement_fn=placements.get,
                 # The outer unit holds the head, which backward needs right after forward: freeing it would gather it
                 # twice.
                 reshard_after_forward=plan.stage == 3 and module is not model,

@@ -158,7 +158,9 @@ class _Search:
                     if not self.keeps(config, DEGREES):
                         continue
                     tokens = config.batch.sequence_length * micro / plan.token_ranks
-                    for chosen in memory_choices(config, tokens) if tokens > TILE and not auto else (config,):
+                    for chosen in (
+                        memory_choices(config, self.spec, tokens) if tokens > TILE and not auto else (config,)
+                    ):
                         if {*check_settings(chosen)} <= {*check_settings(config)}:
                             yield from self.with_schedules(chosen, plan, micro, accumulation)
 

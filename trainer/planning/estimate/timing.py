@@ -211,7 +211,7 @@ class _Timer:
     def _product(self, gemm: Op, float8: bool = False) -> float:
         """float8: whether the operands are cast to fp8 first: read for their scale, read again and written."""
         (outputs, inputs), flops, pace = gemm.shape, self.tokens * gemm.flops, self.pace
-        elements = self.tokens * (outputs + inputs) + outputs * inputs
+        elements = self.tokens * gemm.rows * (outputs + inputs) + gemm.matrices * outputs * inputs
         if not float8 or pace.float8 is None:
             return hypot(flops / pace.products, self.element * elements / pace.memory) + pace.kernel
         casts = elements * 2 / 3 * (2 * self.element + 1)  # of a layer's three products, each has two of the three

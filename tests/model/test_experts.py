@@ -1,0 +1,330 @@
+"""Experts: the grouped GEMM and its gradients, the choice of experts, and what recompute leaves of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from trainer.config import ActivationConfig, Config, ModelConfig, OptimizerConfig
+from trainer.config.model import ExpertsSpec, FeedForwardSpec, ModelSpec, assign_fields
+from trainer.model import experts
+from trainer.model.initial import initial_value, initialize_model, name_seed, parameter_infos
+from trainer.model.layers import Mixture
+from trainer.model.linear import DeferredGrads
+from trainer.model.transformer import Transformer
+from trainer.optim.muon import orthogonalise_matrix
+from trainer.parallel.recompute import apply_recompute
+from trainer.planning.features import resolve_plan
+from trainer.planning.float8 import describe_float8, float8_linears
+from trainer.planning.layer import model_programs
+from trainer.planning.parameters import UpdateSettings, declare_parameters
+from trainer.planning.recompute import recompute_problems
+
+CPU = torch.device("cpu")
+
+
+def spec_of(**changes: Any) -> ModelSpec:
+    spec = ModelSpec(vocab_size=61, width=16, depth=2, max_length=64)
+    spec.attention.heads, spec.feed_forward = 2, FeedForwardSpec(width=24, experts=ExpertsSpec(count=6, top_k=2))
+    assign_fields(spec, changes, "model")
+    return spec
+
+
+def with_experts(**fields: Any) -> ModelSpec:
+    return spec_of(feed_forward={"experts": fields})
+
+
+def build(spec: ModelSpec, dtype: torch.dtype = torch.float64) -> Transformer:
+    model = Transformer(spec)
+    initialize_model(model, spec, 0, CPU)
+    return model.to(dtype)
+
+
+def ends_of(counts: list[int]) -> Tensor:
+    return torch.tensor(counts).cumsum(0).int()
+
+
+# The grouped GEMM.
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    counts=st.lists(st.integers(0, 5), min_size=1, max_size=5), deferring=st.sampled_from(["no", "at once", "later"])
+)
+def test_a_grouped_product_and_its_gradients_are_those_of_each_expert(counts, deferring):
+    """Of no rows at all too, of one expert with all, of experts without any."""
+    torch.manual_seed(0)
+    layer = experts.GroupedLinear(ExpertsSpec(count=len(counts)), 8, 16, ("inner", "embed")).double()
+    torch.nn.init.normal_(layer.weight)
+    deferred = DeferredGrads()
+    if deferring != "no":
+        layer.defer(deferred)
+        deferred.active = deferring == "later"
+    x = torch.randn(sum(counts), 8, dtype=torch.float64, requires_grad=True)
+    gradient = torch.randn(sum(counts), 16, dtype=torch.float64)
+    y = layer(x, ends_of(counts))
+    y.backward(gradient)
+    if deferring == "later":
+        assert layer.weight.grad is None
+        deferred.take()()
+    other, weight = x.detach().requires_grad_(), layer.weight.detach().requires_grad_()
+    expected = torch.cat([part @ matrix.t() for part, matrix in zip(other.split(counts), weight)])
+    expected.backward(gradient)
+    for found, wanted in ((y, expected), (x.grad, other.grad), (layer.weight.grad, weight.grad)):
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 5], [0, 0, 0]])
+def test_the_operators_are_sound_for_the_compiler(counts):
+    x, weight, ends = torch.randn(sum(counts), 8), torch.randn(3, 16, 8), ends_of(counts)
+    gradient, scores = torch.randn(sum(counts), 16), torch.rand(5, 8)
+    for operator, arguments in (
+        (torch.ops.trainer.grouped_matmul, (x, weight, ends)),
+        (torch.ops.trainer.grouped_backward, (gradient, weight, x, ends, [])),
+        (torch.ops.trainer.choose_experts, (scores, 2, 4, 2, 2)),
+    ):
+        torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+# The layer, beside every expert computing every token.
+
+
+def dense_mixture(block: Mixture, spec: FeedForwardSpec, x: Tensor) -> Tensor:
+    """What a mixture computes, by plain operations: all experts of all tokens, weighted with zero where not chosen."""
+    e = spec.experts
+    logits = x @ block.router.weight.t()
+    scores = logits.softmax(-1) if e.score == "softmax" else logits.sigmoid()
+    groups = scores.unflatten(-1, (e.groups, -1)).sort(-1, descending=True).values
+    values = groups[..., : 2 if e.group_score == "top2" else 1].sum(-1)
+    usable = values >= values.sort(-1, descending=True).values[:, e.top_groups - 1, None]
+    ranked = scores.masked_fill(~usable.repeat_interleave(e.count // e.groups, -1), -1.0)
+    chosen = ranked >= ranked.sort(-1, descending=True).values[:, e.top_k - 1, None]
+    weights = torch.where(chosen, scores, 0)
+    if e.normalise:
+        weights = weights / weights.sum(-1, keepdim=True)
+    gate, up, down = (getattr(block.experts, name).weight for name in ("gate", "up", "down"))
+    hidden = F.silu(torch.einsum("tw,efw->tef", x, gate)) * torch.einsum("tw,efw->tef", x, up)
+    result = torch.einsum("tef,ewf,te->tw", hidden, down, weights * e.scale)
+    if block.shared is not None:
+        shared = block.shared.down(F.silu(block.shared.gate(x)) * block.shared.up(x))
+        gating = 1 if block.shared_gate is None else (x @ block.shared_gate.weight.t()).sigmoid()
+        result = result + gating * shared
+    return result
+
+
+@st.composite
+def mixtures(draw: st.DrawFn) -> ExpertsSpec:
+    groups = draw(st.sampled_from([1, 1, 2, 3]))
+    size = draw(st.integers(2, 4))
+    top_groups = draw(st.integers(1, groups))
+    shared = draw(st.sampled_from([0, 12]))
+    return ExpertsSpec(
+        count=groups * size,
+        top_k=draw(st.integers(1, top_groups * size)),
+        score=draw(st.sampled_from(["softmax", "sigmoid"])),
+        normalise=draw(st.booleans()),
+        scale=draw(st.sampled_from([1.0, 2.5])),
+        groups=groups,
+        top_groups=top_groups,
+        group_score=draw(st.sampled_from(["max", "top2"])),
+        shared_width=shared,
+        shared_gate=bool(shared) and draw(st.booleans()),
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(chosen=mixtures(), tokens=st.integers(0, 9), skewed=st.booleans())
+def test_a_mixture_is_the_weighted_sum_of_its_experts(chosen, tokens, skewed):
+    """Outputs and the gradients of tokens and all parameters; skewed: all tokens to the same experts."""
+    spec = FeedForwardSpec(width=24, experts=chosen)
+    assert not chosen.check(16, spec)
+    torch.manual_seed(1)
+    block = Mixture(spec, 16).double()
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    x = torch.randn(tokens, 16, dtype=torch.float64)
+    if skewed:
+        x = x[:1].expand(tokens, 16) + 1e-3 * x
+    x.requires_grad_()
+    gradient = torch.randn(tokens, 16, dtype=torch.float64)
+    inputs = [x, *block.parameters()]
+    found = [block(x), *torch.autograd.grad(block(x), inputs, gradient)]
+    expected = dense_mixture(block, spec, x)
+    wanted = [expected, *torch.autograd.grad(expected, inputs, gradient)]
+    for name, one, other in zip(["output", "x", *dict(block.named_parameters())], found, wanted):
+        torch.testing.assert_close(one, other, atol=2e-6, rtol=2e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_router_computes_in_fp32(dtype):
+    """Of scores in 16 bits up to a tenth would tie."""
+    router = experts.Router(ExpertsSpec(count=8, top_k=2), 16).to(dtype)
+    torch.nn.init.normal_(router.weight)
+    x = torch.randn(50, 16, dtype=dtype, requires_grad=True)
+    chosen, weights = router(x)
+    scores = (x.float() @ router.weight.float().t()).softmax(-1)
+    values, indices = scores.topk(2)
+    assert weights.dtype is torch.float32 and torch.equal(chosen, indices)
+    torch.testing.assert_close(weights, values / values.sum(-1, keepdim=True))
+    weights[:, 0].sum().backward()
+    assert x.grad.dtype is router.weight.grad.dtype is dtype
+
+
+# Recompute, deferred gradients, initial weights, Muon.
+
+
+POLICIES = {
+    "full": {"mode": "full"},
+    "selective": {"mode": "selective"},
+    "blocks": {"mode": "selective", "modules": ["*.feed_forward"]},
+    "products": {"mode": "selective", "save": ["feed_forward.experts.up", "feed_forward.router"]},
+    "one layer": {"mode": "selective", "save": ["all@1"]},
+}
+
+
+@pytest.mark.parametrize(
+    ("policy", "compiled"), [*((policy, False) for policy in POLICIES), ("full", True), ("products", True)]
+)
+def test_recompute_does_not_choose_again(policy, compiled, monkeypatch):
+    """A second choice for the same tokens would be another."""
+    spec, tokens, calls = with_experts(groups=2, top_groups=1), torch.randint(0, 61, (2, 12)), []
+    plain, model, topk = build(spec), build(spec), Tensor.topk
+    apply_recompute(model, ActivationConfig(**POLICIES[policy]))
+    if compiled:
+        torch._dynamo.reset()
+        for layer in model.layers.values():
+            layer.run = torch.compile(layer.run, backend="aot_eager_decomp_partition", dynamic=False)
+    plain(tokens, tokens)[0].backward()
+
+    def changing(self: Tensor, k: int, dim: int) -> Any:
+        values, indices = topk(self, k, dim)
+        if k == spec.feed_forward.experts.top_k:
+            calls.append(len(self))
+            indices = indices if len(calls) <= spec.depth else (indices + 1) % self.shape[-1]
+        return torch.return_types.topk((values, indices))
+
+    monkeypatch.setattr(Tensor, "topk", changing)
+    model(tokens, tokens)[0].backward()
+    assert calls == [24] * spec.depth
+    for (name, one), other in zip(model.named_parameters(), plain.parameters()):
+        torch.testing.assert_close(one.grad, other.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_what_would_choose_again_is_refused():
+    spec = with_experts()
+    for options in ({"tile": 8}, {"mode": "selective", "tile": 8}, {"mode": "budget"}):
+        (problem,) = recompute_problems(ActivationConfig(**options), spec)
+        assert "routing" in problem or "routes" in problem
+        dense = spec_of(feed_forward={"experts": {"count": 0}})
+        assert not list(recompute_problems(ActivationConfig(**options), dense))
+
+
+def test_deferred_gradients_are_those_of_one_pass():
+    spec = with_experts(shared_width=8, shared_gate=True)
+    tokens = torch.randint(0, 61, (2, 12))
+    plain, model, deferred = build(spec), build(spec), DeferredGrads()
+    plain(tokens, tokens)[0].backward()
+    model.defer(deferred)
+    deferred.active = True
+    model(tokens, tokens)[0].backward()
+    waiting = [name for name, parameter in model.named_parameters() if parameter.grad is None]
+    assert {f"layers.1.feed_forward.experts.{name}.weight" for name in ("gate", "up", "down")} <= {*waiting}
+    deferred.take()()
+    for (name, one), other in zip(model.named_parameters(), plain.parameters()):
+        torch.testing.assert_close(one.grad, other.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_each_expert_is_drawn_by_itself():
+    """From a generator of its own, whatever experts there are besides."""
+    name, weights = "layers.0.feed_forward.experts.up.weight", []
+    for count in (4, 6):
+        spec = with_experts(count=count)
+        weights.append(initial_value(spec, 7, name, parameter_infos(Transformer(spec))[name], CPU))
+    assert torch.equal(weights[0], weights[1][:4])
+    own = torch.Generator().manual_seed(name_seed(7, f"{name}/5"))
+    assert torch.equal(weights[1][5], torch.empty(24, 16).normal_(0.0, spec.init.std, generator=own))
+    assert len({part.sum().item() for part in weights[1]}) == 6
+    assert weights[1].std().item() == pytest.approx(spec.init.std, rel=0.1)
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 16), (3, 16, 8)])
+def test_muon_orthogonalises_the_matrix_of_each_expert(shape):
+    stack = torch.randn(shape, dtype=torch.float64) * torch.tensor([1.0, 30.0, 0.01])[:, None, None]
+    torch.testing.assert_close(orthogonalise_matrix(stack), torch.stack([orthogonalise_matrix(one) for one in stack]))
+
+
+# What a spec is refused for.
+
+
+WRONG = {
+    "top_k=7": ({"top_k": 7}, ["top_k=7", "legal: 1 to 6"]),
+    "count": ({"count": 2**31}, ["count=2147483648", "up to 4096"]),
+    "groups": ({"groups": 4}, ["groups=4", "legal: 1, 2, 3, 6"]),
+    "top_groups": ({"groups": 2, "top_groups": 3}, ["top_groups=3", "groups=2"]),
+    "top_k in groups": ({"groups": 3, "top_k": 3}, ["top_k=3", "2 experts in 1 of 3 groups"]),
+    "top2 of one": ({"groups": 6, "top_groups": 2, "group_score": "top2"}, ["group_score=top2", "group_score=max"]),
+    "gate without block": ({"shared_gate": True}, ["shared_gate=true", "shared_width"]),
+}
+BLOCKS = {
+    "kind": ({"kind": "plain"}, ["kind=plain", "gated"]),
+    "bias": ({"bias": True}, ["bias", "count=0"]),
+    "width": ({"width": 28}, ["width=28", "multiple of 8", "32"]),
+}
+
+
+@pytest.mark.parametrize("case", [*WRONG, *BLOCKS])
+def test_a_wrong_mixture_is_refused_with_the_way_out(case):
+    fields, words = WRONG.get(case) or BLOCKS[case]
+    spec = with_experts(**fields) if case in WRONG else spec_of(feed_forward=fields)
+    (problem,) = spec.check()
+    assert all(word in problem for word in words), problem
+    dense = spec_of(overrides={"0:2": {"feed_forward": {"experts": {"count": 0}}}}, feed_forward={"bias": True})
+    assert not dense.check()
+
+
+def test_fp8_and_muon_leave_routers_alone():
+    spec = with_experts(shared_width=8, shared_gate=True)
+    spec.feed_forward.width, spec.width = 32, 32
+    table = declare_parameters(spec)
+    config = Config(model=ModelConfig(**vars(spec)))
+    config.precision.float8.recipe, config.precision.float8.ends = "rowwise", 0
+    narrow = {name.partition(".feed_forward.")[2] for name in float8_linears(config.precision, spec)}
+    assert narrow == {"", "shared.gate", "shared.up", "shared.down"}
+    assert describe_float8(config, resolve_plan(config.parallel, 1, spec)) == [
+        ("experts", "multiply in fp32, other linear layers in fp8")
+    ]
+    policies = UpdateSettings(OptimizerConfig(name="muon")).policies(table)
+    for name, expected in {
+        "router": "adamw",
+        "shared_gate": "adamw",
+        "experts.up": "muon",
+        "shared.up": "muon",
+    }.items():
+        assert policies[f"layers.0.feed_forward.{name}.weight"].optimizer == expected, name
+
+
+def test_a_token_is_counted_with_its_own_experts():
+    """Parameters that a token meets, FLOPs, and rows of the grouped GEMM."""
+    spec = with_experts()
+    table = declare_parameters(spec)
+    stacks = [info for name, info in table.items() if ".experts." in name]
+    assert len(stacks) == 6 and all(info.active == 2 / 6 and info.tensor_dimension(2) is None for info in stacks)
+    assert sum(info.size for info in stacks) == 2 * 3 * 6 * 24 * 16
+    up = table["layers.0.feed_forward.experts.up.weight"]
+    # Dealt out, cut inside, and padded where neither is possible.
+    assert [(up.sharded_dimension(n), up.row(1, n)) for n in (3, 4, 24, 16)] == [
+        (0, 2 * 24 * 16),
+        (1, 6 * 6 * 16),
+        (1, 6 * 16),
+        (0, 24 * 16),
+    ]
+    for tp in (1, 2):
+        (program, _) = model_programs(spec, 32, tp, 2)
+        gemm = program.gemms["feed_forward.experts.up"]
+        assert (gemm.flops, gemm.rows, gemm.matrices) == (2 * 2 * 24 * 16 / tp, 2 / tp, 6)
