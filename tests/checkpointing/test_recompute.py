@@ -15,7 +15,7 @@ from trainer.config import ActivationConfig, ConfigError
 from trainer.model.initial import initialize_model
 from trainer.model.transformer import Transformer
 from trainer.parallel.recompute import apply_recompute, check_recompute
-from trainer.planning.recompute import tile_problems
+from trainer.planning.recompute import recompute_problems
 
 needs_compiler = pytest.mark.skipif(not CAN_COMPILE, reason="needs a C++ compiler")
 
@@ -137,4 +137,4 @@ def test_what_a_tile_recomputes_is_refused_as_a_module(kind, placement):
             if not name or not (held := {id(parameter) for parameter in module.parameters()}):
                 continue
             modules = ActivationConfig(mode="selective", modules=[f"layers.{index}.{name}"], tile=8)
-            assert bool([*tile_problems(modules, spec)]) == bool(held & tiled), name
+            assert bool([*recompute_problems(modules, spec)]) == bool(held & tiled), name

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -402,14 +403,16 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 def test_a_run_that_is_killed_in_an_upload_goes_on_on_an_empty_disk(tmp_path, store, command, run):
-    folder, killed = tmp_path / "run", []
+    folder, complete, killed = tmp_path / "run", [], []
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([warm_python(), "-m", "trainer", "train", *command(folder)], env=environment)
 
     def kill(method: str, path: str) -> int | None:
-        """When the manifest of step 4 is about to be uploaded."""
-        if method == "PUT" and "step-00000004/manifest.json" in path and not killed:
-            killed.append(path)
+        """When the second manifest is about to be uploaded. Of several checkpoints that wait, the newest goes first."""
+        found = re.search("step-([0-9]{8})/manifest.json", path)
+        if method == "PUT" and found and not killed:
+            (killed if complete else complete).append(int(found[1]))
+        if killed:
             os.kill(program_of(process.pid), signal.SIGKILL)
         return 500 if killed else None
 
@@ -417,11 +420,13 @@ def test_a_run_that_is_killed_in_an_upload_goes_on_on_an_empty_disk(tmp_path, st
     assert process.wait(120) != 0 and killed
     time.sleep(0.5)
     store.fail = lambda method, path: None
-    keys = store.keys("runs/r/step-00000004")
-    assert keys == ["runs/r/step-00000004/rank-00000.bin"]
+    step = f"runs/r/step-{killed[0]:08d}"
+    assert store.keys(step) == [f"{step}/rank-00000.bin"]
     shutil.rmtree(folder)
     assert run(folder) == 0
-    assert min(losses(folder)) == 3, "it went on from step 2, the last that was complete"
+    if complete == [6]:
+        return  # the last checkpoint was there, and nothing was left to train
+    assert min(losses(folder)) == complete[0] + 1, "it went on from the one that was complete"
     assert "reason" not in status(folder)
     whole = tmp_path / "whole" / "run"
     assert run(whole, "checkpoint.upload=null") == 0
