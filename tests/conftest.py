@@ -158,3 +158,15 @@ def locked(path: Path, kind: int) -> Iterator[None]:
     finally:
         fcntl.flock(descriptor, fcntl.LOCK_UN)  # processes that were forked meanwhile hold it too
         os.close(descriptor)
+
+
+@pytest.fixture
+def kept_registries() -> Iterator[None]:
+    """What a test registers is forgotten afterwards."""
+    from trainer.config.registry import REGISTRIES
+
+    before = [dict(registry.registered) for registry in REGISTRIES]
+    yield
+    for registry, registered in zip(REGISTRIES, before):
+        registry.registered.clear()
+        registry.registered.update(registered)

@@ -134,7 +134,7 @@ def test_layers_have_numbers(tmp_path):
     assert [*config.model.overrides] == ["0"] and config.parallel.tp_overlap == "off"
 
 
-def test_settings_of_what_is_registered():
+def test_settings_of_what_is_registered(kept_registries):
     @dataclass
     class Settings:
         label: str = option("", "a text")

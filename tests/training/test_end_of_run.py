@@ -69,7 +69,7 @@ def steps(folder: Path) -> list[dict]:
     return [line for line in metrics.read_metrics(folder / "run") if "loss" in line]
 
 
-def test_no_step_updates_the_weights(tmp_path, corpora, capfd):
+def test_no_step_updates_the_weights(tmp_path, corpora, capfd, kept_registries):
     """For each reason: the exit code, status.json, the page and what is printed say that the run failed, and why."""
 
     @register.schedule("none_at_all")
