@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -158,6 +159,23 @@ def locked(path: Path, kind: int) -> Iterator[None]:
     finally:
         fcntl.flock(descriptor, fcntl.LOCK_UN)  # processes that were forked meanwhile hold it too
         os.close(descriptor)
+
+
+@pytest.fixture(scope="session")
+def store_server() -> Iterator[Any]:
+    """An S3 server for all tests of a worker; see `support.stores`."""
+    from support.stores import serve_store
+
+    with serve_store() as store:
+        yield store
+
+
+@pytest.fixture
+def store(store_server: Any) -> Iterator[Any]:
+    """The S3 server without objects."""
+    store_server.clear()
+    yield store_server
+    store_server.clear()
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.launch import launch, program_of, warm_python
-from support.stores import BUCKET, SECRET, serve_store
+from support.stores import BUCKET, SECRET
 
 import trainer
 from trainer.checkpointing.checkpointer import Checkpointer
@@ -43,19 +43,6 @@ def memory():
     files.store.clear()
     yield files
     files.store.clear()
-
-
-@pytest.fixture(scope="module")
-def server():
-    with serve_store() as store:
-        yield store
-
-
-@pytest.fixture
-def store(server):
-    server.clear()
-    yield server
-    server.clear()
 
 
 class Alone:
@@ -425,6 +412,7 @@ def test_a_run_that_is_killed_in_an_upload_goes_on_on_an_empty_disk(tmp_path, st
     shutil.rmtree(folder)
     assert run(folder) == 0
     if complete == [6]:
+        assert status(folder)["status"] == "done" and list(list_checkpoints(folder / "checkpoints")) == [6]
         return  # the last checkpoint was there, and nothing was left to train
     assert min(losses(folder)) == complete[0] + 1, "it went on from the one that was complete"
     assert "reason" not in status(folder)

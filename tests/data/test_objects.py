@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.corpora import config
-from support.stores import BUCKET, KEY, SECRET, LocalStore, serve_store
+from support.stores import BUCKET, KEY, SECRET, LocalStore
 
 from trainer.config import Config, ConfigError, SourceConfig
 from trainer.data.corpus import Corpus, _make_cached, open_corpus
@@ -29,19 +29,6 @@ from trainer.util import objects
 from trainer.util.objects import ObjectStore, check_url, hide_secrets, is_url
 
 SOURCE = "data.sources.corpus.path"
-
-
-@pytest.fixture(scope="module")
-def server():
-    with serve_store() as store:
-        yield store
-
-
-@pytest.fixture
-def store(server):
-    server.clear()
-    yield server
-    server.clear()
 
 
 def rows(name: str, count: int = 30) -> list[str]:

@@ -215,7 +215,7 @@ class CorpusSide:
         self._ends = np.cumsum([source.length or 0 for source in sources], dtype=np.int64)
 
     def plan_mixture(self, history: Mixture | None = None, position: int = 0) -> Mixture:
-        """By what a run draws its samples. history, position: of a run that is resumed, see `Mixture.plan`."""
+        """The mixture by which a run draws samples. history, position: of a run that is resumed, see `Mixture.plan`."""
         return Mixture.plan(self.stages, self.limits, history, position)
 
     def count_epochs(self, mixture: Mixture, position: int) -> dict[str, float]:
@@ -300,7 +300,7 @@ def open_corpus(config: Config, prepare: bool = True, begin: list[int] | None = 
     `ConfigError` with everything that is wrong with the sources, the tokenizer or their sizes.
     """
     once = partial(_make_cached, config=config, prepare=prepare)
-    sources, sets = _sources(config, once)
+    sources, sets = _open_sources(config, once)
     tokenizer = _tokenizer(config, sources, once)
     marks = _use_bos(config, tokenizer, begin)
     _use_template(config, [*sources, *sets], tokenizer)
@@ -323,8 +323,8 @@ def open_corpus(config: Config, prepare: bool = True, begin: list[int] | None = 
     evaluated = {source.name: CorpusSide([one.held], [1.0]) for source, one in zip(sets, opened[len(sources) :])}
     weights = [source.config.weight for source in sources]
     trained, held_out = ([one[side] for one in opened[: len(sources)]] for side in (0, 1))
-    limits = {name: limit for name, limit in map(partial(_limit, config), trained) if limit is not None}
-    train, held = CorpusSide(trained, weights, _stages(config), limits), CorpusSide(held_out, weights)
+    limits = {name: limit for name, limit in map(partial(_find_limit, config), trained) if limit is not None}
+    train, held = CorpusSide(trained, weights, _list_stages(config), limits), CorpusSide(held_out, weights)
     _check_sizes(config, train, held, evaluated)
     parts = [
         config.batch.sequence_length,
@@ -362,7 +362,7 @@ class OpenedSource(NamedTuple):
     counts: dict[str, TextCount | None] = dict.fromkeys(SPLITS)
 
 
-def _sources(config: Config, once: MakeCached) -> tuple[list[DocumentSource], list[DocumentSource]]:
+def _open_sources(config: Config, once: MakeCached) -> tuple[list[DocumentSource], list[DocumentSource]]:
     """The sources that have a weight at some time of the run, and the sets, by name: their order in the configuration
     means nothing."""
     later = {name for stage in config.data.stages.values() for name, weight in stage.weights.items() if weight > 0}
@@ -378,13 +378,13 @@ def _sources(config: Config, once: MakeCached) -> tuple[list[DocumentSource], li
     return made[: len(named)], made[len(named) :]
 
 
-def _stages(config: Config) -> list[MixtureStage]:
+def _list_stages(config: Config) -> list[MixtureStage]:
     """The stages of the configuration, in sequences. A stage begins with the first sequence after its tokens."""
     length = config.batch.sequence_length
     return [MixtureStage(-(-stage.start // length), stage.weights) for stage in config.data.stages.values()]
 
 
-def _limit(config: Config, source: TokenSequences) -> tuple[str, int | None]:
+def _find_limit(config: Config, source: TokenSequences) -> tuple[str, int | None]:
     """The name of a source, and the most sequences of it over the run, None where it has no limit. Raises
     `ConfigError` for one that cannot be kept."""
     given, setting, limits = config.data.sources[source.name], f"data.sources.{source.name}", []
@@ -622,7 +622,8 @@ def _open_stream(
 
     once(folder / "manifest.json", prepare, verified=True)
     train = StreamedSequences(source.name, stream, tokenizer, threshold, length)
-    return OpenedSource(train, _packed(config, source, tokenizer, read_manifest(folder)[0]["eval"]), content)
+    held = _packed(config, source, tokenizer, read_manifest(folder)[0]["eval"])
+    return OpenedSource(train, held, content, notes=(source.unread,) if source.unread else ())
 
 
 def _token_files(

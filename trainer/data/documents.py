@@ -202,13 +202,16 @@ class LocalStream:
 
     def _count_rows(self) -> None:
         self.tally += self.documents.take_tally()
-        damaged, allowed = self.tally.damaged, f"data.max_damaged={self.max_damaged:g} allows"
-        if not self.documents.skip:
-            allowed = "data.on_error=stop allows; set data.on_error=skip to leave them out"
-        if damaged > self.max_damaged * self.documents.skip * max(self.tally.rows, self.count):
+        damaged = self.tally.damaged
+        found = f"{self.setting}: {damaged} of the {self.tally.rows} rows that this process has read cannot be read"
+        if damaged and not self.documents.skip:
             raise DataError(
-                f"{self.setting}: this process left out {damaged} of {self.tally.rows} rows that it read, more than "
-                f"{allowed}; mend them, leave out the file, or raise it. The first: {self.tally.first}"
+                f"{found}; set data.on_error=skip to leave them out, or mend them. The first: {self.tally.first}"
+            )
+        if damaged > self.max_damaged * max(self.tally.rows, self.count):
+            raise DataError(
+                f"{found}, more than data.max_damaged={self.max_damaged:g} allows; mend them, leave out the file, or "
+                f"raise it. The first: {self.tally.first}"
             )
         self.told = report_left_out(self.setting, self.tally, self.told)
 
@@ -440,8 +443,7 @@ class DocumentSource:
 
     section: the setting that has the entry; once: for files that are fetched; skip: leaves out rows that cannot be
     read; template: of conversations, to be set before these are opened. unread: a note of what the folder holds beyond
-    the source's files, or empty. Raises
-    `ConfigError` at once where files are missing, empty or not readable.
+    the source's files, or empty. Raises `ConfigError` at once where files are missing, empty or not readable.
     """
 
     def __init__(

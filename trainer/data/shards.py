@@ -351,7 +351,7 @@ def write_shard(job: TokeniseJob, number: int) -> Iterator[TextCount]:
     complete."""
     stem = str(job.description(number).with_suffix(""))
     writers = {held: TokenWriter(f"{stem}.{split}.bin", job.dtype, job.chat) for held, split in enumerate(SPLITS)}
-    begun = _begun(job, number)
+    begun = _find_begun(job, number)
     job.documents.take_tally()  # of what was read before
     counts, piece = [TextCount() for _ in SPLITS], None
     try:
@@ -391,7 +391,7 @@ def _goes_on(job: TokeniseJob, number: int, held: bool) -> bool:
     return False
 
 
-def _begun(job: TokeniseJob, number: int) -> bool | None:
+def _find_begun(job: TokeniseJob, number: int) -> bool | None:
     """Whether the document inside of which a shard begins is held out; None if a document begins there. The last text
     before the shard tells, as the first one behind it does in `_goes_on`."""
     first = job.shards[number][0]
@@ -435,7 +435,7 @@ def encode_pieces(
 def mark_pieces(documents: Iterable[TextDocument], threshold: int, begun: bool | None = None) -> Iterator[TextPiece]:
     """The documents as pieces. Between two chunks of one document there is no end mark, unless the split puts them on
     different sides, and the next chunk then begins a document; nor is there an end mark behind the last chunk, if the
-    document goes on behind it. begun: see `_begun`."""
+    document goes on behind it. begun: see `_find_begun`."""
     waiting: TextPiece | None = None
     for text, final, spans, _ in documents:
         if not text:  # the end of a file, whose lines were left out

@@ -262,7 +262,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise ConfigError(
             f"{named} is not a tokenizer.json: {shorten_foreign(error)}; write it anew, or name another"
         ) from error
-    return _made(named, backend, None, notes=drop_lengths(backend))
+    return _build_tokenizer(named, backend, None, notes=drop_lengths(backend))
 
 
 def _find_end(named: str, backend: Backend) -> tuple[int, list[str]]:
@@ -290,7 +290,7 @@ def _find_end(named: str, backend: Backend) -> tuple[int, list[str]]:
     ]
 
 
-def _made(
+def _build_tokenizer(
     named: str, backend: Backend, end_id: int | None, original: Any = None, notes: Iterable[str] = ()
 ) -> Tokenizer:
     """The tokenizer, if it can encode: a file may be well-formed, and its parts not fit each other. end_id: None to
@@ -324,7 +324,7 @@ def _from_folder(path: Path, named: str) -> Tokenizer:
         )
     if original.eos_token_id is None:
         raise ConfigError(f"{named} has no end mark; set eos_token in its tokenizer_config.json")
-    return _made(named, backend, original.eos_token_id, original, notes)
+    return _build_tokenizer(named, backend, original.eos_token_id, original, notes)
 
 
 def _byte_level(backend: Backend) -> None:

@@ -145,7 +145,7 @@ def _contradictions(config: Config) -> Iterator[str]:
     yield from _long_sequences(config)
     yield from _evaluations(config)
     yield from _conversations(config, corpora)
-    yield from _stages(config.data)
+    yield from _check_stages(config.data)
     if not data.sources:
         yield "data.sources is empty; name a corpus, such as data=stdlib"
     elif all(source.weight == 0 for source in data.sources.values()):
@@ -164,10 +164,10 @@ def _contradictions(config: Config) -> Iterator[str]:
             yield f"{name}.streaming=true: kind={source.kind} is prepared before the run; set {name}.streaming=false"
         if source.kind not in ("stdlib", "hub") and source.path and is_url(source.path):
             yield from check_url(f"{name}.path", source.path)
-    yield from _stores(config)
+    yield from _check_stores(config)
 
 
-def _stores(config: Config) -> Iterator[str]:
+def _check_stores(config: Config) -> Iterator[str]:
     """What may not be a URL of an object store, or is none that can be used."""
     run, data, checkpoint = config.run, config.data, config.checkpoint
     folders = {
@@ -265,7 +265,7 @@ def _conversations(config: Config, corpora: dict[str, CorpusConfig]) -> Iterator
         yield f"data.chat_template={data.chat_template} is for conversations, and no corpus has kind=chat; leave it out"
 
 
-def _stages(data: DataConfig) -> Iterator[str]:
+def _check_stages(data: DataConfig) -> Iterator[str]:
     starts: dict[int, str] = {}
     for name, stage in data.stages.items():
         setting = f"data.stages.{name}"

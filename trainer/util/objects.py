@@ -63,7 +63,8 @@ def check_url(setting: str, url: str) -> Iterator[str]:
     scheme, _, rest = url.partition("://")
     named = f"{setting}={hide_secrets(url)}"
     if scheme not in PACKAGES:
-        yield f"{named}: {scheme}:// is no object store that is supported; use s3:// or gs://, or copy it to a disk"
+        what = f"{scheme}:// is no object store that is supported" if "://" in url else "this is no URL"
+        yield f"{named}: {what}; use s3://BUCKET/PREFIX or gs://BUCKET/PREFIX"
     elif hide_secrets(url) != url:
         yield f"{named} holds credentials; set them in the environment instead (AWS_PROFILE, AWS_ACCESS_KEY_ID)"
     elif not (bucket := rest.partition("/")[0]) or MAGIC.search(bucket) or "::" in rest:
