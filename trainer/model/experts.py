@@ -209,7 +209,10 @@ def spread_tokens(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
 
 def gather_rows(rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
     """Rows sorted by expert -> for each token the sum of its own, added in fp32 or wider: [tokens, width]."""
-    return rows[places].sum(1, dtype=torch.promote_types(rows.dtype, torch.float32)).to(rows.dtype)
+    total = rows[places].sum(1, dtype=torch.promote_types(rows.dtype, torch.float32))
+    # A cast to the same type must not be called: the compiler of torch 2.11 would take the gradient of its result, the
+    # last of an autograd function's forward, for zero.
+    return total if total.dtype is rows.dtype else total.to(rows.dtype)
 
 
 class SpreadTokens(torch.autograd.Function):
