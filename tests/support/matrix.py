@@ -408,10 +408,37 @@ EXPERTS = [
 each token to all experts, of which two or four ranks share three: each holds a part of every expert."""
 
 
+EXPERT_PARALLEL = [
+    PLAIN | {"family": "eight experts", "ep": 2} | more
+    for more in (
+        {"dp": 2},
+        {"dp": 2, "ep_dispatch": "alltoall", "stage": 1, "micro_batches": 3, "recompute": "selective", "tied": True},
+        {"dp": 2, "ep_dispatch": "alltoall", "stage": 2, "recompute": "full", "optimizer": "muon"},
+        {"dp": 2, "stage": 3, "recompute": "modules", "family": "experts"},
+        {"dp": 2, "ep_dispatch": "alltoall", "stage": 3, "family": "two experts", "micro_batches": 3, "offload": True},
+        {"dp": 2, "stage": 2, "family": "two experts", "precision": "fp16"},
+        {"tp": 2, "ep_dispatch": "alltoall", "recompute": "selective"},
+        {"cp": 2, "way": "allgather zigzag", "ep_dispatch": "alltoall", "stage": 3, "recompute": "full"},
+        {"dp": 4, "stage": 3, "ep": 4, "ep_dispatch": "alltoall", "recompute": "every2"},
+        {"dp": 4, "stage": 2, "shard": 2, "ep_dispatch": "alltoall", "optimizer": "muon"},
+        {"dp": 4, "stage": 3, "shard": 2, "family": "two experts", "precision": "fp16"},
+        {"dp": 2, "tp": 2, "ep": 4, "stage": 1, "micro_batches": 3},
+        {"dp": 2, "tp": 2, "stage": 3, "ep_dispatch": "alltoall", "recompute": "full", "optimizer": "muon"},
+        {"cp": 2, "tp": 2, "way": "allgather zigzag", "ep": 4, "ep_dispatch": "alltoall", "stage": 2},
+        {"dp": 2, "pp": 2, "stage": 3, "schedule": "zb_v", "ep_dispatch": "alltoall", "micro_batches": 3, "tied": True},
+        {"tp": 2, "pp": 2, "schedule": "zb_h1", "recompute": "full", "micro_batches": 3},
+    )
+]
+"""Experts that data-, context- or tensor-parallel ranks share. Of two experts each token has one, so that ranks may
+receive nothing."""
+
+
 COMPILED_EXPERTS = [
     EXPERTS[0] | {"compile": "graphs", "dp": 2, "stage": 3, "recompute": "full"},
     EXPERTS[0] | {"compile": "graphs", "pp": 2, "schedule": "zb_v", "recompute": "selective"},
     EXPERTS[0] | {"compile": "graphs", "tp": 2, "recompute": "selective"},
+    EXPERT_PARALLEL[0] | {"compile": "graphs", "stage": 3, "recompute": "selective", "ep_dispatch": "alltoall"},
+    EXPERT_PARALLEL[0] | {"compile": "graphs", "stage": 1, "recompute": "full", "ep_dispatch": "allgather"},
 ]
 
 
@@ -420,7 +447,7 @@ def cases(processes: int, compiled: bool, gpus: bool = False) -> list[Case]:
     chosen = [*data_parallel(processes)] if processes <= 4 else []
     chosen += [
         case
-        for case in [*sample(), *CONTEXT, *QUANTISED, *FLOAT8, *MUON, *FUSED, *COPIED, *EXPERTS]
+        for case in [*sample(), *CONTEXT, *QUANTISED, *FLOAT8, *MUON, *FUSED, *COPIED, *EXPERTS, *EXPERT_PARALLEL]
         if world(case) == processes
     ]
     if processes == 2:

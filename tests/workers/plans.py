@@ -97,6 +97,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
     },
     "all experts": {"feed_forward": {"width": 40, "experts": {"count": 3, "top_k": 3, "normalise": False}}},
+    "eight experts": {"feed_forward": {"width": 40, "experts": GROUPED_EXPERTS | {"shared_width": 20}}},
+    "two experts": {"feed_forward": {"width": 40, "experts": {"count": 2, "top_k": 1, "normalise": False}}},
     "gemma": {"norm": {"placement": "both", "offset": 1.0}, "embedding_scale": 24**0.5, "logit_soft_cap": 5.0},
 }
 RECOMPUTE = {
@@ -162,6 +164,8 @@ def config_of(case: Case, folder: Path) -> Config:
         data__cache=str(folder),
         parallel__cp=case["cp"],
         **(context_of(case) if case["cp"] > 1 else {}),
+        parallel__ep=case.get("ep", 1),
+        parallel__ep_dispatch=case.get("ep_dispatch", "auto"),
         parallel__pp=case["pp"],
         parallel__zero__stage=case["stage"],
         parallel__shard=case.get("shard", -1),
@@ -227,7 +231,7 @@ class Worlds(dict[tuple, World]):
     """Meshes by shape; each is made once."""
 
     def of(self, plan: Any, device: torch.device) -> World:
-        shape = plan.pp, plan.replicate, plan.shard, plan.cp, plan.tp
+        shape = plan.pp, plan.replicate, plan.shard, plan.cp, plan.tp, *plan.expert_mesh.values()
         if shape not in self:
             self[shape] = join_world(plan, device)
         return self[shape]

@@ -342,6 +342,19 @@ class ParallelConfig:
     )
     cp: int = option(1, "context-parallel ranks, which share each sequence", unit="ranks", range="[1, inf)")
     context: ContextConfig = option(ContextConfig(), "how context-parallel ranks share a sequence")
+    ep: int = option(
+        1,
+        "neighbouring ranks that share the experts of a layer, whatever else they share: any of the data-, context- and "
+        "tensor-parallel ranks of a pipeline stage",
+        unit="ranks",
+        range="[1, inf)",
+    )
+    ep_dispatch: str = option(
+        "auto",
+        "how tokens reach their experts: alltoall (a row for each choice of a token), allgather (each token once to all "
+        "of these ranks), auto (whichever sends fewer bytes)",
+        ("auto", "alltoall", "allgather"),
+    )
     pp: int = option(1, "pipeline-parallel ranks", unit="ranks", range="[1, inf)")
     pipeline: PipelineConfig = option(PipelineConfig(), "how micro-batches go through the pipeline")
     zero: ZeroConfig = option(ZeroConfig(), "what the data-parallel ranks share")

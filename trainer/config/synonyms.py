@@ -36,6 +36,8 @@ _NAMES = {
     "model.attention.heads": "num_heads n_heads n_head num_attention_heads",
     "model.attention.kv_heads": "num_key_value_heads n_kv_heads num_query_groups num_kv_heads",
     "model.feed_forward.width": "ffn_hidden_size intermediate_size mlp_dim d_ff",
+    "parallel.ep": "expert_parallel expert_parallel_degree expert_parallel_size expert_model_parallel_size",
+    "parallel.ep_dispatch": "moe_token_dispatcher_type expert_parallel_comm_backend",
     "model.feed_forward.experts.count": "moe experts num_experts num_local_experts n_routed_experts",
     "model.feed_forward.experts.top_k": "num_experts_per_tok moe_router_topk",
     "model.max_length": "max_position_embeddings",
@@ -82,12 +84,10 @@ SETTINGS = {name: setting for setting, names in _NAMES.items() for name in names
 """Name elsewhere -> setting here."""
 
 _LENGTH = "a run's length is run.steps or run.tokens, and the metric epoch counts passes"
-_EXPERTS = "there is no expert parallelism: every rank computes all experts for its own tokens"
 _LORA = "there is no LoRA: all parameters are trained"
 ABSENT = {
     **dict.fromkeys(("epochs", "epoch", "num_epochs", "max_epochs", "num_train_epochs"), _LENGTH),
     **dict.fromkeys(("lora", "peft", "qlora", "lora_rank", "lora_alpha"), _LORA),
-    **dict.fromkeys(("ep", "expert_parallel", "expert_model_parallel_size"), _EXPERTS),
     **dict.fromkeys(("dropout", "attention_dropout", "hidden_dropout"), "there is no dropout"),
     **dict.fromkeys(("early_stopping", "patience"), "a callback can end a run: docs/extending.md has one"),
     "rampup_batch_size": "the global batch is the same in every step",

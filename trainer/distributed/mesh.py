@@ -52,13 +52,16 @@ class World:
     compilation."""
     context: DeviceMesh | None = None
     """The ranks that share sequences: neighbours in replicate x shard. None without context parallelism."""
+    experts: DeviceMesh | None = None
+    """All ranks as experts see them (`Plan.expert_mesh`). None without expert parallelism."""
     subgroups: dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]] = field(default_factory=dict)
 
     @cached_property
     def dimensions(self) -> dict[str, DeviceMesh]:
-        """The dimensions of the mesh by name, each as a mesh of its own. Cached, because slicing a DeviceMesh takes
-        enough host time to slow down a step."""
-        return {name: self.mesh[name] for name in self.mesh.mesh_dim_names}
+        """The dimensions of the mesh, and of that of experts, by name, each as a mesh of its own. Cached, because
+        slicing a DeviceMesh takes enough host time to slow down a step."""
+        meshes = [self.experts, self.mesh] if self.experts is not None else [self.mesh]
+        return {name: mesh[name] for mesh in meshes for name in mesh.mesh_dim_names}
 
     @cached_property
     def places(self) -> dict[str, int]:
@@ -78,23 +81,26 @@ class World:
     def peers(self) -> dist.ProcessGroup:
         """The process group of the ranks that hold parts of the same pipeline stages. All ranks access it together for
         the first time, since that creates it."""
-        size = len(self.peer_places)
+        size = self.size // self.dimensions["pp"].size()
         return dist.group.WORLD if size == self.size else dist.new_subgroups(size, timeout=self.timeout)[0]
 
     @cached_property
     def peer_places(self) -> list[dict[str, int]]:
-        """The mesh coordinates of these ranks, in the order of the group. `pp` is the slowest dimension, so they are
-        all ranks with this rank's pipeline coordinate."""
-        names = [name for name in self.mesh.mesh_dim_names if name != "pp"]
-        sizes = [range(self.dimensions[name].size()) for name in names]
-        return [dict(zip(names, places)) for places in itertools.product(*sizes)]
+        """The mesh coordinates of these ranks, those of experts included, in the order of the group. `pp` is the
+        slowest dimension, so they are all ranks with this rank's pipeline coordinate."""
+        found: list[dict[str, int]] = [{} for _ in range(self.size // self.dimensions["pp"].size())]
+        for mesh in filter(None, (self.mesh, self.experts)):
+            names = [name for name in mesh.mesh_dim_names if name != "pp"]
+            sizes = [range(self.dimensions[name].size()) for name in names]
+            for place, coordinates in zip(found, itertools.product(*sizes), strict=True):
+                place.update(zip(names, coordinates))
+        return found
 
     @property
     def speaks_for_data(self) -> bool:
         """Whether this rank is the one that counts its data-parallel rank's batch. The ranks of the other dimensions,
         and those that share its sequences, read the same batch."""
-        places = [place for name, place in self.places.items() if name not in ("replicate", "shard")]
-        return not any(places) and (self.context is None or self.context.get_local_rank() == 0)
+        return not (self.place("pp") or self.place("tp")) and (self.context is None or self.context.get_local_rank() == 0)
 
     def split_context(self, inner: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         """Two process groups of the context-parallel ranks: this rank's `inner` neighbours, and the ranks with its
@@ -199,6 +205,11 @@ def join_world(plan: Plan, device: torch.device, timeout: float = 1200.0) -> Wor
         )
     else:
         data = states._flatten("dp")
-    for group in (*mesh.get_all_groups(), data.get_group()):  # with NCCL, torch gives them 10 minutes
+    experts = None
+    if plan.ep > 1:
+        sizes = plan.expert_mesh
+        experts = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    everyone = [*mesh.get_all_groups(), data.get_group(), *(experts.get_all_groups() if experts is not None else [])]
+    for group in everyone:  # with NCCL, torch gives them 10 minutes
         set_timeout(group, limit)
-    return World(dist.get_rank(), dist.get_world_size(), device, mesh, data, limit, context)
+    return World(dist.get_rank(), dist.get_world_size(), device, mesh, data, limit, context, experts)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config.model import ExpertsSpec
+from trainer.model.dispatch import Dispatch
 from trainer.model.initial import DeclaredModule
 from trainer.model.linear import DeferredGrads, accumulate_gradients, detach_weights, number_layer, weight_views
 
@@ -196,70 +197,25 @@ class GroupedLinear(DeclaredModule):
         return GroupedProduct.apply(x, weight, ends, *numbers)
 
 
-# Between tokens and the rows that experts compute with: each function is the gradient of the other.
-
-
-def spread_tokens(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
-    """Tokens [tokens, width] -> a row for each choice, sorted by expert: [tokens top_k, width].
-
-    order: the choices [tokens, top_k] as one list, sorted by expert. places: the place of each choice in that order.
-    """
-    return x[order // places.shape[1]]
-
-
-def gather_rows(rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
-    """Rows sorted by expert -> for each token the sum of its own, added in fp32 or wider: [tokens, width]."""
-    total = rows[places].sum(1, dtype=torch.promote_types(rows.dtype, torch.float32))
-    # A cast to the same type must not be called: the compiler of torch 2.11 would take the gradient of its result, the
-    # last of an autograd function's forward, for zero.
-    return total if total.dtype is rows.dtype else total.to(rows.dtype)
-
-
-class SpreadTokens(torch.autograd.Function):
-    """`spread_tokens`. Autograd's own gradient would add in the rows' type, on GPUs in no fixed order."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(order, places)
-        return spread_tokens(x, order, places)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple:
-        return gather_rows(gradient, *ctx.saved_tensors), None, None
-
-
-class GatherRows(torch.autograd.Function):
-    """`gather_rows`."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(order, places)
-        return gather_rows(rows, order, places)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple:
-        return spread_tokens(gradient, *ctx.saved_tensors), None, None
-
-
 class Experts(nn.Module):
     """The experts of a layer: down(act(gate(x)) * up(x)) each."""
 
     def __init__(self, spec: ExpertsSpec, width: int, inner: int, activation: Callable[[Tensor], Tensor]):
         super().__init__()
         self.count, self.activation = spec.count, activation
+        self.dispatch = Dispatch()  # set by the plan, where ranks share experts
         self.gate = GroupedLinear(spec, width, inner, ("inner", "embed"))
         self.up = GroupedLinear(spec, width, inner, ("inner", "embed"))
         self.down = GroupedLinear(spec, inner, width, ("embed", "inner"), residual=True)
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """x and result: [tokens, width]. chosen, weights: [tokens, top_k], as the router returns them."""
-        by_expert, order = chosen.flatten().sort(stable=True)
-        places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        places = places.view_as(chosen)
-        ends = torch.searchsorted(by_expert, torch.arange(self.count, device=order.device), right=True, out_int32=True)
-        rows = SpreadTokens.apply(x, order, places)
+        return self.dispatch.run(x, chosen, weights, self.count, self.compute)
+
+    def compute(self, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        """The weighted outputs of this rank's experts. rows and result: [rows, width], sorted by expert; weights:
+        [rows]; ends: see `grouped_matmul`."""
         hidden = self.activation(self.gate(rows, ends)) * self.up(rows, ends)
         # The output is linear in what `down` reads. Weighted there, rows of `inner` elements are kept for the gradient
         # of the weights, which are narrower than those of the residual stream in models of many experts.
-        hidden = (hidden * weights.flatten()[order, None]).to(x.dtype)
-        return GatherRows.apply(self.down(hidden, ends), order, places)
+        return self.down((hidden * weights[:, None]).to(rows.dtype), ends)

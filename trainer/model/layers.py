@@ -344,7 +344,8 @@ class Layer(nn.Module):
         self.attention_post_norm = Norm(width, spec.norm) if post else nn.Identity()
         self.feed_forward_post_norm = Norm(width, spec.norm) if post else nn.Identity()
         self.tile = 0
-        # Set by the plan: see `apply_recompute`, `compile_layers` and `HostStore`.
+        # Set by the plan: see `apply_recompute`, `compile_layers`, `HostStore` and `ExpertUnit`.
+        self.expert_unit: nn.Module | None = None
         self.recompute: Callable | None = None
         self.run: Callable = self.run_body
         self.run_tile: Callable = self.feed
@@ -361,7 +362,7 @@ class Layer(nn.Module):
         # Around `run`, outside of recompute and compiled code: its hooks have to see the layer's input, which
         # checkpointing saves.
         with self.keep(x):
-            output = self.run(x, *context)
+            output = (self.expert_unit or self.run)(x, *context)
         if not self.tile:
             return output
         # With tiles, `run` computed attention only. The feed-forward half treats tokens alone, so it runs a tile at a

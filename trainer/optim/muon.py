@@ -74,6 +74,10 @@ def assign_matrices(shapes: dict[str, Sequence[int]], ranks: int) -> list[list[t
     return rounds
 
 
+EXPERT_DIMENSIONS = ("expert_replicate", "expert_shard", "ep")
+"""The dimensions of the mesh of experts (`Plan.expert_mesh`) among which a pipeline stage's ranks have a place."""
+
+
 @dataclass(frozen=True)
 class ShardedMatrix:
     """A matrix and who holds what of it.
@@ -92,9 +96,11 @@ class ShardedMatrix:
     def of(cls, name: str, parameter: Tensor, owner: int, places: list[dict[str, int]]) -> ShardedMatrix:
         """places: of all ranks in the mesh, by dimension."""
         whole, cut = tuple(slice(0, size) for size in parameter.shape), set()
+        view = [name for name in places[owner] if name not in EXPERT_DIMENSIONS]
         if isinstance(parameter, DTensor):
             names, placements = parameter.device_mesh.mesh_dim_names, parameter.placements
             cut = {name for name, placement in zip(names, placements) if not placement.is_replicate()}
+            view = EXPERT_DIMENSIONS if "ep" in names else view
             boxes = [
                 tuple(slice(first, first + size) for size, first in zip(*local_extent(parameter, place)))
                 for place in places
@@ -104,7 +110,7 @@ class ShardedMatrix:
         sources = [
             rank
             for rank, place in enumerate(places)
-            if all(place[name] == at for name, at in places[owner].items() if name not in cut)
+            if all(place[name] == places[owner][name] for name in view if name not in cut)
         ]
         return cls(name, parameter.shape, owner, boxes, sources)
 

@@ -22,6 +22,7 @@ from trainer.model.loss import loss_terms
 from trainer.model.stage import Make, Stage, compile_function
 from trainer.model.transformer import Transformer
 from trainer.parallel.context.apply import share_sequences
+from trainer.parallel.experts.apply import share_experts
 from trainer.parallel.recompute import apply_recompute, check_recompute, recomputes_attention
 from trainer.parallel.tensor.apply import BACKENDS, shard_model
 from trainer.parallel.zero.fsdp import Engine
@@ -136,6 +137,7 @@ def parallelize(
     # Compilation is lazy: layers are traced in the first step, when everything below has been applied.
     shard_model(model, world.dimensions["tp"], backend)
     share_sequences(model, config, spec, plan, world)
+    share_experts(model, config.parallel, spec, world)
     # After the split over `tp`, so that FSDP shards DTensors further and knows both dimensions. Storage comes last, for
     # this rank's shards only.
     engine.shard(model)

@@ -357,9 +357,11 @@ def selective_contexts(rules: Rules) -> Any:
 
 NOTHING_SAVED = partial(selective_contexts, {})
 
-ROUTING: Rules = {torch.ops.trainer.choose_experts.default: ((-1, 1, ()),)}
-"""Saves the choice of experts. Chosen again, a token could go to another expert, because scores that are nearly equal
-are not computed to the same bits by every kernel."""
+ROUTED = ("choose_experts", "exchange_counts", "order_arrivals", "select_choices")
+ROUTING: Rules = {getattr(torch.ops.trainer, name).default: ((-1, 1, ()),) for name in ROUTED}
+"""Saves the choice of experts and the sizes and orders that follow from it. Chosen again, a token could go to another
+expert, because scores that are nearly equal are not computed to the same bits by every kernel. Sizes would make the
+host wait again."""
 
 recompute_unrouted = partial(recompute_all, context_fn=partial(selective_contexts, ROUTING))
-"""`recompute_all` without choosing experts again."""
+"""`recompute_all` without routing tokens again."""

@@ -135,7 +135,7 @@ def compare_plans(
     results = [PlanResult(case.text, "REFUSED", case.reasons) for case in cases]
     for number, (index, case) in enumerate(legal, start=1):
         plan, batch, pipeline = case.layout.plan, case.layout.batch, case.layout.pipeline
-        mesh = *plan.degrees.values(), plan.shard
+        mesh = *plan.degrees.values(), plan.shard, *plan.expert_mesh.values()
         if mesh not in worlds:
             worlds[mesh] = join_world(plan, device)
         world = worlds[mesh]

@@ -8,6 +8,7 @@ from trainer.config import Config, ConfigError, ParallelConfig
 from trainer.config.model import ModelSpec
 from trainer.parallel.compress import plan as compress
 from trainer.parallel.context import plan as context
+from trainer.parallel.experts import plan as experts
 from trainer.parallel.pipeline import plan as pipeline
 from trainer.parallel.tensor import plan as tensor
 from trainer.parallel.zero import plan as zero
@@ -15,7 +16,7 @@ from trainer.planning import float8, recompute
 from trainer.planning.plan import Feature, Plan, build_plan, can_divide, check_degrees, check_mesh
 
 FEATURES: tuple[Feature, ...] = tuple(
-    one.FEATURE for one in (recompute, float8, tensor, context, pipeline, zero, compress)
+    one.FEATURE for one in (recompute, float8, tensor, context, experts, pipeline, zero, compress)
 )
 
 

@@ -96,10 +96,11 @@ class ParameterInfo:
         shape[shared] = -(-shape[shared] // shards)
         return prod(shape)
 
-    def sharded_dimension(self, shards: int) -> int:
+    def sharded_dimension(self, shards: int, ep: int = 1) -> int:
         """The dimension that `shards` ranks cut: rows. Experts that cannot be dealt out evenly are cut inside, where
-        that needs no padding: 8 experts on 64 ranks would be padded to 64."""
-        return int(self.stacked and self.shape[0] % shards > 0 and self.shape[1] % shards == 0)
+        that needs no padding: 8 experts on 64 ranks would be padded to 64. ep: ranks that experts are dealt out to
+        before."""
+        return int(self.stacked and self.shape[0] % (shards * ep) > 0 and self.shape[1] % shards == 0)
 
     def multiplied(self, ranks: int) -> tuple[float, ...]:
         """The shape that one of `ranks` tensor-parallel ranks computes with, on average. Where ranks share key-value

@@ -39,6 +39,7 @@ class Plan:
     nvme: bool = False
     sum_on_host: bool = False
     cp: int = 1
+    ep: int = 1
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -47,14 +48,29 @@ class Plan:
         return {"pp": self.pp, "replicate": self.replicate, "shard": self.shard, "tp": self.tp}
 
     @property
+    def expert_mesh(self) -> dict[str, int]:
+        """The same ranks as experts see them. Those that share a layer's experts (`ep`) are neighbours, whether they
+        are tensor-, context- or data-parallel ranks otherwise; the ranks that are left share the states of the same
+        experts, or hold copies of them (parallel folding, arXiv 2504.14960)."""
+        ranks = self.replicate * self.shard * self.tp // self.ep
+        shard = max(1, self.shard * self.tp // self.ep) if self.stage else 1
+        return {"pp": self.pp, "expert_replicate": ranks // shard, "expert_shard": shard, "ep": self.ep}
+
+    def shards(self, experts: bool) -> tuple[int, int]:
+        """Ranks that share one copy of a parameter's states, and ranks that experts are dealt out to before: for those
+        of experts, or for other parameters."""
+        return (self.expert_mesh["expert_shard"], self.ep) if experts and self.ep > 1 else (self.shard, 1)
+
+    @property
     def world(self) -> int:
         """Processes."""
         return math.prod(self.mesh.values())
 
     def groups(self, dimension: str) -> list[list[int]]:
-        """The process groups of a dimension of the mesh, or of `dp` or `cp`: global ranks that differ in their place
-        along it only."""
+        """The process groups of a dimension of one of the two meshes, or of `dp` or `cp`: global ranks that differ in
+        their place along it only."""
         sizes = {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp} if dimension in ("dp", "cp") else self.mesh
+        sizes = sizes if dimension in sizes else self.expert_mesh
         names = list(sizes)
         step = math.prod(sizes[name] for name in names[names.index(dimension) + 1 :])
         size = sizes[dimension]
@@ -82,6 +98,7 @@ class Plan:
 
     def describe(self) -> str:
         parts = [f"{name}{size}" for name, size in self.degrees.items() if size > 1 or name == "dp"]
+        parts += [f"ep{self.ep}"] * (self.ep > 1)
         return (
             " x ".join(parts)
             + f", ZeRO-{self.stage}"
@@ -191,6 +208,7 @@ def build_plan(parallel: ParallelConfig, world: int) -> Plan:
         nvme=parallel.zero.nvme is not None,
         sum_on_host=parallel.zero.sum_on_host,
         cp=parallel.cp,
+        ep=parallel.ep,
     )
 
 

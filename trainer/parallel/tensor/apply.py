@@ -85,9 +85,14 @@ def shard_parameter(parameter: torch.Tensor, dimension: int, mesh: DeviceMesh) -
 
 
 def is_split(parameter: torch.Tensor) -> bool:
-    """Whether each tensor-parallel rank holds its own part of a parameter. The mesh of such a parameter has the
-    dimension `tp`."""
-    return isinstance(parameter, DTensor) and "tp" in parameter.device_mesh.mesh_dim_names
+    """Whether the tensor-parallel ranks need not sum a parameter's gradient: each holds its own part, so that the
+    parameter's mesh has the dimension `tp`, or they are ranks like all others for experts that ranks share."""
+    return is_expert(parameter) or isinstance(parameter, DTensor) and "tp" in parameter.device_mesh.mesh_dim_names
+
+
+def is_expert(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is dealt out to expert-parallel ranks. Its mesh is that of experts (`Plan.expert_mesh`)."""
+    return isinstance(parameter, DTensor) and "ep" in parameter.device_mesh.mesh_dim_names
 
 
 # Work on gradients after the last backward pass: sums over ranks that hold the same parameter, and one norm.
@@ -121,9 +126,10 @@ class SharedParameters:
         elsewhere = {copy for _, copy in copies} | (set() if counted else set(tied))
         # Each gradient must enter the norm once: replicas, whole tensor-parallel parameters and copies are counted by
         # one of the ranks that hold them.
-        first = world.place("replicate") == 0
         self.counted_here = [
-            first and name not in elsewhere and (is_split(parameter) or world.place("tp") == 0)
+            name not in elsewhere
+            and world.place("expert_replicate" if is_expert(parameter) else "replicate") == 0
+            and (is_split(parameter) or world.place("tp") == 0)
             for name, parameter in parameters.items()
         ]
         self.counted = torch.tensor(self.counted_here, device=world.device)

@@ -33,7 +33,10 @@ from torch.distributed.tensor import Shard
 from trainer.config import Config, ConfigError
 from trainer.distributed.mesh import World
 from trainer.distributed.tensors import Fragment
+from trainer.model.dispatch import SharedDispatch
+from trainer.model.experts import Experts
 from trainer.model.initial import DeclaredModule, ParameterInfo, Weights, fill_parameters
+from trainer.model.layers import Layer
 from trainer.model.stage import Stage
 from trainer.optim.optimizer import Optimizer, ParameterPolicy
 from trainer.parallel.compress.reduction import Compression, NoCompression, compression_of
@@ -100,7 +103,7 @@ class FSDP:
             return {}  # messages of our own have rows
         declared = [module for module in model.modules() if isinstance(module, DeclaredModule)]
         found = {
-            getattr(module, name): info.sharded_dimension(self.plan.shard)
+            getattr(module, name): info.sharded_dimension(*self.plan.shards(info.stacked))
             for module in declared
             for name, info in module.declared.items()
         }
@@ -121,23 +124,28 @@ class FSDP:
             param_dtype=None if compute is torch.float32 else compute, reduce_dtype=reduce, cast_forward_inputs=False
         )
         offload = CPUOffloadPolicy(pin_memory=self.world.device.type == "cuda") if plan.offload else OffloadPolicy()
-        placements = self.placements(model)
-        # Layers come first: a call on the stage takes all parameters that are not in a unit yet.
-        for module in [*model.layers.values(), model]:
+        placements, experts = self.placements(model), expert_units(model)
+        folded = plan.expert_mesh
+        more = ("expert_replicate",) * (folded["expert_replicate"] > 1 or sums_on_device(plan, reduce is torch.float32))
+        # Layers come before the stage: a call on it takes all parameters that are not in a unit yet.
+        for module in [*experts, *model.layers.values(), model]:
             fully_shard(
                 module,
-                mesh=self.world.mesh[names],
+                mesh=self.world.experts[*more, "expert_shard"] if module in experts else self.world.mesh[names],
                 mp_policy=policy,
                 offload_policy=offload,
                 shard_placement_fn=placements.get,
                 # The outer unit holds the head, which backward needs right after forward: freeing it would gather it
                 # twice.
                 reshard_after_forward=plan.stage == 3 and module is not model,
+                ignored_params=set() if module in experts else {one for unit in experts for one in unit.parameters()},
             )
         end_reductions_in_forward(model)
         shards, units = self.world.mesh["shard"].get_group(), [model, *model.layers.values()]
+        # Without communication, parameters skip FSDP's flat buffers.
+        if folded["expert_shard"] == 1 and not plan.offload:
+            cast_shards(experts)
         if shards.size() == 1 and not plan.offload:
-            # No communication is needed, so parameters skip FSDP's flat buffers.
             cast_shards(units)
         elif self.config.parallel.zero.collectives == "copy_engine":
             copy_shards(units, shards)
@@ -148,7 +156,7 @@ class FSDP:
                 # Losses are already divided by the global number of valid tokens, so gradients are summed and never
                 # averaged. On a rank alone the factor stays unset: FSDP would divide by one in a pass over all
                 # gradients.
-                if plan.replicate * plan.shard > 1:
+                if (plan.world // plan.pp if module in experts else plan.replicate * plan.shard) > 1:
                     module.set_gradient_divide_factor(1.0)
                 # A plain SUM. Otherwise FSDP divides inside of the reduction (PREMUL_SUM), which gloo does not have.
                 module.set_force_sum_reduction_for_comms(True)
@@ -186,6 +194,29 @@ class FSDP:
 
     def sharding(self, reductions: int) -> FSDPSharding:
         return FSDPSharding(self.modules, self.plan, reductions, self.compression)
+
+
+class ExpertUnit(nn.Module):
+    """The unit of a layer's experts, where their ranks are others than those of the layer. It runs the layer's body,
+    so FSDP's hooks act where those of the layer do: outside of what is recomputed or compiled."""
+
+    def __init__(self, layer: Layer, experts: Experts):
+        super().__init__()
+        self.experts, self.layers = experts, (layer,)  # a tuple, which does not make the layer a child
+
+    def forward(self, x: Tensor, *context: Any) -> Any:
+        return self.layers[0].run(x, *context)
+
+
+def expert_units(model: Stage) -> list[nn.Module]:
+    """Makes a unit of each layer's experts that ranks share. Returns the units."""
+    for layer in model.layers.values():
+        for module in layer.modules():
+            if isinstance(module, Experts) and isinstance(module.dispatch, SharedDispatch):
+                layer.expert_unit = ExpertUnit(layer, module)
+                break
+    units = (getattr(layer, "expert_unit", None) for layer in model.layers.values())
+    return [unit for unit in units if unit is not None]
 
 
 class FSDPSharding:

@@ -75,7 +75,7 @@ def reduce_accumulated(units: list[FSDPModule], partial_sums: bool, last: bool) 
     # Backward's order, the same on all ranks: each unit's reduction is a collective.
     for unit in reversed(units):
         group = parameter_group(unit)
-        if partial_sums:
+        if partial_sums or group._is_hsdp:
             fill_missing(group, last)
         group.post_backward()
 

@@ -1,0 +1,35 @@
+"""Expert parallelism applied to a model: who holds which experts, and how tokens reach them."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from trainer.config import ParallelConfig
+from trainer.config.model import ModelSpec
+from trainer.distributed.collectives import TensorGroup
+from trainer.distributed.mesh import World
+from trainer.model.dispatch import AllGather, AllToAll, SharedDispatch
+from trainer.model.experts import Experts, GroupedLinear
+from trainer.model.stage import Stage
+from trainer.parallel.experts.plan import choose_dispatch
+from trainer.parallel.tensor.apply import shard_parameter
+
+DISPATCH: dict[str, type[SharedDispatch]] = {"alltoall": AllToAll, "allgather": AllGather}
+"""`parallel.ep_dispatch` -> its implementation."""
+
+
+def share_experts(model: Stage, parallel: ParallelConfig, spec: ModelSpec, world: World) -> None:
+    """Deals the experts of a model on the meta device out to the ranks of `parallel.ep`, in equal runs. All ranks of a
+    group call it together."""
+    if world.experts is None:
+        return
+    mesh = world.dimensions["ep"]
+    group = TensorGroup(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size())
+    dispatch = DISPATCH[choose_dispatch(parallel, spec, group.size)](group)
+    for module in model.modules():
+        if isinstance(module, GroupedLinear):
+            for name in module.declared:
+                setattr(module, name, nn.Parameter(shard_parameter(getattr(module, name), 0, mesh)))
+        elif isinstance(module, Experts):
+            module.dispatch = dispatch
+
