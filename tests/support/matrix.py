@@ -438,7 +438,7 @@ COMPILED_EXPERTS = [
     EXPERTS[0] | {"compile": "graphs", "pp": 2, "schedule": "zb_v", "recompute": "selective"},
     EXPERTS[0] | {"compile": "graphs", "tp": 2, "recompute": "selective"},
     EXPERT_PARALLEL[0] | {"compile": "graphs", "stage": 3, "recompute": "selective", "ep_dispatch": "alltoall"},
-    EXPERT_PARALLEL[0] | {"compile": "graphs", "stage": 1, "recompute": "full", "ep_dispatch": "allgather"},
+    EXPERT_PARALLEL[0] | {"compile": "graphs", "stage": 1, "recompute": "selective", "ep_dispatch": "allgather"},
 ]
 
 

@@ -65,7 +65,7 @@ def check_model(config: Config, spec: ModelSpec, device: torch.device) -> None:
     check_recompute(model, config.activation)
     if (
         config.compile
-        and config.parallel.tp > 1
+        and max(config.parallel.tp, config.parallel.ep) > 1
         and device.type == "cpu"
         and recomputes_attention(model, config.activation)
     ):
@@ -86,17 +86,19 @@ def check_declared(model: Transformer, spec: ModelSpec) -> None:
 
 
 def check_compiled_recompute(config: Config) -> None:
-    """Raises `ConfigError` on versions of torch that cannot recompute attention in a compiled layer under tensor
-    parallelism on CPUs.
+    """Raises `ConfigError` on versions of torch that cannot recompute attention in a compiled layer under tensor or
+    expert parallelism on CPUs.
 
     The compiler takes attention for a random function, so recompute saves the generator's state. On CPUs that state is
     stored behind the DeviceMesh of DTensors (`functionalize_rng_ops`), where torch versions that save meshes take the
     mesh for a tensor.
     """
+    ranks = "tp" if config.parallel.tp > 1 else "ep"
     if torch.__version__ >= (2, 13):
         raise ConfigError(
             f"compile=true: torch {torch.__version__} cannot recompute attention in a compiled layer "
-            f"(activation.mode={config.activation.mode}) under parallel.tp={config.parallel.tp} on CPUs; set "
+            f"(activation.mode={config.activation.mode}) under parallel.{ranks}={getattr(config.parallel, ranks)} on "
+            "CPUs; set "
             "activation.mode=selective with attention in activation.save, activation.mode=none, or compile=false"
         )
 
