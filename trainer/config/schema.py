@@ -344,15 +344,15 @@ class ParallelConfig:
     context: ContextConfig = option(ContextConfig(), "how context-parallel ranks share a sequence")
     ep: int = option(
         1,
-        "neighbouring ranks that share the experts of a layer, whatever else they share: any of the data-, context- and "
-        "tensor-parallel ranks of a pipeline stage",
+        "neighbouring ranks that share the experts of a layer: any of the data-, context- and tensor-parallel ranks of "
+        "a pipeline stage",
         unit="ranks",
         range="[1, inf)",
     )
     ep_dispatch: str = option(
         "auto",
-        "how tokens reach their experts: alltoall (a row for each choice of a token), allgather (each token once to all "
-        "of these ranks), auto (whichever sends fewer bytes)",
+        "how tokens reach their experts: alltoall (a row for each choice of a token), allgather (each token once to "
+        "all of these ranks), auto (whichever sends fewer bytes)",
         ("auto", "alltoall", "allgather"),
     )
     pp: int = option(1, "pipeline-parallel ranks", unit="ranks", range="[1, inf)")

@@ -45,6 +45,7 @@ bubble."""
 AXES = {
     "tensor": "among the ranks that share matrices",
     "context": "among the ranks that share sequences",
+    "experts": "among the ranks that share experts: tokens and their results",
     "pipeline": "between neighbours in the pipeline",
     "data": "among data-parallel ranks: parameters and gradients",
     "all": "among all ranks, or without an axis of its own: sums of scalars",
@@ -415,8 +416,8 @@ TRACES = "traces"
 EVERYONE = 8
 """The most ranks that are all profiled."""
 
-CONTEXT = "mesh_cp"
-"""Description of the groups that share sequences. Their ranks may be those of a data-parallel group too."""
+DESCRIBED = {"mesh_cp": "context", "mesh_ep": "experts", "mesh_expert_shard": "data", "mesh_expert_replicate": "data"}
+"""Description of groups -> what they communicate for. Their ranks may be those of another group too."""
 
 DATA = ("replicate", "shard")
 
@@ -453,8 +454,8 @@ def axis_of(ranks: Sequence[int], mesh: Mapping[str, int], description: str) -> 
     """What a process group communicates for (`account.AXES`), by the dimensions of the mesh that its ranks differ in.
 
     Pipelines have communicators of their own, so a group along one only serves sums over all ranks."""
-    if description == CONTEXT:
-        return "context"
+    if description in DESCRIBED:
+        return DESCRIBED[description]
     everyone = rank_coordinates(mesh)
     differ = {name for name in mesh if len({everyone[rank][name] for rank in ranks}) > 1}
     if differ == {"tp"}:

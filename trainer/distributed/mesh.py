@@ -100,7 +100,9 @@ class World:
     def speaks_for_data(self) -> bool:
         """Whether this rank is the one that counts its data-parallel rank's batch. The ranks of the other dimensions,
         and those that share its sequences, read the same batch."""
-        return not (self.place("pp") or self.place("tp")) and (self.context is None or self.context.get_local_rank() == 0)
+        return not (self.place("pp") or self.place("tp")) and (
+            self.context is None or self.context.get_local_rank() == 0
+        )
 
     def split_context(self, inner: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         """Two process groups of the context-parallel ranks: this rank's `inner` neighbours, and the ranks with its

@@ -96,11 +96,11 @@ class ShardedMatrix:
     def of(cls, name: str, parameter: Tensor, owner: int, places: list[dict[str, int]]) -> ShardedMatrix:
         """places: of all ranks in the mesh, by dimension."""
         whole, cut = tuple(slice(0, size) for size in parameter.shape), set()
-        view = [name for name in places[owner] if name not in EXPERT_DIMENSIONS]
+        view = {name for name in places[owner] if name not in EXPERT_DIMENSIONS}
         if isinstance(parameter, DTensor):
             names, placements = parameter.device_mesh.mesh_dim_names, parameter.placements
             cut = {name for name, placement in zip(names, placements) if not placement.is_replicate()}
-            view = EXPERT_DIMENSIONS if "ep" in names else view
+            view = {*EXPERT_DIMENSIONS} if "ep" in names else view
             boxes = [
                 tuple(slice(first, first + size) for size, first in zip(*local_extent(parameter, place)))
                 for place in places

@@ -82,17 +82,21 @@ class ParameterInfo:
         axis, or there are fewer key-value heads than ranks."""
         return None if self.cut == 0 and self.axes[0] == "kv_heads" and self.units % ranks else self.cut
 
-    def held(self, ranks: int) -> int:
-        """Elements that one of `ranks` tensor-parallel ranks holds, rounded up."""
+    def held(self, ranks: int, ep: int = 1) -> int:
+        """Elements that one of `ranks` tensor-parallel ranks holds, rounded up; of a stack of experts, one of `ep`."""
+        if self.stacked:
+            return self.size // ep
         return self.size if self.tensor_dimension(ranks) is None else -(-self.size // ranks)
 
-    def row(self, ranks: int, shards: int) -> int:
+    def row(self, ranks: int, shards: int, ep: int = 1) -> int:
         """Elements that the first of `ranks` tensor-parallel ranks holds of it, shared by `shards` ranks: cut evenly,
-        padding included."""
+        padding included. ep: ranks that experts are dealt out to before."""
         shape, cut = list(self.shape), self.tensor_dimension(ranks)
         if cut is not None:
             shape[cut] = -(-shape[cut] // ranks)
-        shared = self.sharded_dimension(shards)
+        shared = self.sharded_dimension(shards, ep)
+        if self.stacked:
+            shape[0] //= ep
         shape[shared] = -(-shape[shared] // shards)
         return prod(shape)
 

@@ -153,27 +153,41 @@ def sum_by_unit(spec: ModelSpec, size: Callable[[Table], int]) -> LocalParameter
 
 
 @by_value
-def local_parameters(spec: ModelSpec, tp: int) -> LocalParameters:
-    """What each of `tp` tensor-parallel ranks holds of a model."""
-    return sum_by_unit(spec, lambda table: sum(info.held(tp) for info in table.values()))
+def local_parameters(spec: ModelSpec, tp: int, ep: int = 1) -> LocalParameters:
+    """What each of `tp` tensor-parallel ranks holds of a model, whose experts `ep` ranks share."""
+    return sum_by_unit(spec, lambda table: sum(info.held(tp, ep) for info in table.values()))
 
 
 @by_value
-def sent_parameters(spec: ModelSpec, tp: int, shards: int) -> LocalParameters:
+def shared_experts(spec: ModelSpec, ep: int) -> LocalParameters:
+    """The part of `local_parameters` that experts are, where ranks share them."""
+    return sum_by_unit(spec, lambda table: sum(info.held(1, ep) for info in table.values() if info.stacked and ep > 1))
+
+
+@by_value
+def sent_parameters(spec: ModelSpec, tp: int, shards: int, experts: bool = False, ep: int = 1) -> LocalParameters:
     """What the first of `tp` tensor-parallel ranks sends of each unit that `shards` ranks gather and reduce: what it
-    holds, and padding."""
-    return sum_by_unit(spec, lambda table: shards * sum(info.row(tp, shards) for info in table.values()))
+    holds, and padding. experts: of the units of experts that `ep` ranks share, or of all others."""
+
+    def sent(table: Table) -> int:
+        unit = [info for info in table.values() if (info.stacked and ep > 1) == experts]
+        return shards * sum(info.row(tp, shards, ep) for info in unit)
+
+    return sum_by_unit(spec, sent)
 
 
 @by_value
-def local_moments(spec: ModelSpec, tp: int, updates: UpdateSettings) -> LocalParameters:
-    """Bytes of what the optimizers of a model keep on each of `tp` tensor-parallel ranks."""
+def local_moments(
+    spec: ModelSpec, tp: int, updates: UpdateSettings, experts: bool = False, ep: int = 1
+) -> LocalParameters:
+    """Bytes of what the optimizers of a model keep on each of `tp` tensor-parallel ranks: for the experts that `ep`
+    ranks share, or for all other parameters."""
 
     def held(table: Table) -> int:
         return sum(
-            table[name].held(tp) * len(moment_count(policy.optimizer)) * ELEMENT_BYTES[policy.state_dtype]
+            table[name].held(tp, ep) * len(moment_count(policy.optimizer)) * ELEMENT_BYTES[policy.state_dtype]
             for name, policy in updates.policies(table).items()
-            if policy.optimizer
+            if policy.optimizer and (table[name].stacked and ep > 1) == experts
         )
 
     return sum_by_unit(spec, held)
@@ -196,17 +210,21 @@ def state_bytes(
     device_sums: whether those that are reduced every micro-batch and offloaded are added up on the device.
     updates: how parameters are updated; None: by AdamW.
     """
-    held, updates, layers = (
-        local_parameters(spec, plan.tp),
-        updates or UpdateSettings(),
-        [*(layers or [range(spec.depth)])],
-    )
-    units = [held.units(part) for part in layers]
-    moments = sum(sum(local_moments(spec, plan.tp, updates).units(part)) for part in layers)
-    total, shard = sum(map(sum, units)), plan.shard if plan.stage >= 1 else 1
+    tp, ep, updates, layers = plan.tp, plan.ep, updates or UpdateSettings(), [*(layers or [range(spec.depth)])]
+    shard, expert_shard = plan.shard if plan.stage >= 1 else 1, plan.expert_mesh["expert_shard"]
+
+    def sum_layers(sizes: LocalParameters) -> int:
+        return sum(sum(sizes.units(part)) for part in layers)
+
+    def share(dense: int, experts: int) -> int:
+        return -(-dense // shard) + -(-experts // expert_shard)
+
+    units = [local_parameters(spec, tp, ep).units(part) for part in layers]
+    moments = share(*(sum_layers(local_moments(spec, tp, updates, experts, ep)) for experts in (False, True)))
+    total, experts = sum(map(sum, units)), sum_layers(shared_experts(spec, ep))
     # Gathered or unreduced at a time where layers are gathered one by one: each stage's outer unit, the largest layer.
     at_once = sum(unit[0] for unit in units) + max(max(unit[1:]) for unit in units)
-    kept, whole = -(-total // shard), plan.stage <= 1 or once
+    kept, whole = share(total - experts, experts), plan.stage <= 1 or once
     shares_copies = (
         plan.engine == "deepspeed" and plan.stage == 3
     )  # which are kept in the compute type, beside the masters
@@ -216,7 +234,7 @@ def state_bytes(
         gradients=MASTER_BYTES * (total if whole and not plan.offload else kept),
         sums=MASTER_BYTES * (total if whole else kept * device_sums) * plan.offload,
         unreduced=0 if whole else compute_bytes * at_once,
-        optimizer=-(-moments // shard),
+        optimizer=moments,
         average=MASTER_BYTES * kept if updates.optimizer.ema.decay else 0,
         offloaded=plan.offload,
     )

@@ -32,4 +32,3 @@ def share_experts(model: Stage, parallel: ParallelConfig, spec: ModelSpec, world
                 setattr(module, name, nn.Parameter(shard_parameter(getattr(module, name), 0, mesh)))
         elif isinstance(module, Experts):
             module.dispatch = dispatch
-

@@ -60,13 +60,13 @@ def check_expert_plan(config: Config, spec: ModelSpec | None, plan: Plan, node: 
     parallel = config.parallel
     if plan.engine == "deepspeed":
         yield (
-            f"parallel.ep={plan.ep}: DeepSpeed partitions all parameters over the same ranks, and experts have ranks of "
-            "their own; set parallel.zero.engine=torch, or parallel.ep=1"
+            f"parallel.ep={plan.ep}: DeepSpeed partitions all parameters over the same ranks, and experts have ranks "
+            "of their own; set parallel.zero.engine=torch, or parallel.ep=1"
         )
     if parallel.zero.collectives != "nccl":
         yield (
-            f"parallel.ep={plan.ep}: parallel.zero.collectives={parallel.zero.collectives} moves states among the ranks "
-            "of parallel.shard, and experts have ranks of their own; set parallel.zero.collectives=nccl, or "
+            f"parallel.ep={plan.ep}: parallel.zero.collectives={parallel.zero.collectives} moves states among the "
+            "ranks of parallel.shard, and experts have ranks of their own; set parallel.zero.collectives=nccl, or "
             "parallel.ep=1"
         )
     if codecs := enabled_codecs(parallel.grad_comm):
@@ -86,10 +86,9 @@ def choose_dispatch(parallel: ParallelConfig, spec: ModelSpec, ep: int) -> str:
 
 def describe_experts(config: Config, plan: Plan) -> list[tuple[str, str]]:
     """How tokens reach experts."""
-    spec = config.model
-    return [("tokens of experts", f"parallel.ep_dispatch={choose_dispatch(config.parallel, spec, plan.ep)}")] * (
-        plan.ep > 1
-    )
+    if plan.ep == 1:
+        return []
+    return [("tokens of experts", f"parallel.ep_dispatch={choose_dispatch(config.parallel, config.model, plan.ep)}")]
 
 
 FEATURE = Feature(

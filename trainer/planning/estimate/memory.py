@@ -224,7 +224,7 @@ class ModelBytes:
             self.loss += self.element * at_once * rows + self.stream + aligned
             self.logits = MASTER_BYTES * rows * columns
         self.head_gradient = self.element * rows * columns
-        self.held: LocalParameters = local_parameters(spec, plan.tp)
+        self.held: LocalParameters = local_parameters(spec, plan.tp, plan.ep)
         sums = batch.accumulation > 1 and sums_on_device(plan, config.precision.reduce == "fp32")
         placement = layout.pipeline.schedule.placement
         self.states: list[StateBytes] = rank_states(

@@ -10,9 +10,10 @@ from math import hypot, prod
 
 from trainer.config import Config
 from trainer.config.hardware import HardwareConfig
-from trainer.config.model import AttentionSpec
+from trainer.config.model import AttentionSpec, ExpertsSpec, LayerSpec
 from trainer.parallel.compress.plan import reduces_at_step_end
 from trainer.parallel.context.plan import PassElements, computed_share, context_traffic
+from trainer.parallel.experts.plan import choose_dispatch
 from trainer.parallel.pipeline.plan import estimated_costs
 from trainer.planning.documents import documents_of
 from trainer.planning.estimate.rates import (
@@ -31,7 +32,7 @@ from trainer.planning.recompute import EagerExtra, RecomputeEffect, left_by_reco
 from trainer.planning.resolve import Layout
 from trainer.planning.schedules.costs import LayerCosts
 from trainer.planning.schedules.simulate import Simulation, simulate_schedule
-from trainer.planning.states import ELEMENT_BYTES, MASTER_BYTES, local_parameters, of_states, sent_parameters
+from trainer.planning.states import ELEMENT_BYTES, MASTER_BYTES, of_states, sent_parameters, state_bytes
 
 TERMS = (
     "matrix products",
@@ -41,6 +42,7 @@ TERMS = (
     "launching",
     "tensor collectives",
     "context collectives",
+    "expert collectives",
     "sharding collectives",
     "replica collectives",
     "sharding copies",
@@ -50,6 +52,7 @@ TERMS = (
 AXES = {
     "tensor": "tensor collectives",
     "context": "context collectives",
+    "experts": "expert collectives",
     "shard": "sharding collectives",
     "replicate": "replica collectives",
     "pipeline": "pipeline transfers",
@@ -143,7 +146,8 @@ class _Timer:
         if self.context is not None:
             self.neighbours = RingTimes.among(hardware, first[: self.context.inner])
             self.gatherers = RingTimes.among(hardware, first[:: self.context.inner])
-        self.rings = {name: RingTimes.of(hardware, self.plan, name) for name in ("tp", "shard", "replicate", "pp")}
+        axes = "tp", "shard", "replicate", "pp", "ep", "expert_shard", "expert_replicate"
+        self.rings = {name: RingTimes.of(hardware, self.plan, name) for name in axes}
         self.fused = 1.0 if config.compile else hardware.eager
         self.launch, self.repeated, recompute = self.pace.launch, 1.0, config.activation
         if not self.on_cpu:
@@ -155,7 +159,10 @@ class _Timer:
         self.way, self.off = self._ways(hardware, self.tokens * scatter.sends)
         self.apart = any(action.kind == "W" for order in layout.pipeline.schedule.orders for action in order)
         self.transfer = self.rings["pp"].transfer(self.stream) if self.plan.pp > 1 else 0.0
-        self.sent = sent_parameters(self.spec, self.plan.tp, self.plan.shard)
+        ranks = self.plan.tp, self.plan.shard
+        self.sent = sent_parameters(self.spec, *ranks, ep=self.plan.ep)
+        folded = self.plan.tp, self.plan.expert_mesh["expert_shard"]
+        self.sent_experts = sent_parameters(self.spec, *folded, experts=True, ep=self.plan.ep)
         node = min(self.plan.world, hardware.devices)
         self.scattered, self.summed = wire_formats(
             config, self.plan, node, float(ELEMENT_BYTES[config.precision.reduce])
@@ -189,8 +196,8 @@ class _Timer:
             narrow = frozenset((name, float8[place].recipe) for name, place in places.items() if place in float8)
             key = id(program), id(remaining), narrow  # of layers that are equal, and keep the same
             if key not in known:
-                sent = self.sent.layers[index]
-                known[key] = self._layer(program, remaining, layer.attention, narrow, sent, travelling[index])
+                sent = self.sent.layers[index], self.sent_experts.layers[index]
+                known[key] = self._layer(program, remaining, layer, narrow, sent, travelling[index])
             layers.append(known[key])
         units = (self._embedding(), *layers, self._head())
         return ModelTiming(
@@ -245,13 +252,14 @@ class _Timer:
         self,
         program: Program,
         left: RecomputeEffect,
-        spec: AttentionSpec,
+        layer: LayerSpec,
         float8: frozenset[tuple[str, str]],
-        parameters: int,
+        parameters: tuple[int, int],
         narrow: float,
     ) -> UnitTimes:
-        """float8: the projections that multiply in fp8, and their recipes; narrow: of the parameters, those that are
-        gathered in fp8."""
+        """float8: the projections that multiply in fp8, and their recipes; parameters: of the layer, and of its experts
+        where ranks share them; narrow: of the parameters, those that are gathered in fp8."""
+        spec = layer.attention
         tokens, pace = self.tokens, self.pace
 
         def products_of(narrow: set[str]) -> dict[str, float]:
@@ -284,12 +292,26 @@ class _Timer:
         }
         shared_forward, shared_backward, shared = self._shared(spec, attention, left.attends)
         forward, backward = {**forward, **shared_forward}, {**backward, **shared_backward}
+        travel = self._travel(layer.feed_forward.experts)
+        # Recompute sends tokens to their experts again. Nothing hides what it sends.
+        repeated = travel * any(name.startswith("feed_forward.experts") for name in left.again)
+        forward["expert collectives"], backward["expert collectives"] = travel, travel + repeated
         launches = (len(products) + kernels + 1) * self.launch
         forward["launching"] = max(0.0, launches - sum(forward.values()))
         launches *= 2 + self.repeated * bool(left.again)
         backward["launching"] = max(0.0, launches - sum(backward.values()) - to_weights)
         weight = {"matrix products": to_weights}
-        return self._sharded(parameters, forward, backward, weight, took.moved + sent, shared, narrow)
+        moved = {"tensor": took.moved + sent, "context": shared, "experts": 2 * travel + repeated}
+        return self._sharded(parameters, forward, backward, weight, moved, narrow)
+
+    def _travel(self, experts: ExpertsSpec) -> float:
+        """Seconds in which a micro-batch's tokens travel to the experts of a layer and back, with balanced loads."""
+        ring = self.rings["ep"]
+        if ring.ranks == 1 or not experts.count:
+            return 0.0
+        if choose_dispatch(self.config.parallel, self.spec, ring.ranks) == "allgather":
+            return 2 * ring.seconds(ring.ranks * self.stream)
+        return 2 * ring.seconds(experts.top_k * self.stream)
 
     def _embedding(self) -> UnitTimes:
         """The look-up, and the gradient of the whole table, most of which is zero."""
@@ -300,7 +322,8 @@ class _Timer:
             "memory-bound kernels": (3 * stream + self.element * table) / self.pace.memory,
             "tensor collectives": collective,
         }
-        return self._sharded(self.sent.outer[True, False], forward, {}, weight, 2 * collective, outer=True)
+        size = self.sent.outer[True, False], 0
+        return self._sharded(size, forward, {}, weight, {"tensor": 2 * collective}, outer=True)
 
     def _head(self) -> UnitTimes:
         """Norm, logits and loss, whose compiled chunks read the logits twice and write their gradient over them."""
@@ -318,31 +341,36 @@ class _Timer:
         # Of one stage what is left of the unit that it shares with the embedding: no tied head.
         size, alone = self.sent.outer[self.plan.pp == 1, True], self.plan.pp > 1
         size -= 0 if alone else self.sent.outer[True, False]
-        return self._sharded(size, forward, backward, weight, self.way.moving + 2 * collective, outer=True)
+        moved = {"tensor": self.way.moving + 2 * collective}
+        return self._sharded((size, 0), forward, backward, weight, moved, outer=True)
 
     def _sharded(
         self,
-        size: float,
+        parameters: tuple[int, int],
         forward: dict,
         backward: dict,
         weight: dict,
-        tensor: float,
-        context: float = 0.0,
+        axes: Terms,
         narrow: float = 0.0,
         outer: bool = False,
     ) -> UnitTimes:
-        """A unit of `size` parameters with what data-parallel ranks do around its passes: gathers, reductions, and
-        copies in and out of flat buffers. tensor, context: seconds of what tensor-parallel ranks and those that share
-        sequences communicate in a micro-batch; narrow: elements that are gathered in fp8; outer: see `of_states`."""
-        plan, pace, shards = self.plan, self.pace, self.rings["shard"]
-        axes = {"tensor": tensor, "context": context}
+        """A unit with what data-parallel ranks do around its passes: gathers, reductions, and copies in and out of flat
+        buffers. parameters: of the unit, and of its experts where ranks share them; axes: seconds of what other ranks
+        communicate in a micro-batch; narrow: elements that are gathered in fp8; outer: see `of_states`."""
+        plan, pace, shards, size = self.plan, self.pace, self.rings["shard"], parameters[0]
         copied = self.config.parallel.zero.collectives == "copy_engine"  # in the type in which gradients were computed
         widths = self.element * (size - narrow) + narrow, (self.element if copied else self.scattered.width) * size
         moved = of_states(plan, *widths, outer, self.reduces_once)
+        folded, apart = self.rings["expert_shard"], parameters[1]
         gather, reduce = (shards.seconds(moved[kind].size) for kind in ("gather", "scatter"))
         own = size / shards.ranks
         replicas = 2 * self.rings["replicate"].seconds(self.summed.width * own)
+        if apart:
+            gather += folded.seconds(self.element * apart)
+            reduce += folded.seconds(self.scattered.width * apart)
+            replicas += 2 * self.rings["expert_replicate"].seconds(self.summed.width * apart / folded.ranks)
         coding = self.scattered.scatter(size) / pace.memory, self.summed.reduce(own) / pace.memory
+        size += apart  # which all passes of copies read and write
         if not self.on_cpu:  # on a stream beside the computation
             reduce, replicas, coding = reduce + coding[0], replicas + coding[1], (0.0, 0.0)
         copy_in = ((MASTER + self.element) / shards.ranks + 2 * self.element * (shards.ranks > 1)) * size / pace.copy
@@ -465,10 +493,8 @@ def orthogonalised_by_fullest(config: Config, layout: Layout) -> float:
 def largest_update(layout: Layout) -> float:
     """Parameters that the rank with most of them updates."""
     plan, pipeline = layout.plan, layout.pipeline
-    held = local_parameters(layout.spec, plan.tp)
-    ranks = [pipeline.stages(rank).values() for rank in range(plan.pp)]
-    most = max(sum(sum(held.units(layers)) for layers in stages) for stages in ranks)
-    return most / (plan.shard if plan.stage else 1)
+    ranks = [list(pipeline.stages(rank).values()) for rank in range(plan.pp)]
+    return max(state_bytes(layout.spec, plan, 0, stages).parameters for stages in ranks) / MASTER_BYTES
 
 
 def communication_seconds(layout: Layout, timing: ModelTiming) -> dict[str, float]:
