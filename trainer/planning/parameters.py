@@ -84,9 +84,8 @@ class ParameterInfo:
 
     def held(self, ranks: int, ep: int = 1) -> int:
         """Elements that one of `ranks` tensor-parallel ranks holds, rounded up; of a stack of experts, one of `ep`."""
-        if self.stacked:
-            return self.size // ep
-        return self.size if self.tensor_dimension(ranks) is None else -(-self.size // ranks)
+        size = self.size // ep if self.stacked else self.size
+        return size if self.tensor_dimension(ranks) is None else -(-size // ranks)
 
     def row(self, ranks: int, shards: int, ep: int = 1) -> int:
         """Elements that the first of `ranks` tensor-parallel ranks holds of it, shared by `shards` ranks: cut evenly,

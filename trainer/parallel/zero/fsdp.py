@@ -231,9 +231,14 @@ class FSDPSharding:
     ):
         self.stages, self.gather_again = stages, plan.stage == 3
         self.units = {stage: fsdp_units(model) for stage, model in stages.items()}
-        # Whether FSDP's mesh has a replica dimension, so that it may accumulate reduced gradients (partial sums) until
-        # the last reduction of the step.
-        self.partial_sums = plan.replicate > 1 or plan.offload
+        # Whether FSDP's mesh of a unit has a replica dimension, so that it may accumulate reduced gradients (partial
+        # sums) until the last reduction of the step.
+        replicas = {True: plan.expert_mesh["expert_replicate"], False: plan.replicate}
+        self.partial_sums = {
+            unit: replicas[isinstance(unit, ExpertUnit)] > 1 or plan.offload
+            for units in self.units.values()
+            for unit in units
+        }
         self.reductions, self.compression = reductions, compression
         self.remaining = dict.fromkeys(stages, 0)
 

@@ -7,7 +7,7 @@ their shards and, within a step, their gathered copies and the gradients accumul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial, wraps
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -68,14 +68,14 @@ def accumulate_gradients(units: list[FSDPModule]) -> None:
                 parameter.unsharded_accumulated_grad += gradient
 
 
-def reduce_accumulated(units: list[FSDPModule], partial_sums: bool, last: bool) -> None:
+def reduce_accumulated(units: list[FSDPModule], partial_sums: Mapping[FSDPModule, bool], last: bool) -> None:
     """Reduces accumulated gradients as the end of a backward pass would. partial_sums: whether FSDP may keep the
-    results of earlier reductions on the device. last: whether this is the step's last reduction, which completes
+    results of a unit's earlier reductions on the device. last: whether this is the step's last reduction, which completes
     them."""
     # Backward's order, the same on all ranks: each unit's reduction is a collective.
     for unit in reversed(units):
         group = parameter_group(unit)
-        if partial_sums or group._is_hsdp:
+        if partial_sums[unit]:
             fill_missing(group, last)
         group.post_backward()
 
