@@ -36,7 +36,7 @@ from trainer.distributed.collectives import TensorGroup
 from trainer.distributed.mesh import World, join_world, local_device
 from trainer.model.attention import block_mask, causal_attention, document_starts, first_seen, kernel_priority, mask_of
 from trainer.model.context_attention import ContextGroup
-from trainer.model.initial import fill_parameters, initial_weights
+from trainer.model.initial import fill_parameters, InitialWeights
 from trainer.model.transformer import Transformer
 from trainer.parallel.context.apply import share_sequences
 from trainer.parallel.context.plan import context_traffic
@@ -123,7 +123,7 @@ def layers(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> Transfo
     with torch.device("meta"):
         model = Transformer(spec, range(1, spec.depth - 1))
     model.to_empty(device=device)
-    fill_parameters(model, initial_weights(spec, 0, device))
+    fill_parameters(model, InitialWeights(spec, 0, device))
     model.to(dtype)
     for rotary in model.rotaries:
         rotary.float().reset_buffers()

@@ -38,7 +38,7 @@ from trainer.generate.sharded_model import ShardedModel, kv_group
 from trainer.model import context_attention
 from trainer.model.cache import KVCache
 from trainer.model.context_attention import KVAllGather
-from trainer.model.initial import fill_parameters, initial_weights
+from trainer.model.initial import InitialWeights, fill_parameters
 from trainer.model.layers import Layer
 from trainer.model.transformer import Transformer
 from trainer.parallel.context.apply import share_sequences
@@ -133,7 +133,7 @@ def build(spec: ModelSpec) -> Transformer:
     with torch.device("meta"):
         model = Transformer(spec)
     model.to_empty(device="cpu")
-    fill_parameters(model, initial_weights(spec, 0, CPU))
+    fill_parameters(model, InitialWeights(spec, 0, CPU))
     for rotary in model.rotaries:
         rotary.reset_buffers()
     return model.double()

@@ -37,7 +37,7 @@ from trainer.config.model import ModelSpec
 from trainer.data.batches import MicroBatch
 from trainer.distributed.mesh import World, join_world, local_device
 from trainer.distributed.tensors import local_regions, local_values
-from trainer.model.initial import initial_weights, parameter_infos
+from trainer.model.initial import InitialWeights, parameter_infos
 from trainer.model.loss import IGNORE
 from trainer.optim.optimizer import Optimizer
 from trainer.parallel.pipeline.plan import resolve_pipeline
@@ -385,7 +385,7 @@ def whole_matrices(worlds: Worlds, device: torch.device) -> list[dict[str, Any]]
         world = worlds.of(plan, device)
         state = TrainState.build(config, spec, plan, resolve_pipeline(config, spec, plan, batch), world)
         policies = {name: policy for name, policy in state.optimizer.policies.items() if policy.optimizer == "muon"}
-        infos, weights = parameter_infos(state.stages[0]), initial_weights(spec, config.run.seed, device)
+        infos, weights = parameter_infos(state.stages[0]), InitialWeights(spec, config.run.seed, device)
         whole = {name: nn.Parameter(weights(name, infos[name])) for name in policies}
         alone, generator = Optimizer(whole, policies, config.optimizer), torch.Generator(device).manual_seed(3)
         rate, one, zero = (torch.tensor(value, device=device) for value in (1e-2, 1.0, 0.0))

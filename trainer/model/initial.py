@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -89,7 +90,7 @@ def parameter_infos(model: nn.Module) -> dict[str, ParameterInfo]:
 
 
 Weights = Callable[[str, ParameterInfo], Tensor]
-"""Global name and declaration of a parameter -> its whole value."""
+"""Global name and declaration of a parameter -> its whole value. May have a method `experts` (`InitialWeights`)."""
 
 
 def name_seed(seed: int, name: str) -> int:
@@ -109,15 +110,17 @@ def initial_std(spec: ModelSpec, info: ParameterInfo) -> float:
     return std
 
 
-def initial_value(spec: ModelSpec, seed: int, name: str, info: ParameterInfo, device: torch.device) -> Tensor:
-    """The whole fp32 parameter `name`, [info.shape]."""
+def initial_value(
+    spec: ModelSpec, seed: int, name: str, info: ParameterInfo, device: torch.device, first: int = 0
+) -> Tensor:
+    """The whole fp32 parameter `name`, [info.shape]. first: of a stack of experts, the number of the first one."""
     value = torch.empty(info.shape, dtype=torch.float32, device=device)
     if info.role in ("norm", "bias"):
         return value.fill_(1 - spec.norm.offset if info.role == "norm" and name.endswith("weight") else 0)
     std = initial_std(spec, info)
     limit = spec.init.truncate * std
     # Each expert is drawn by itself, so that a rank can draw the experts that it holds without the others.
-    drawn = {f"{name}/{number}": part for number, part in enumerate(value)} if info.stacked else {name: value}
+    drawn = {f"{name}/{number}": part for number, part in enumerate(value, first)} if info.stacked else {name: value}
     for place, part in drawn.items():
         generator = torch.Generator(device).manual_seed(name_seed(seed, place))
         if limit:
@@ -133,13 +136,17 @@ def fill_parameters(model: nn.Module, value: Weights) -> None:
     values."""
     infos = parameter_infos(model)
     for name, parameter in model.named_parameters():
-        whole = value(name, infos[name]).to(parameter.device)
-        if isinstance(parameter, DTensor):  # each rank slices its own copy, nothing is sent
-            shape, offsets = local_extent(parameter)
-            part = whole[tuple(slice(offset, offset + size) for offset, size in zip(offsets, shape))]
-            parameter.to_local().copy_(part)
+        info, some = infos[name], getattr(value, "experts", None)
+        if not isinstance(parameter, DTensor):
+            parameter.copy_(value(name, info).to(parameter.device))
+            continue
+        shape, offsets = local_extent(parameter)
+        if info.stacked and some is not None:  # all experts of a layer may be more than fits
+            whole, offsets = some(name, info, range(offsets[0], offsets[0] + shape[0])), torch.Size((0, *offsets[1:]))
         else:
-            parameter.copy_(whole)
+            whole = value(name, info)
+        part = whole[tuple(slice(offset, offset + size) for offset, size in zip(offsets, shape))]
+        parameter.to_local().copy_(part.to(parameter.device))  # each rank slices its own copy, nothing is sent
     reset_buffers(model)
 
 
@@ -154,9 +161,18 @@ def initialize_model(
     model: nn.Module, spec: ModelSpec, seed: int, device: torch.device, weights: Weights | None = None
 ) -> None:
     """Sets all weights of a (sharded, materialised) model: the given ones, or freshly drawn."""
-    fill_parameters(model, weights or initial_weights(spec, seed, device))
+    fill_parameters(model, weights or InitialWeights(spec, seed, device))
 
 
-def initial_weights(spec: ModelSpec, seed: int, device: torch.device) -> Weights:
+class InitialWeights:
     """Freshly drawn weights, by name."""
-    return partial(initial_value, spec, seed, device=device)
+
+    def __init__(self, spec: ModelSpec, seed: int, device: torch.device):
+        self.draw = partial(initial_value, spec, seed, device=device)
+
+    def __call__(self, name: str, info: ParameterInfo) -> Tensor:
+        return self.draw(name, info)
+
+    def experts(self, name: str, info: ParameterInfo, numbers: range) -> Tensor:
+        """Some of a stack of experts, without the others: [len(numbers), ...]."""
+        return self.draw(name, replace(info, shape=(len(numbers), *info.shape[1:])), first=numbers.start)

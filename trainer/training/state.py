@@ -17,7 +17,7 @@ from trainer.config.model import ModelSpec
 from trainer.distributed.mesh import World
 from trainer.distributed.p2p import PipelineChannels, stage_edges
 from trainer.distributed.tensors import Fragment
-from trainer.model.initial import ParameterInfo, Weights, initial_weights, parameter_infos
+from trainer.model.initial import InitialWeights, ParameterInfo, Weights, parameter_infos
 from trainer.model.linear import DeferredGrads
 from trainer.model.loss import loss_terms
 from trainer.model.stage import Make, Stage
@@ -149,7 +149,7 @@ class TrainState:
             channels = PipelineChannels(world.pipeline, stage_edges(placement), world.device, timeout=world.timeout)
         shared = share_parameters(spec, pipeline, parameters, copies, channels, world)
         optimizer, scaler = engine.build_optimizer(
-            stages, parameters, infos, policies, shared, weights or initial_weights(spec, config.run.seed, world.device)
+            stages, parameters, infos, policies, shared, weights or InitialWeights(spec, config.run.seed, world.device)
         )
         return cls(
             config,

@@ -70,8 +70,8 @@ def accumulate_gradients(units: list[FSDPModule]) -> None:
 
 def reduce_accumulated(units: list[FSDPModule], partial_sums: Mapping[FSDPModule, bool], last: bool) -> None:
     """Reduces accumulated gradients as the end of a backward pass would. partial_sums: whether FSDP may keep the
-    results of a unit's earlier reductions on the device. last: whether this is the step's last reduction, which completes
-    them."""
+    results of a unit's earlier reductions on the device. last: whether this is the step's last reduction, which
+    completes them."""
     # Backward's order, the same on all ranks: each unit's reduction is a collective.
     for unit in reversed(units):
         group = parameter_group(unit)
