@@ -96,9 +96,10 @@ CHAINS = {  # of plans, two steps each, on 4 processes and then on 2; one proces
                 "parallel.pp": 2,
                 "parallel.pipeline.schedule": "zb_v",
                 "parallel.zero.stage": 2,
+                "parallel.ep": 2,
             },  # ends on one rank
             {"parallel.pp": 4, "parallel.pipeline.schedule": "1f1b"},  # and on two
-            {"parallel.tp": 4},
+            {"parallel.tp": 4, "parallel.ep": 4},
         ],
         2: [{"parallel.pp": 2, "parallel.pipeline.schedule": "dualpipe_v", "parallel.zero.stage": 1}],
     },

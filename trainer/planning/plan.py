@@ -141,7 +141,7 @@ def check_degrees(parallel: ParallelConfig, world: int) -> list[str]:
 
 def can_divide(parallel: ParallelConfig, world: int) -> bool:
     """Whether processes can be divided by the degrees at all, so that features can be asked about the plan."""
-    degrees = (parallel.tp, parallel.pp, parallel.cp, abs(parallel.dp))
+    degrees = (parallel.tp, parallel.pp, parallel.cp, parallel.ep, abs(parallel.dp))
     return world <= MOST_PROCESSES and min(degrees) >= 1 and parallel.dp >= -1
 
 

@@ -1,0 +1,119 @@
+"""Experts that ranks share: how tokens reach them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from support.launch import launch
+
+from trainer.config import Config, ConfigError
+from trainer.config.model import ExpertsSpec, FeedForwardSpec, ModelSpec
+from trainer.parallel.experts.plan import choose_dispatch
+from trainer.planning.features import check_whole_plan, resolve_plan
+from trainer.planning.states import state_bytes
+
+SIZES = {"alltoall": "exchange_counts", "allgather": "select_choices"}
+"""The operator of each way for which the host waits."""
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """By rank, what tests/workers/expert_ranks.py saw."""
+    out = tmp_path_factory.mktemp("experts") / "results.json"
+    launch("expert_ranks.py", 4, out, forks=True)
+    return json.loads(out.read_text())
+
+
+def test_shared_experts_compute_what_one_process_computes(measured):
+    """Results and all gradients, with skewed routing: one rank may receive all rows, or none."""
+    assert len(measured) == 4 and all(len(results) == 3 * 4 * 2 * 2 * 2 for results in measured)
+    wrong = [
+        result["case"] for results in measured for result in results if result["missing"] or result["error"] > 1e-12
+    ]
+    assert not wrong
+
+
+def test_recompute_asks_for_no_sizes_again(measured):
+    for result in (result for results in measured for result in results):
+        name = SIZES[result["case"].split()[0]]
+        assert result["calls"][name] == 1, result
+
+
+def spec_of(**experts: int) -> ModelSpec:
+    spec = ModelSpec(vocab_size=64, width=32, depth=2)
+    spec.feed_forward = FeedForwardSpec(width=48, experts=ExpertsSpec(**experts))
+    return spec
+
+
+def config_of(**settings: object) -> Config:
+    config = Config()
+    for name, value in settings.items():
+        target, *path = config.parallel, *name.split("__")
+        for part in path[:-1]:
+            target = getattr(target, part)
+        setattr(target, path[-1], value)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("world", "experts", "changes", "words", "legal"),
+    [
+        (4, {"count": 0}, {"ep": 2}, ["parallel.ep=2", "count=0", "parallel.ep=1"], {"ep": 1}),
+        (4, {"count": 6}, {"ep": 4}, ["parallel.ep=4", "count=6", "legal: 1, 2, 3, 6"], {"ep": 2}),
+        (6, {"count": 8}, {"ep": 4}, ["parallel.ep=4", "6 ranks", "legal: 1, 2, 3, 6"], {"ep": 2}),
+        (
+            12,
+            {"count": 12},
+            {"ep": 4, "shard": 6, "zero__stage": 1},
+            ["parallel.ep=4", "6 ranks", "legal: 1, 2, 3, 6, 12"],
+            {"ep": 12, "shard": 6, "zero__stage": 1},
+        ),
+        (4, {"count": 8}, {"ep": 0}, ["parallel.ep=0", "at least 1"], {"ep": 4}),
+    ],
+)
+def test_ranks_that_cannot_share_experts_are_refused(world, experts, changes, words, legal):
+    spec = spec_of(**experts)
+    with pytest.raises(ConfigError) as refusal:
+        resolve_plan(config_of(**changes).parallel, world, spec)
+    assert all(word in str(refusal.value) for word in words), refusal.value
+    assert resolve_plan(config_of(**legal).parallel, world, spec).ep == legal["ep"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"zero__engine": "deepspeed", "zero__stage": 1}, ["DeepSpeed", "parallel.zero.engine=torch"]),
+        ({"zero__collectives": "copy_engine", "zero__stage": 1}, ["collectives=copy_engine", "collectives=nccl"]),
+        ({"grad_comm__inner__codec": "int8", "zero__stage": 1}, ["grad_comm.inner.codec", "codec=none"]),
+    ],
+)
+def test_what_experts_cannot_travel_by_is_refused(changes, words):
+    config, spec = config_of(ep=2, **changes), spec_of(count=4)
+    (problem,) = check_whole_plan(config, spec, resolve_plan(config.parallel, 2, spec), 2)
+    assert all(word in problem for word in ["parallel.ep=2", *words])
+
+
+def test_fewer_bytes_decide_how_tokens_travel():
+    """An all-gather sends each token to every other rank, an all-to-all a row for each choice."""
+    config = config_of(ep=4)
+    assert choose_dispatch(config.parallel, spec_of(count=16, top_k=8), 4) == "allgather"
+    assert choose_dispatch(config.parallel, spec_of(count=16, top_k=4), 4) == "alltoall"
+    config.parallel.ep_dispatch = "alltoall"
+    assert choose_dispatch(config.parallel, spec_of(count=16, top_k=8), 4) == "alltoall"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_states_of_experts_are_shared_by_all_ranks(stage):
+    """Each rank of 8 keeps an eighth of the experts' states, however many are dealt out before."""
+    spec = spec_of(count=8)
+    found = {
+        ep: state_bytes(spec, resolve_plan(config_of(ep=ep, zero__stage=stage, tp=2).parallel, 8, spec), 2)
+        for ep in (1, 2, 4, 8)
+    }
+    experts = 4 * 2 * 3 * 8 * 48 * 32
+    for ep, states in found.items():
+        plain = found[1]
+        whole = plain.parameters - experts / (1 if stage == 0 else 4)
+        assert states.parameters == whole + experts / (ep if stage == 0 else 8 if ep > 1 else 4)
+        assert states.gathered <= plain.gathered and (ep == 1 or states.gathered < plain.gathered)
