@@ -141,6 +141,11 @@ class FSDP:
                 ignored_params=set() if module in experts else {one for unit in experts for one in unit.parameters()},
             )
         end_reductions_in_forward(model)
+        if experts and plan.stage == 3:
+            # The host waits for the router in every layer. A gather that it started afterwards would not overlap.
+            for some in (list(model.layers.values()), experts):
+                for unit, following in zip(some, some[1:]):
+                    unit.set_modules_to_forward_prefetch([following])
         shards, units = self.world.mesh["shard"].get_group(), [model, *model.layers.values()]
         # Without communication, parameters skip FSDP's flat buffers.
         if folded["expert_shard"] == 1 and not plan.offload:
@@ -257,7 +262,8 @@ class FSDPSharding:
         if is_set_up(model):  # before, FSDP has not found its root; the first pass gathers by itself
             # Only the outer unit and the first layer: FSDP gathers each further layer while the one before it
             # computes.
-            for module in [model, next(iter(model.layers.values()))]:
+            first = next(iter(model.layers.values()))
+            for module in filter(None, (model, first, getattr(first, "expert_unit", None))):
                 module.unshard(async_op=True)
 
     def accumulate(self, stage: int) -> None:
