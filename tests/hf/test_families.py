@@ -156,6 +156,33 @@ CASES = {
         "olmoe",
         {**MIXTURE, "num_experts": 2, "num_experts_per_tok": 1, "attention_bias": True},
     ),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            **MIXTURE,
+            "num_local_experts": 6,
+            "head_dim": 16,
+            "sliding_window": 8,
+            "rope_parameters": {**YARN, "truncate": False},
+        },
+    ),
+    "gpt_oss no projection biases, last window, each token to all experts": (
+        "gpt_oss",
+        {
+            **MIXTURE,
+            "num_local_experts": 3,
+            "num_experts_per_tok": 3,
+            "attention_bias": False,
+            "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gpt_oss without windows": (
+        "gpt_oss",
+        {**MIXTURE, "num_local_experts": 2, "layer_types": ["full_attention"] * 3},
+    ),
     "gemma2": (
         "gemma2",
         {
@@ -362,7 +389,7 @@ def test_half_precision_export(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"model_type": "gpt_oss"}, ["'gpt_oss'", "supported: llama, mistral"]),
+        ({"model_type": "mpt"}, ["'mpt'", "supported: llama, mistral"]),
         ({"model_type": None}, ["model_type=None", "supported: llama"]),
         ({"hidden_act": "mish"}, ["hidden_act='mish'", "silu"]),
         ({"rope_parameters": {**LLAMA3_ROPE, "rope_type": "ntk"}}, ["'ntk'", "default", "yarn"]),
