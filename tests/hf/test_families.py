@@ -179,10 +179,7 @@ CASES = {
             "tie_word_embeddings": True,
         },
     ),
-    "gpt_oss without windows": (
-        "gpt_oss",
-        {**MIXTURE, "num_local_experts": 2, "layer_types": ["full_attention"] * 3},
-    ),
+    "gpt_oss without windows": ("gpt_oss", {**MIXTURE, "num_local_experts": 2, "layer_types": ["full_attention"] * 3}),
     "gemma2": (
         "gemma2",
         {

@@ -47,7 +47,7 @@ def layer_of(name: str) -> ModelSpec:
     spec.pattern, spec.overrides, spec.depth, spec.width, spec.vocab_size = [], {}, 1, WIDTH, 61
     spec.attention.heads = spec.attention.kv_heads = 4
     spec.attention.head_dim, spec.feed_forward.width = 16, 160
-    spec.attention.window, spec.attention.soft_cap = 0, 0
+    spec.attention.window, spec.attention.soft_cap, spec.attention.sinks = 0, 0, False
     spec.learned_positions, spec.norm = False, NormSpec(kind="layer", placement=spec.norm.placement)
     spec.attention.rope = RopeSpec()
     return spec

@@ -139,7 +139,13 @@ class CachedMask(NamedTuple):
 
 
 def attend_cached(
-    query: Tensor, key: Tensor, value: Tensor, cached: CachedMask, scale: float, soft_cap: float, sinks: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cached: CachedMask,
+    scale: float,
+    soft_cap: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`causal_attention` for new tokens, whose keys and values are kept, among them and all that were kept before."""
     (cache, contexts, positions, *_), layer, mask, window = cached

@@ -308,7 +308,13 @@ class KVRegather:
 
 
 def attend_together(
-    query: Tensor, key: Tensor, value: Tensor, shared: SharedMask, scale: float, soft_cap: float, sinks: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    shared: SharedMask,
+    scale: float,
+    soft_cap: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`causal_attention` for this rank's queries among the keys of whole sequences. All tensors are [batch, heads,
     tokens of this rank, head_dim]."""
@@ -321,7 +327,13 @@ def attend_together(
 
 
 def attend_gathered(
-    query: Tensor, key: Tensor, value: Tensor, shared: SharedMask, scale: float, soft_cap: float, sinks: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    shared: SharedMask,
+    scale: float,
+    soft_cap: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`attend_together` after heads have been exchanged: only keys have to be gathered."""
     group = shared.group.keys
@@ -375,7 +387,7 @@ def attend_parts(
     parts: Sequence[HaloPart],
     scale: float,
     soft_cap: float,
-    sinks: Tensor | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of runs of queries, each with the keys that it needs."""
     attended = [

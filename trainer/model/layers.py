@@ -311,9 +311,7 @@ class Mixture(Block):
     def __init__(self, spec: FeedForwardSpec, width: int):
         super().__init__()
         self.router = Router(spec.experts, width)
-        self.experts = Experts(
-            spec.experts, width, spec.width, partial(gate_hidden, spec.activation), spec.bias
-        )
+        self.experts = Experts(spec.experts, width, spec.width, partial(gate_hidden, spec.activation), spec.bias)
         self.shared = self.shared_gate = None
         if spec.experts.shared_width:
             self.shared = FeedForward(replace(spec, width=spec.experts.shared_width), width)

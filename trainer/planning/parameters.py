@@ -69,7 +69,8 @@ class ParameterInfo:
 
     @property
     def stacked(self) -> bool:
-        """Whether it is a matrix for each expert, [experts, outputs, inputs], or a bias for each, [experts, outputs]."""
+        """Whether it is a matrix for each expert, [experts, outputs, inputs], or a bias for each, [experts,
+        outputs]."""
         return self.axes[0] == "experts" and len(self.shape) == (2 if self.role == "bias" else 3)
 
     @property
@@ -271,9 +272,9 @@ def mixture_feed_forward(layer: LayerSpec, width: int) -> dict[str, ParameterInf
     active = experts.top_k / experts.count
 
     def stack(outputs: int, inputs: int, axes: tuple[str, str], residual: bool = False) -> Table:
-        shape, axes = (experts.count, outputs, inputs), ("experts", *axes)
-        table = {"weight": ParameterInfo(shape, axes, "matrix", residual, active=active)}
-        bias = {"bias": ParameterInfo(shape[:2], axes[:2], "bias", active=active)}
+        shape, named = (experts.count, outputs, inputs), ("experts", *axes)
+        table = {"weight": ParameterInfo(shape, named, "matrix", residual, active=active)}
+        bias = {"bias": ParameterInfo(shape[:2], named[:2], "bias", active=active)}
         return table | bias if layer.feed_forward.bias else table
 
     into = stack(inner, width, ("inner", "embed"))
