@@ -97,6 +97,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
     },
     "all experts": {"feed_forward": {"width": 40, "experts": {"count": 3, "top_k": 3, "normalise": False}}},
+    "gpt_oss": {
+        "attention": {"output_bias": True, "sinks": True, "window": 5},
+        "pattern": [{}, {"attention": {"window": 0}}],
+        "feed_forward": {
+            "width": 40,
+            "bias": True,
+            "activation": "clamped_swiglu",
+            "experts": {"count": 6, "top_k": 2, "router_bias": True},
+        },
+    },
     "gemma": {"norm": {"placement": "both", "offset": 1.0}, "embedding_scale": 24**0.5, "logit_soft_cap": 5.0},
 }
 RECOMPUTE = {
