@@ -329,7 +329,7 @@ def test_damaged_packed_experts_are_refused(damage, words, tmp_path: Path) -> No
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-@pytest.mark.parametrize("family, method", [("gpt_oss", "gptq"), ("llama", "mxfp4")])
+@pytest.mark.parametrize("family, method", [("gpt_oss", "gptq"), ("llama", "mxfp4"), ("llama", "")])
 def test_other_quantised_weights_are_refused(family, method, tmp_path: Path) -> None:
     folder = packed(tmp_path)[0] if family == "gpt_oss" else saved(tmp_path)
     edit_config(folder, quantization_config={"quant_method": method})

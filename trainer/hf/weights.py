@@ -36,6 +36,9 @@ MXFP4_BLOCK = 32
 E2M1 = torch.tensor([sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)])
 """The value of each code of 4 bits: a sign, two bits of exponent, one of mantissa."""
 
+E2M1_PAIRS = torch.stack([E2M1.repeat(16), E2M1.repeat_interleave(16)], 1)
+"""The two values of each byte, of its lower half and of its upper half: [256, 2]."""
+
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 """The file of a model's weights, and the file that names several."""
 
@@ -340,8 +343,7 @@ def dequantise_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 
     blocks: uint8 [..., blocks, 16], two numbers in a byte, the first one in its lower half. scales: uint8 [...,
     blocks], exponents plus 127. Result: [..., 32 blocks]."""
-    numbers = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
-    return torch.ldexp(E2M1[numbers.int()], scales[..., None].int() - 127).flatten(-2)
+    return torch.ldexp(E2M1_PAIRS[blocks.int()].flatten(-2), scales[..., None].int() - 127).flatten(-2)
 
 
 def format_names(names: list[str]) -> str:
