@@ -228,7 +228,7 @@ class NormSpec:
 
 @dataclass
 class InitSpec:
-    """Initial weights. Norm weights start at one (less the offset), biases at zero."""
+    """Initial weights. Norm weights start at one (less the offset), biases and sinks at zero."""
 
     std: float = option(0.02, "standard deviation of matrices; 0 means sqrt(2 / (5 width)) (GPT-NeoX small init)")
     truncate: float = option(0.0, "values are drawn within this many standard deviations; 0 means no limit")

@@ -88,7 +88,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """The gate of GPT-OSS, whose inputs are clamped (arXiv 2508.10925, section 2.2)."""
+    """The gate of GPT-OSS, whose inputs are clamped (arXiv 2508.10925)."""
     gate = gate.clamp(max=7.0)
     return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7.0, 7.0) + 1)
 
