@@ -329,6 +329,13 @@ def test_damaged_packed_experts_are_refused(damage, words, tmp_path: Path) -> No
     assert all(word in str(caught.value) for word in words), caught.value
 
 
+def test_packed_rows_of_other_lengths_are_refused(tmp_path: Path) -> None:
+    folder, _, _ = packed(tmp_path)
+    edit_config(folder, intermediate_size=40)
+    with pytest.raises(ConfigError, match="down_proj_blocks holds blocks of 32 numbers, but .* rows of 40"):
+        HFWeights(folder, spec_from_hf(folder))
+
+
 @pytest.mark.parametrize("family, method", [("gpt_oss", "gptq"), ("llama", "mxfp4"), ("llama", "")])
 def test_other_quantised_weights_are_refused(family, method, tmp_path: Path) -> None:
     folder = packed(tmp_path)[0] if family == "gpt_oss" else saved(tmp_path)

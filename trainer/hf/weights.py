@@ -293,7 +293,12 @@ class HFWeights(StoredTensors):
         if not self.is_packed(entry):
             return {entry.theirs: (shape, STORED)}
         *rows, inputs, outputs = shape
-        scales = (*rows, outputs, -(-inputs // MXFP4_BLOCK))
+        if inputs % MXFP4_BLOCK:
+            raise self.error(
+                f"{entry.theirs + PACKED[0]} holds blocks of {MXFP4_BLOCK} numbers, but config.json asks for rows of "
+                f"{inputs}; {SAVE}"
+            )
+        scales = (*rows, outputs, inputs // MXFP4_BLOCK)
         return {
             entry.theirs + name: (size, ("U8",)) for name, size in zip(PACKED, ((*scales, MXFP4_BLOCK // 2), scales))
         }
