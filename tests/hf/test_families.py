@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from support.estimates import shipped
 from torch import Tensor
 
 from trainer.config import ConfigError
@@ -156,6 +157,30 @@ CASES = {
         "olmoe",
         {**MIXTURE, "num_experts": 2, "num_experts_per_tok": 1, "attention_bias": True},
     ),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            **MIXTURE,
+            "num_local_experts": 6,
+            "head_dim": 16,
+            "sliding_window": 8,
+            "rope_parameters": {**YARN, "truncate": False},
+        },
+    ),
+    "gpt_oss no projection biases, last window, each token to all experts": (
+        "gpt_oss",
+        {
+            **MIXTURE,
+            "num_local_experts": 3,
+            "num_experts_per_tok": 3,
+            "attention_bias": False,
+            "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gpt_oss without windows": ("gpt_oss", {**MIXTURE, "num_local_experts": 2, "layer_types": ["full_attention"] * 3}),
     "gemma2": (
         "gemma2",
         {
@@ -331,6 +356,55 @@ def test_either_generation_of_rope_options_is_enough(family: str, rope: RopeSpec
         assert spec_from_hf(tmp_path).attention.rope == rope
 
 
+GPT_OSS_20B = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": 200002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "output_router_logits": False,
+    "pad_token_id": 199999,
+    "quantization_config": {"modules_to_not_convert": ["model.layers.*.self_attn"], "quant_method": "mxfp4"},
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "transformers_version": "4.55.0.dev0",
+    "use_cache": True,
+    "vocab_size": 201088,
+}
+"""Of the published folder, which transformers 4.55 wrote."""
+
+
+def test_the_published_gpt_oss_is_the_shipped_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GPT_OSS_20B))
+    assert first_difference(spec_from_hf(tmp_path), shipped("gpt_oss_20b")) is None
+
+
 def test_checkpoints_of_the_bare_base_model_are_read(tmp_path: Path) -> None:
     """The published GPT-2 has no `transformer.` prefix and holds the causal mask as a buffer."""
     from safetensors.torch import load_file, save_file
@@ -362,7 +436,7 @@ def test_half_precision_export(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"model_type": "gpt_oss"}, ["'gpt_oss'", "supported: llama, mistral"]),
+        ({"model_type": "mpt"}, ["'mpt'", "supported: llama, mistral"]),
         ({"model_type": None}, ["model_type=None", "supported: llama"]),
         ({"hidden_act": "mish"}, ["hidden_act='mish'", "silu"]),
         ({"rope_parameters": {**LLAMA3_ROPE, "rope_type": "ntk"}}, ["'ntk'", "default", "yarn"]),
@@ -385,6 +459,8 @@ def test_unsupported_options_are_refused_by_name(tmp_path: Path, changes: dict, 
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit=5.0 .*supported: 7.0"),
+        ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0 .*supported: 1.702"),
         ("qwen2", {"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "chunked_attention"),
     ],
 )

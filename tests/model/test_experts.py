@@ -53,30 +53,45 @@ def ends_of(counts: list[int]) -> Tensor:
 # The grouped GEMM.
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
-    counts=st.lists(st.integers(0, 5), min_size=1, max_size=5), deferring=st.sampled_from(["no", "at once", "later"])
+    counts=st.lists(st.integers(0, 5), min_size=1, max_size=5),
+    deferring=st.sampled_from(["no", "at once", "later"]),
+    biased=st.sampled_from(["no", "plain", "weighted"]),
 )
-def test_a_grouped_product_and_its_gradients_are_those_of_each_expert(counts, deferring):
+def test_a_grouped_product_and_its_gradients_are_those_of_each_expert(counts, deferring, biased):
     """Of no rows at all too, of one expert with all, of experts without any."""
     torch.manual_seed(0)
-    layer = experts.GroupedLinear(ExpertsSpec(count=len(counts)), 8, 16, ("inner", "embed")).double()
-    torch.nn.init.normal_(layer.weight)
+    spec = ExpertsSpec(count=len(counts))
+    layer = experts.GroupedLinear(spec, 8, 16, ("inner", "embed"), bias=biased != "no").double()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
     deferred = DeferredGrads()
     if deferring != "no":
         layer.defer(deferred)
         deferred.active = deferring == "later"
     x = torch.randn(sum(counts), 8, dtype=torch.float64, requires_grad=True)
     gradient = torch.randn(sum(counts), 16, dtype=torch.float64)
-    y = layer(x, ends_of(counts))
+    factors = torch.randn(sum(counts), dtype=torch.float64, requires_grad=True) if biased == "weighted" else None
+    y = layer(x, ends_of(counts), factors)
     y.backward(gradient)
     if deferring == "later":
         assert layer.weight.grad is None
         deferred.take()()
     other, weight = x.detach().requires_grad_(), layer.weight.detach().requires_grad_()
     expected = torch.cat([part @ matrix.t() for part, matrix in zip(other.split(counts), weight)])
+    pairs = [(layer.weight, weight), (x, other)]
+    if biased != "no":
+        bias = layer.bias.detach().requires_grad_()
+        rows = torch.cat([row.expand(count, -1) for row, count in zip(bias, counts)])
+        pairs.append((layer.bias, bias))
+        if factors is not None:
+            again = factors.detach().requires_grad_()
+            rows = rows * again[:, None]
+            pairs.append((factors, again))
+        expected = expected + rows
     expected.backward(gradient)
-    for found, wanted in ((y, expected), (x.grad, other.grad), (layer.weight.grad, weight.grad)):
+    for found, wanted in ((y, expected), *((one.grad, two.grad) for one, two in pairs)):
         torch.testing.assert_close(found, wanted)
 
 
@@ -88,6 +103,7 @@ def test_the_operators_are_sound_for_the_compiler(counts):
         (torch.ops.trainer.grouped_matmul, (x, weight, ends)),
         (torch.ops.trainer.grouped_backward, (gradient, weight, x, ends, [])),
         (torch.ops.trainer.choose_experts, (scores, 2, 4, 2, 2)),
+        (torch.ops.trainer.sum_groups, (gradient, torch.rand(sum(counts)), ends)),
     ):
         torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
 
@@ -95,10 +111,25 @@ def test_the_operators_are_sound_for_the_compiler(counts):
 # The layer, beside every expert computing every token.
 
 
+def bias_of(module: torch.nn.Module) -> Tensor | float:
+    """The bias of a projection, zero where it has none."""
+    return dict(module.named_parameters()).get("bias", 0.0)
+
+
+def gated(activation: str, gate: Tensor, up: Tensor) -> Tensor:
+    if activation == "silu":
+        return F.silu(gate) * up
+    return (
+        gate.minimum(torch.tensor(7.0))
+        / (1 + torch.exp(-1.702 * gate.minimum(torch.tensor(7.0))))
+        * (up.minimum(torch.tensor(7.0)).maximum(torch.tensor(-7.0)) + 1)
+    )
+
+
 def dense_mixture(block: Mixture, spec: FeedForwardSpec, x: Tensor) -> Tensor:
     """What a mixture computes, by plain operations: all experts of all tokens, weighted with zero where not chosen."""
     e = spec.experts
-    logits = x @ block.router.weight.t()
+    logits = x @ block.router.weight.t() + bias_of(block.router)
     scores = logits.softmax(-1) if e.score == "softmax" else logits.sigmoid()
     groups = scores.unflatten(-1, (e.groups, -1)).sort(-1, descending=True).values
     values = groups[..., : 2 if e.group_score == "top2" else 1].sum(-1)
@@ -108,11 +139,17 @@ def dense_mixture(block: Mixture, spec: FeedForwardSpec, x: Tensor) -> Tensor:
     weights = torch.where(chosen, scores, 0)
     if e.normalise:
         weights = weights / weights.sum(-1, keepdim=True)
-    gate, up, down = (getattr(block.experts, name).weight for name in ("gate", "up", "down"))
-    hidden = F.silu(torch.einsum("tw,efw->tef", x, gate)) * torch.einsum("tw,efw->tef", x, up)
-    result = torch.einsum("tef,ewf,te->tw", hidden, down, weights * e.scale)
+    inner = (getattr(block.experts, name) for name in ("gate", "up"))
+    hidden = gated(spec.activation, *(torch.einsum("tw,efw->tef", x, one.weight) + bias_of(one) for one in inner))
+    outputs = torch.einsum("tef,ewf->tew", hidden, block.experts.down.weight) + bias_of(block.experts.down)
+    result = torch.einsum("tew,te->tw", outputs, weights * e.scale)
     if block.shared is not None:
-        shared = block.shared.down(F.silu(block.shared.gate(x)) * block.shared.up(x))
+        (gate, up), down = (
+            ((one.weight, bias_of(one)) for one in (block.shared.gate, block.shared.up)),
+            block.shared.down,
+        )
+        hidden = gated(spec.activation, *(x @ weight.t() + bias for weight, bias in (gate, up)))
+        shared = hidden @ down.weight.t() + bias_of(down)
         gating = 1 if block.shared_gate is None else (x @ block.shared_gate.weight.t()).sigmoid()
         result = result + gating * shared
     return result
@@ -135,20 +172,27 @@ def mixtures(draw: st.DrawFn) -> ExpertsSpec:
         group_score=draw(st.sampled_from(["max", "top2"])),
         shared_width=shared,
         shared_gate=bool(shared) and draw(st.booleans()),
+        router_bias=draw(st.booleans()),
     )
 
 
 @settings(max_examples=40, deadline=None)
-@given(chosen=mixtures(), tokens=st.integers(0, 9), skewed=st.booleans())
-def test_a_mixture_is_the_weighted_sum_of_its_experts(chosen, tokens, skewed):
+@given(
+    chosen=mixtures(),
+    tokens=st.integers(0, 9),
+    skewed=st.booleans(),
+    bias=st.booleans(),
+    activation=st.sampled_from(["silu", "clamped_swiglu"]),
+)
+def test_a_mixture_is_the_weighted_sum_of_its_experts(chosen, tokens, skewed, bias, activation):
     """Outputs and the gradients of tokens and all parameters; skewed: all tokens to the same experts."""
-    spec = FeedForwardSpec(width=24, experts=chosen)
+    spec = FeedForwardSpec(width=24, bias=bias, activation=activation, experts=chosen)
     assert not chosen.check(16, spec)
     torch.manual_seed(1)
     block = Mixture(spec, 16).double()
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
-    x = torch.randn(tokens, 16, dtype=torch.float64)
+    x = 3 * torch.randn(tokens, 16, dtype=torch.float64)  # some of the gate's inputs are clamped
     if skewed:
         x = x[:1].expand(tokens, 16) + 1e-3 * x
     x.requires_grad_()
@@ -194,6 +238,7 @@ POLICIES = {
 def test_recompute_does_not_choose_again(policy, compiled, monkeypatch):
     """A second choice for the same tokens would be another."""
     spec, tokens, calls = with_experts(groups=2, top_groups=1), torch.randint(0, 61, (2, 12)), []
+    spec.feed_forward.bias = True
     plain, model, topk = build(spec), build(spec), Tensor.topk
     apply_recompute(model, ActivationConfig(**POLICIES[policy]))
     if compiled:
@@ -226,7 +271,8 @@ def test_what_would_choose_again_is_refused():
 
 
 def test_deferred_gradients_are_those_of_one_pass():
-    spec = with_experts(shared_width=8, shared_gate=True)
+    spec = with_experts(shared_width=8, shared_gate=True, router_bias=True)
+    spec.feed_forward.bias = True
     tokens = torch.randint(0, 61, (2, 12))
     plain, model, deferred = build(spec), build(spec), DeferredGrads()
     plain(tokens, tokens)[0].backward()
@@ -273,7 +319,10 @@ WRONG = {
 }
 BLOCKS = {
     "kind": ({"kind": "plain"}, ["kind=plain", "gated"]),
-    "bias": ({"bias": True}, ["bias", "count=0"]),
+    "activation": (
+        {"kind": "plain", "activation": "clamped_swiglu", "experts": {"count": 0}},
+        ["activation=clamped_swiglu", "kind=plain", "kind=gated"],
+    ),
     "width": ({"width": 28}, ["width=28", "multiple of 8", "32"]),
 }
 
@@ -284,7 +333,7 @@ def test_a_wrong_mixture_is_refused_with_the_way_out(case):
     spec = with_experts(**fields) if case in WRONG else spec_of(feed_forward=fields)
     (problem,) = spec.check()
     assert all(word in problem for word in words), problem
-    dense = spec_of(overrides={"0:2": {"feed_forward": {"experts": {"count": 0}}}}, feed_forward={"bias": True})
+    dense = spec_of(overrides={"0:2": {"feed_forward": {"experts": {"count": 0}}}}, feed_forward={"width": 28})
     assert not dense.check()
 
 

@@ -47,7 +47,7 @@ def layer_of(name: str) -> ModelSpec:
     spec.pattern, spec.overrides, spec.depth, spec.width, spec.vocab_size = [], {}, 1, WIDTH, 61
     spec.attention.heads = spec.attention.kv_heads = 4
     spec.attention.head_dim, spec.feed_forward.width = 16, 160
-    spec.attention.window, spec.attention.soft_cap = 0, 0
+    spec.attention.window, spec.attention.soft_cap, spec.attention.sinks = 0, 0, False
     spec.learned_positions, spec.norm = False, NormSpec(kind="layer", placement=spec.norm.placement)
     spec.attention.rope = RopeSpec()
     return spec
@@ -131,7 +131,7 @@ def test_what_auto_keeps_of_each_layer_is_what_is_planned(share):
 
 
 @pytest.mark.skipif(not CAN_COMPILE, reason="needs a compiler")
-@pytest.mark.parametrize("name", ["qwen3_8b", "olmoe_1b_7b"])
+@pytest.mark.parametrize("name", ["qwen3_8b", "olmoe_1b_7b", "gpt_oss_20b"])
 def test_compiled_layers_hold_what_is_planned(name):
     """Not what a gated block's non-linearity gives, which is a part of the kernel that needs it again."""
     spec, model = layer_of(name), Transformer(layer_of(name))

@@ -402,6 +402,10 @@ EXPERTS = [
         {"dp": 2, "tp": 2, "stage": 3, "offload": True, "optimizer": "muon"},
         {"tp": 2, "pp": 2, "schedule": "zb_h1", "recompute": "full", "micro_batches": 3},
         {"dp": 2, "pp": 2, "stage": 3, "schedule": "zb_v", "micro_batches": 3, "tied": True},
+        {"family": "gpt_oss", "tp": 2, "recompute": "selective"},
+        {"family": "gpt_oss", "dp": 2, "stage": 3, "attention": "documents", "recompute": "modules"},
+        {"family": "gpt_oss", "cp": 2, "way": "ulysses", "stage": 2, "kv_heads": 1},
+        {"family": "gpt_oss", "pp": 2, "schedule": "zb_v", "micro_batches": 3, "recompute": "full"},
     )
 ]
 """Experts beside a dense layer. In 16 bits a token may go to another expert than in fp32, so most of these cases send
@@ -439,6 +443,7 @@ COMPILED_EXPERTS = [
     EXPERTS[0] | {"compile": "graphs", "tp": 2, "recompute": "selective"},
     EXPERT_PARALLEL[0] | {"compile": "graphs", "stage": 3, "recompute": "selective", "ep_dispatch": "alltoall"},
     EXPERT_PARALLEL[0] | {"compile": "graphs", "stage": 1, "recompute": "selective", "ep_dispatch": "allgather"},
+    EXPERTS[0] | {"family": "gpt_oss", "compile": "graphs", "dp": 2, "stage": 3, "recompute": "selective"},
 ]
 
 

@@ -21,7 +21,7 @@ def small(family: str, **changes: Any) -> ModelSpec:
     """A tiny spec with the values that the architecture implies. changes: by path, two underscores for a dot."""
     spec = ModelSpec(family=family, vocab_size=61, width=32, depth=2, max_length=64)
     spec.attention.heads, spec.feed_forward.width = 4, 40
-    if FAMILIES[family].stacked_rules:
+    if any("experts" in rule.theirs for rule in FAMILIES[family].layer_rules):
         spec.feed_forward.experts.count = 4
         spec.feed_forward.experts.shared_width = 24 if family == "qwen2_moe" else 0
     for path, value in changes.items():
@@ -65,7 +65,7 @@ def variations(spec: ModelSpec, path: str) -> Iterator[ModelSpec]:
             if not FIELDS[path].choices:
                 return
     alone = FIELDS[path].choices and len(FIELDS[path].choices) == 1
-    # Experts are gated, and have no biases; one group has no other number of best groups.
+    # Experts are gated; one group has no other number of best groups.
     fixed = spec.feed_forward.experts.count or path.startswith("feed_forward.experts.")
     assert found or alone or fixed, f"no legal variation of model.{path}"
 

@@ -99,6 +99,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "all experts": {"feed_forward": {"width": 40, "experts": {"count": 3, "top_k": 3, "normalise": False}}},
     "eight experts": {"feed_forward": {"width": 40, "experts": GROUPED_EXPERTS | {"shared_width": 20}}},
     "two experts": {"feed_forward": {"width": 40, "experts": {"count": 2, "top_k": 1, "normalise": False}}},
+    "gpt_oss": {
+        "attention": {"output_bias": True, "sinks": True, "window": 5},
+        "pattern": [{}, {"attention": {"window": 0}}],
+        "feed_forward": {
+            "width": 40,
+            "bias": True,
+            "activation": "clamped_swiglu",
+            "experts": {"count": 6, "top_k": 2, "router_bias": True},
+        },
+    },
     "gemma": {"norm": {"placement": "both", "offset": 1.0}, "embedding_scale": 24**0.5, "logit_soft_cap": 5.0},
 }
 RECOMPUTE = {

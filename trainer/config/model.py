@@ -118,12 +118,21 @@ class AttentionSpec:
         0, "sliding window: a token sees itself and the window - 1 tokens before it; 0 means all", unit="tokens"
     )
     soft_cap: float = option(0.0, "scores become cap * tanh(scores / cap); 0 means off (Gemma 2: 50)")
+    sinks: bool = option(
+        False, "each head has a learned logit that joins the denominator of its softmax and has no value (GPT-OSS)"
+    )
     scale: float = option(0.0, "factor on the scores; 0 means head_dim ** -0.5")
     positions: str = option(
         "rope", "rotary positions, or none (learned positions are a field of the model)", ("rope", "none")
     )
     rope: RopeSpec = option(RopeSpec(), "rotary frequencies")
     settings: dict[str, Any] = option({}, "settings of a registered kind, by its name", registry=ATTENTION)
+
+    @property
+    def changes_softmax(self) -> bool:
+        """Whether the weights of the keys are more than a softmax of scaled scores. Kernels of plain attention cannot
+        compute them."""
+        return bool(self.soft_cap or self.sinks)
 
 
 EXPERT_ALIGNMENT = 8
@@ -158,6 +167,7 @@ class ExpertsSpec:
     shared_gate: bool = option(
         False, "the output of the shared block is multiplied by a sigmoid of the token (Qwen2-MoE)"
     )
+    router_bias: bool = option(False, "bias on the router's logits (GPT-OSS)")
 
     def check(self, width: int, block: FeedForwardSpec) -> list[str]:
         """What is wrong with the experts of `block` in a residual stream of `width`."""
@@ -168,10 +178,6 @@ class ExpertsSpec:
             found.append(
                 f"{path}.count={self.count}: experts are gated, and model.feed_forward.kind={block.kind}; set "
                 "model.feed_forward.kind=gated, or count=0"
-            )
-        if block.bias:
-            found.append(
-                f"{path}.count={self.count}: experts have no biases; set model.feed_forward.bias=false, or count=0"
             )
         for name, size in (("model.width", width), ("model.feed_forward.width", block.width)):
             if size % EXPERT_ALIGNMENT:
@@ -196,11 +202,15 @@ class ExpertsSpec:
 
 @dataclass
 class FeedForwardSpec:
-    """Feed-forward block: `gated` is down(act(gate(x)) * up(x)) (SwiGLU, GeGLU), `plain` is down(act(up(x)))."""
+    """Feed-forward block: `gated` is down(act(gate(x)) * up(x)) (SwiGLU, GeGLU), `plain` is down(act(up(x))). With
+    clamped_swiglu (GPT-OSS), `gated` is down(g * sigmoid(1.702 g) * (u + 1)), where g is gate(x), at most 7, and u is
+    up(x), within -7 and 7."""
 
     kind: str = option("gated", "feed-forward block", FEED_FORWARD)
     width: int = option(1024, "hidden width; of each expert, where there are experts")
-    activation: str = option("silu", "non-linearity", ("silu", "gelu", "gelu_tanh", "relu"))
+    activation: str = option(
+        "silu", "non-linearity; clamped_swiglu needs a gate", ("silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu")
+    )
     bias: bool = option(False, "bias on the projections")
     experts: ExpertsSpec = option(ExpertsSpec(), "experts instead of one block")
     settings: dict[str, Any] = option({}, "settings of a registered kind, by its name", registry=FEED_FORWARD)
@@ -218,7 +228,7 @@ class NormSpec:
 
 @dataclass
 class InitSpec:
-    """Initial weights. Norm weights start at one (less the offset), biases at zero."""
+    """Initial weights. Norm weights start at one (less the offset), biases and sinks at zero."""
 
     std: float = option(0.02, "standard deviation of matrices; 0 means sqrt(2 / (5 width)) (GPT-NeoX small init)")
     truncate: float = option(0.0, "values are drawn within this many standard deviations; 0 means no limit")
@@ -250,7 +260,7 @@ class ModelSpec:
         "transformers architecture that the model is exported as",
         (
             *("llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox", "olmo2", "gemma2", "phi3"),
-            *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe"),
+            *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss"),
         ),
     )
     vocab_size: int = option(4096, "rows of the token embedding", unit="tokens")
@@ -336,6 +346,11 @@ class ModelSpec:
                 found += a.rope.check(int(a.head_dim * a.rope.fraction))
             if layer.feed_forward.width < 1:
                 found.append(f"model.feed_forward.width={layer.feed_forward.width} must be positive")
+            elif layer.feed_forward.kind == "plain" and layer.feed_forward.activation == "clamped_swiglu":
+                found.append(
+                    "model.feed_forward.activation=clamped_swiglu needs a gate, and model.feed_forward.kind=plain has "
+                    "none; set model.feed_forward.kind=gated, or another activation"
+                )
             elif layer.feed_forward.experts.count:
                 found += layer.feed_forward.experts.check(self.width, layer.feed_forward)
             if found:

@@ -42,6 +42,7 @@ _NAMES = {
     "model.feed_forward.experts.top_k": "num_experts_per_tok moe_router_topk",
     "model.max_length": "max_position_embeddings",
     "model.attention.window": "window_size sliding_window",
+    "model.attention.sinks": "attention_sinks softmax_type",
     "model.attention.rope.theta": "rope_theta rotary_base",
     "model.init.std": "init_method_std initializer_range",
     "model.tied": "tie_word_embeddings tie_embeddings",

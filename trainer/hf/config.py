@@ -45,7 +45,7 @@ ROPE_NAMES = {
 OPTIONAL = ("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim")
 """Fields of `RopeSpec` that rope_parameters may lack; null and 0 stand there for what is the default here."""
 UNSUPPORTED = {
-    "quantization_config": "quantised weights are not supported; supported: fp32, bf16, fp16",
+    "quantization_config": "quantised weights are not supported; supported: fp32, bf16, fp16, and mxfp4 of gpt_oss",
     "transformers_weights": "weights in another file than model.safetensors are not supported; rename the file",
     "per_layer_config": "options of single layers are not supported; supported: the same options for all layers",
 }
@@ -235,7 +235,7 @@ def decode_option(path: str, value: Any) -> Any:
 def encode_option(path: str, value: Any) -> Any:
     """A field's value as config.json holds it: the inverse of `decode_option`."""
     if path == "feed_forward.activation":
-        return next(theirs for theirs, ours in ACTIVATIONS.items() if ours == value)
+        return next((theirs for theirs, ours in ACTIVATIONS.items() if ours == value), "silu")
     if path == "attention.scale":
         return round(value**-2)  # an integer in transformers
     return None if path.endswith("soft_cap") and not value else value

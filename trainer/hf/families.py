@@ -6,7 +6,7 @@ tensors. Every name below is checked against transformers by the tests of logits
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -16,16 +16,19 @@ class ModuleRule:
 
     Several modules are joined along their outputs, in order.
     per_head: the rows of the modules alternate head by head (GPT-NeoX) instead of following one another.
+    interleaved: they alternate row by row (GPT-OSS).
     transposed: weights are stored [inputs, outputs] (GPT-2's Conv1D).
+    bare: the name of the weight has no suffix, and that of the bias ends in `_bias`.
     A `*` in `theirs` is the number of an expert: the matrices of one expert are apart in the files, and ours hold those
-    of all. stacked: one tensor without a suffix holds the matrices of all experts, [experts, outputs, inputs].
+    of all. Without it, a tensor holds the matrices of all experts, [experts, outputs, inputs].
     """
 
     theirs: str
     ours: tuple[str, ...]
     per_head: bool = False
+    interleaved: bool = False
     transposed: bool = False
-    stacked: bool = False
+    bare: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class ModelFamily:
     renamed: options that some versions of transformers write under another name, by that name.
     dense_layers: some layers can be dense, which decoder_sparse_step and mlp_only_layers name; intermediate_size is
         their width.
+    quantised: `quant_method` of the published files whose weights are read all the same: `weights.dequantise_mxfp4`.
     """
 
     architecture: str
@@ -64,6 +68,7 @@ class ModelFamily:
     needed: tuple[str, ...] = ()
     renamed: dict[str, str] = field(default_factory=dict)
     dense_layers: bool = False
+    quantised: str = ""
 
 
 ACTIVATIONS = {
@@ -120,8 +125,8 @@ EXPERTS = (
     ModuleRule("mlp.experts.*.down_proj", ("feed_forward.experts.down",)),
 )
 STACKED_EXPERTS = (
-    ModuleRule("mlp.experts.gate_up_proj", ("feed_forward.experts.gate", "feed_forward.experts.up"), stacked=True),
-    ModuleRule("mlp.experts.down_proj", ("feed_forward.experts.down",), stacked=True),
+    ModuleRule("mlp.experts.gate_up_proj", ("feed_forward.experts.gate", "feed_forward.experts.up"), bare=True),
+    ModuleRule("mlp.experts.down_proj", ("feed_forward.experts.down",), bare=True),
 )
 ROUTER = (ModuleRule("mlp.gate", ("feed_forward.router",)),)
 SHARED = (
@@ -170,7 +175,7 @@ def mixture_like(
         architecture,
         fields,
         rules + router + experts,
-        stacked_rules=rules + ROUTER + STACKED_EXPERTS,
+        stacked_rules=() if experts[0].bare else rules + ROUTER + STACKED_EXPERTS,
         written={"output_router_logits": False, **differences.pop("written", {})},
         **differences,
     )
@@ -267,6 +272,24 @@ FAMILIES: dict[str, ModelFamily] = {
         without=("head_dim",),
         fixed={"attention.qk_norm": "full"},
         required={"clip_qkv": None},
+    ),
+    "gpt_oss": mixture_like(
+        "GptOssForCausalLM",
+        {**TOP_K, **BIAS, "num_local_experts": "feed_forward.experts.count"},
+        tuple(replace(rule, transposed=True, interleaved=True) for rule in STACKED_EXPERTS),
+        (ModuleRule("mlp.router", ("feed_forward.router",)),),
+        others=(ModuleRule("self_attn.sinks", ("attention.sinks",), bare=True),),
+        without=("hidden_act",),
+        fixed={
+            "attention.sinks": True,
+            "feed_forward.activation": "clamped_swiglu",
+            "feed_forward.bias": True,
+            "feed_forward.experts.router_bias": True,
+        },
+        required={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        windows="layers",
+        window_needed=True,
+        quantised="mxfp4",
     ),
     "gemma2": ModelFamily(
         "Gemma2ForCausalLM",

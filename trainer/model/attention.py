@@ -1,8 +1,8 @@
 """Scaled dot-product attention with causal, sliding-window and document masks.
 
 A query sees a contiguous run of keys that ends with its own. A mask says where each query's run begins. Plain causal
-attention goes to the fastest kernel of the device. Windows, documents and soft caps go to FlexAttention on a GPU (a
-block mask, never N x N scores or masks), and to a dense mask on a CPU.
+attention goes to the fastest kernel of the device. Windows, documents, soft caps and sinks go to FlexAttention on a GPU
+(a block mask, never N x N scores or masks), and to a dense mask on a CPU.
 """
 
 from __future__ import annotations
@@ -199,22 +199,22 @@ def last_queries(queries: int, keys: int) -> CausalBias:
     return bias
 
 
-def build_mask(documents: Tensor | None, length: int, window: int, soft_cap: float, device: torch.device) -> Any:
+def build_mask(documents: Tensor | None, length: int, window: int, changed: bool, device: torch.device) -> Any:
     """The mask of one kind of layer for one micro-batch: None (plain causal), a BlockMask (GPU) or a bool tensor (CPU).
 
     documents: int [batch, length], the number of each token's document, or None. window: number of keys that a query
-    sees, including its own; 0 for all. A window that spans the whole sequence is none. soft_cap: of the scores, 0 for
-    none.
+    sees, including its own; 0 for all. A window that spans the whole sequence is none. changed: whether the layer has
+    a soft cap or sinks (`AttentionSpec.changes_softmax`).
     """
-    if is_plain(documents, length, window, soft_cap):
+    if is_plain(documents, length, window, changed):
         return None
     places = torch.arange(length, device=device)
     return mask_of(first_seen(documents, length, window, device), places, length)
 
 
-def is_plain(documents: Tensor | None, length: int, window: int, soft_cap: float) -> bool:
-    """Whether a query sees all keys before it, with unchanged scores."""
-    return documents is None and not 0 < window < length and not soft_cap
+def is_plain(documents: Tensor | None, length: int, window: int, changed: bool) -> bool:
+    """Whether a query sees all keys before it, through a plain softmax."""
+    return documents is None and not 0 < window < length and not changed
 
 
 def first_seen(documents: Tensor | None, length: int, window: int, device: torch.device) -> Tensor:
@@ -243,28 +243,48 @@ def mask_of(first: Tensor, places: Tensor, keys: int) -> Any:
 
 
 def causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, soft_cap: float = 0.0
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    scale: float,
+    soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention. query: [batch, heads, length, head_dim]; key, value: [batch, kv_heads, length, head_dim].
 
-    mask: from `build_mask` for the same soft_cap. Where it is None, there may be fewer queries than keys, and the last
-    query sees all keys. Returns [batch, heads, length, head_dim].
+    mask: from `build_mask` for the same soft_cap and sinks. Where it is None, there may be fewer queries than keys, and
+    the last query sees all keys. sinks: [heads], a logit of each head that joins the denominator of its softmax.
+    Returns [batch, heads, length, head_dim].
     """
     grouped = query.shape[1] != key.shape[1]
     if mask is None:
         return attend_plain(query, key, value, scale)
     if not isinstance(mask, Tensor):
         score_mod = partial(cap_score, cap=soft_cap) if soft_cap else None
-        return flex_attention()(
-            query, key, value, score_mod=score_mod, block_mask=mask, scale=scale, enable_gqa=grouped
-        )
-    if not soft_cap:
+        options = dict(score_mod=score_mod, block_mask=mask, scale=scale, enable_gqa=grouped)
+        if sinks is None:
+            return flex_attention()(query, key, value, **options)
+        attended, more = flex_attention()(query, key, value, **options, return_aux=lse_request())
+        return scale_by_sinks(attended, more.lse, sinks)
+    if not soft_cap and sinks is None:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
-    # torch's fused kernels have no soft cap, so on a CPU the scores are computed in plain operators.
+    # torch's fused kernels have neither soft cap nor sinks, so on a CPU the scores are computed in plain operators.
     repeat = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
-    scores = cap_score(query @ key.transpose(-1, -2) * scale, cap=soft_cap).masked_fill(~mask, float("-inf"))
-    return torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype) @ value
+    scores = query @ key.transpose(-1, -2) * scale
+    scores = (cap_score(scores, cap=soft_cap) if soft_cap else scores).masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)], -1)
+    weights = torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    return weights[..., : key.shape[2]].to(query.dtype) @ value
+
+
+def scale_by_sinks(attended: Tensor, logsum: Tensor, sinks: Tensor) -> Tensor:
+    """The result of attention [batch, heads, length, head_dim] with sinks [heads] in the denominators of its softmax.
+    logsum: of the scores of each query, [batch, heads, length]. A sink multiplies a denominator e^logsum by 1 + e^(sink
+    - logsum)."""
+    return (attended * torch.sigmoid(logsum - sinks[:, None])[..., None]).to(attended.dtype)
 
 
 def cap_score(score: Tensor, *_: Any, cap: float) -> Tensor:
@@ -277,6 +297,13 @@ def kernel_priority(deterministic: bool) -> contextlib.AbstractContextManager:
     `deterministic` the fastest one that has a deterministic backward pass."""
     order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     return sdpa_kernel(order if deterministic else [SDPBackend.CUDNN_ATTENTION, *order], set_priority=True)
+
+
+def lse_request() -> Any:
+    """Asks FlexAttention for the log-sum-exp of the scores."""
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    return AuxRequest(lse=True)
 
 
 def flex_attention() -> Callable:

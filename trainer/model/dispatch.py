@@ -26,6 +26,12 @@ Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 the experts' outputs, multiplied by the weights: [rows, width]."""
 
 
+def cast_result(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """The result of an autograd function's forward in another type. A cast to the same type must not be the last
+    operation there: the compiler of torch 2.11 takes the gradient of its result for zero."""
+    return value if value.dtype is dtype else value.to(dtype)
+
+
 def inverse_order(order: Tensor) -> Tensor:
     """The inverse of a permutation: the place of each element in `order`."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
@@ -53,10 +59,7 @@ def spread_tokens(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
 
 def gather_rows(rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
     """Rows sorted by expert -> for each token the sum of its own, added in fp32 or wider: [tokens, width]."""
-    total = rows[places].sum(1, dtype=torch.promote_types(rows.dtype, torch.float32))
-    # A cast to the same type must not be called: the compiler of torch 2.11 would take the gradient of its result, the
-    # last of an autograd function's forward, for zero.
-    return total if total.dtype is rows.dtype else total.to(rows.dtype)
+    return cast_result(rows[places].sum(1, dtype=torch.promote_types(rows.dtype, torch.float32)), rows.dtype)
 
 
 class SpreadTokens(torch.autograd.Function):

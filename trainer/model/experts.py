@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.config.model import ExpertsSpec
-from trainer.model.dispatch import Dispatch
+from trainer.config.model import EXPERT_ALIGNMENT, ExpertsSpec
+from trainer.model.dispatch import Dispatch, cast_result
 from trainer.model.initial import DeclaredModule
 from trainer.model.linear import DeferredGrads, accumulate_gradients, detach_weights, number_layer, weight_views
 
@@ -60,21 +60,26 @@ class WideProduct(torch.autograd.Function):
 
 
 class WideLinear(DeclaredModule):
-    """A small projection of tokens in fp32: the router, or the gate of a shared block. weight: [outputs, inputs]."""
+    """A small projection of tokens in fp32: the router, or the gate of a shared block. weight: [outputs, inputs]; bias:
+    [outputs]."""
 
-    def __init__(self, inputs: int, outputs: int):
+    def __init__(self, inputs: int, outputs: int, bias: bool = False):
         super().__init__()
         self.declare("weight", (outputs, inputs), ("experts", "embed"), "matrix")
+        self.biased = bias
+        if bias:
+            self.declare("bias", (outputs,), ("experts",), "bias")
 
     def forward(self, x: Tensor) -> Tensor:
-        return WideProduct.apply(x, self.local("weight"))
+        y = WideProduct.apply(x, self.local("weight"))
+        return y + self.local("bias") if self.biased else y
 
 
 class Router(WideLinear):
     """Chooses the experts of each token and their weights, in fp32."""
 
     def __init__(self, spec: ExpertsSpec, width: int):
-        super().__init__(width, spec.count)
+        super().__init__(width, spec.count, spec.router_bias)
         self.spec = spec
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,37 +181,101 @@ class GroupedProduct(torch.autograd.Function):
         return to_x, *(to_weight or [None]), None, *[None] * len(numbers)
 
 
-class GroupedLinear(DeclaredModule):
-    """One projection of all experts. weight: [experts, outputs, inputs]. axes: those of (outputs, inputs)."""
+@torch.library.custom_op("trainer::sum_groups", mutates_args=())
+def sum_groups(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """The sum of each expert's rows of x [rows, outputs], each times its weight [rows]: [experts, outputs].
 
-    def __init__(self, spec: ExpertsSpec, inputs: int, outputs: int, axes: tuple[str, str], residual: bool = False):
+    It is a product with a matrix of equal columns: a GEMM adds up in fp32 in a fixed order, and needs no atomics.
+    """
+    columns = weights.to(x.dtype)[:, None].expand(-1, EXPERT_ALIGNMENT).contiguous()
+    return grouped_weight_gradient(x, columns, ends)[..., 0].contiguous()
+
+
+@sum_groups.register_fake
+def _(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(ends.shape[0], x.shape[1])
+
+
+class GroupedBias(torch.autograd.Function):
+    """y + w b_e of each expert's rows of y [rows, outputs]. bias: [experts, outputs]; weights: [rows], or None for
+    one."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, bias: Tensor, weights: Tensor | None, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(bias, ends, *([] if weights is None else [weights]))
+        added = spread_groups(bias, ends, len(y))
+        return cast_result(y + (added if weights is None else added * weights[:, None]), y.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple:
+        bias, ends, *weights = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        if not weights:
+            return gradient, sum_groups(gradient, gradient.new_ones(len(gradient)), ends), None, None
+        added = spread_groups(bias, ends, len(gradient))
+        to_weights = (gradient * added.to(weights[0].dtype)).sum(1)
+        return gradient, sum_groups(gradient, *weights, ends), to_weights, None
+
+
+def spread_groups(values: Tensor, ends: Tensor, rows: int) -> Tensor:
+    """A row of values [experts, ...] for each of the sorted rows of experts: [rows, ...]."""
+    return values[torch.searchsorted(ends, torch.arange(rows, device=ends.device, dtype=ends.dtype), right=True)]
+
+
+class GroupedLinear(DeclaredModule):
+    """One projection of all experts. weight: [experts, outputs, inputs]; bias: [experts, outputs]. axes: those of
+    (outputs, inputs)."""
+
+    def __init__(
+        self,
+        spec: ExpertsSpec,
+        inputs: int,
+        outputs: int,
+        axes: tuple[str, str],
+        residual: bool = False,
+        bias: bool = False,
+    ):
         super().__init__()
+        self.biased = bias
         self.deferred: DeferredGrads | None = None
         self.number: Tensor | None = None
         active = spec.top_k / spec.count
         self.declare("weight", (spec.count, outputs, inputs), ("experts", *axes), "matrix", residual, active=active)
+        if bias:
+            self.declare("bias", (spec.count, outputs), ("experts", axes[0]), "bias", active=active)
 
     def defer(self, deferred: DeferredGrads) -> None:
         """From now on this layer may defer weight gradients, to `deferred`."""
         self.deferred, self.number = deferred, number_layer(self)
 
-    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        """x: [rows, inputs], sorted by expert. ends: see `grouped_matmul`."""
+    def forward(self, x: Tensor, ends: Tensor, weights: Tensor | None = None) -> Tensor:
+        """x: [rows, inputs], sorted by expert. ends: see `grouped_matmul`. weights: [rows], factors on the bias, or
+        None for one."""
         numbers = [] if self.number is None else [self.number]
         (weight,) = detach_weights([self.local("weight")], numbers)
-        return GroupedProduct.apply(x, weight, ends, *numbers)
+        y = GroupedProduct.apply(x, weight, ends, *numbers)
+        if not self.biased:
+            return y
+        return GroupedBias.apply(y, self.local("bias"), weights, ends)
 
 
 class Experts(nn.Module):
-    """The experts of a layer: down(act(gate(x)) * up(x)) each."""
+    """The experts of a layer: down(gate_hidden(gate(x), up(x))) each."""
 
-    def __init__(self, spec: ExpertsSpec, width: int, inner: int, activation: Callable[[Tensor], Tensor]):
+    def __init__(
+        self,
+        spec: ExpertsSpec,
+        width: int,
+        inner: int,
+        gate_hidden: Callable[[Tensor, Tensor], Tensor],
+        bias: bool = False,
+    ):
         super().__init__()
-        self.count, self.activation = spec.count, activation
+        self.count, self.gate_hidden = spec.count, gate_hidden
         self.dispatch = Dispatch()  # set by the plan, where ranks share experts
-        self.gate = GroupedLinear(spec, width, inner, ("inner", "embed"))
-        self.up = GroupedLinear(spec, width, inner, ("inner", "embed"))
-        self.down = GroupedLinear(spec, inner, width, ("embed", "inner"), residual=True)
+        self.gate = GroupedLinear(spec, width, inner, ("inner", "embed"), bias=bias)
+        self.up = GroupedLinear(spec, width, inner, ("inner", "embed"), bias=bias)
+        self.down = GroupedLinear(spec, inner, width, ("embed", "inner"), residual=True, bias=bias)
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """x and result: [tokens, width]. chosen, weights: [tokens, top_k], as the router returns them."""
@@ -215,7 +284,7 @@ class Experts(nn.Module):
     def compute(self, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
         """The weighted outputs of this rank's experts. rows and result: [rows, width], sorted by expert; weights:
         [rows]; ends: see `grouped_matmul`."""
-        hidden = self.activation(self.gate(rows, ends)) * self.up(rows, ends)
+        hidden = self.gate_hidden(self.gate(rows, ends), self.up(rows, ends))
         # The output is linear in what `down` reads. Weighted there, rows of `inner` elements are kept for the gradient
         # of the weights, which are narrower than those of the residual stream in models of many experts.
-        return self.down((hidden * weights[:, None]).to(rows.dtype), ends)
+        return self.down((hidden * weights[:, None]).to(rows.dtype), ends, weights)

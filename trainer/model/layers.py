@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,6 +85,17 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """The gate of GPT-OSS, whose inputs are clamped (arXiv 2508.10925)."""
+    gate = gate.clamp(max=7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7.0, 7.0) + 1)
+
+
+def gate_hidden(activation: str, gate: Tensor, up: Tensor) -> Tensor:
+    """What the down projection of a gated block reads."""
+    return clamped_swiglu(gate, up) if activation == "clamped_swiglu" else ACTIVATIONS[activation](gate) * up
 
 
 class Linear(DeclaredModule):
@@ -204,6 +216,17 @@ ATTENTION_BACKENDS: dict[type, Callable[..., Tensor]] = {SharedMask: attend_toge
 others."""
 
 
+class Sinks(DeclaredModule):
+    """A logit for each head, see `AttentionSpec.sinks`. weight: [heads].
+
+    Its role is that of biases, because like them it is added and starts at zero: weight decay would pull every head
+    towards the same share of attention for its sink."""
+
+    def __init__(self, heads: int):
+        super().__init__()
+        self.declare("weight", (heads,), ("heads",), "bias", units=heads)
+
+
 class Attention(Block):
     """Causal self-attention with grouped key-value heads (GQA, Ainslie et al., arXiv 2305.13245)."""
 
@@ -222,6 +245,7 @@ class Attention(Block):
         self.k = Linear(width, keys, ("kv_heads", "embed"), spec.bias, units=spec.kv_heads)
         self.v = Linear(width, keys, ("kv_heads", "embed"), spec.bias, units=spec.kv_heads)
         self.o = Linear(queries, width, ("embed", "heads"), spec.output_bias, residual=True)
+        self.sinks = Sinks(spec.heads) if spec.sinks else None
         self.qk_norm = spec.qk_norm
         if spec.qk_norm != "none":
             per_head = spec.qk_norm == "head"
@@ -253,7 +277,8 @@ class Attention(Block):
         # Kernels take [batch, heads, length, head_dim].
         query, key, value = (y.transpose(1, 2) for y in (query, key, value))
         attend = ATTENTION_BACKENDS.get(type(mask), causal_attention)
-        attended = attend(query, key, value, mask, self.scale, self.soft_cap)
+        sinks = None if self.sinks is None else self.sinks.local("weight")
+        attended = attend(query, key, value, mask, self.scale, self.soft_cap, sinks)
         return self.o(attended.transpose(1, 2).reshape(shape[0] * shape[1], -1))
 
 
@@ -263,7 +288,7 @@ class FeedForward(Block):
 
     def __init__(self, spec: FeedForwardSpec, width: int):
         super().__init__()
-        self.activation, self.gated = ACTIVATIONS[spec.activation], spec.kind == "gated"
+        self.activation, self.gated = spec.activation, spec.kind == "gated"
         if self.gated:
             self.gate = Linear(width, spec.width, ("mlp", "embed"), spec.bias)
         self.up = Linear(width, spec.width, ("mlp", "embed"), spec.bias)
@@ -271,9 +296,8 @@ class FeedForward(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.gated:
-            return self.down(self.activation(self.up(x)))
-        gate, up = project_input(x, self.gate, self.up)
-        return self.down(self.activation(gate) * up)
+            return self.down(ACTIVATIONS[self.activation](self.up(x)))
+        return self.down(gate_hidden(self.activation, *project_input(x, self.gate, self.up)))
 
 
 class Mixture(Block):
@@ -287,7 +311,7 @@ class Mixture(Block):
     def __init__(self, spec: FeedForwardSpec, width: int):
         super().__init__()
         self.router = Router(spec.experts, width)
-        self.experts = Experts(spec.experts, width, spec.width, ACTIVATIONS[spec.activation])
+        self.experts = Experts(spec.experts, width, spec.width, partial(gate_hidden, spec.activation), spec.bias)
         self.shared = self.shared_gate = None
         if spec.experts.shared_width:
             self.shared = FeedForward(replace(spec, width=spec.experts.shared_width), width)

@@ -135,9 +135,9 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleDict(
             {str(i): Layer(layer, spec.width, spec.parallel_residual) for i, layer in specs.items()}
         )
-        # Computed once in each pass and shared by layers: one rotation for each kind of RoPE, one mask for each pair of
-        # window and soft cap.
-        self.kinds: dict[str, tuple[int | None, tuple[int, float]]] = {}
+        # Computed once in each pass and shared by layers: one rotation for each kind of RoPE, one mask for each window,
+        # with and without soft caps and sinks.
+        self.kinds: dict[str, tuple[int | None, tuple[int, bool]]] = {}
         rotaries: dict[str, Rotary] = {}
         for index, layer in specs.items():
             a, rotary = layer.attention, None
@@ -145,7 +145,7 @@ class Transformer(nn.Module):
                 frequencies = f"{a.rope} {a.head_dim}"
                 rotaries.setdefault(frequencies, Rotary(a.rope, a.head_dim, spec.max_length))
                 rotary = list(rotaries).index(frequencies)
-            self.kinds[str(index)] = (rotary, (a.window, a.soft_cap))
+            self.kinds[str(index)] = (rotary, (a.window, a.changes_softmax))
         self.rotaries = nn.ModuleList(rotaries.values())
         if self.last:
             self.norm = Norm(spec.width, spec.norm)

@@ -241,19 +241,28 @@ operations of a block between the projections that read its input and those that
 
 def softmax_ops(block: str, layer: LayerSpec, gemms: Mapping[str, Op], tp: int, keys: float) -> Iterator[Op]:
     """The norms of queries and keys, which keep their inputs, and the kernel, which keeps its output and, in fp32, the
-    log-sum-exp of each head's scores."""
+    log-sum-exp of each head's scores. Sinks scale that output."""
     a = layer.attention
     for name in ("q", "k") if a.qk_norm != "none" else ():
         size = gemms[f"attention.{name}"].result
         yield Op(f"attention.{name}_norm", "norm", saved=size, eager=size if tp > 1 and a.qk_norm == "full" else 0.0)
     kept = gemms["attention.q"].result + 4.0 * a.heads / tp
     yield Op("attention", "attention", flops=attention_flops(a, keys, tp), result=kept, saved=kept)
+    if a.sinks:  # the scaled output, which follows from the kernel's, and its factor
+        yield Op("attention.sinks", "elementwise", saved=kept, fused=kept)
 
 
 def gated_ops(block: str, layer: LayerSpec, gemms: Mapping[str, Op], tp: int, keys: float) -> Iterator[Op]:
-    """The activation function's result, which follows from the projection, and its product with the second one."""
-    gate, up = (gemms[f"{block}.{name}"].result for name in ("gate", "up"))
-    yield Op(f"{block}.activation", "elementwise", saved=gate + up, fused=gate)
+    """What the activation function keeps, which follows from the projections, and its product with the second one."""
+    gate = gemms[f"{block}.gate"].result
+    between = gating_results(layer) * gate
+    yield Op(f"{block}.activation", "elementwise", saved=between + gate, fused=between)
+
+
+def gating_results(layer: LayerSpec) -> int:
+    """Tensors, as large as a projection's result, that the gate of a block keeps between its projections and their
+    product: the activation function's result, or the clamped gate, its sigmoid, the product of both, and up + 1."""
+    return 4 if layer.feed_forward.activation == "clamped_swiglu" else 1
 
 
 def plain_ops(block: str, layer: LayerSpec, gemms: Mapping[str, Op], tp: int, keys: float) -> Iterator[Op]:
@@ -299,7 +308,8 @@ def mixture_ops(layer: LayerSpec, width: int, tp: int, element_bytes: int) -> It
     for name in ("gate", "up"):
         yield gemm(f"feed_forward.experts.{name}", hidden, saved=hidden, deferred=hidden)
     # As of a dense block, and its product with the weights.
-    yield Op("feed_forward.experts.activation", "elementwise", saved=3 * hidden, fused=2 * hidden)
+    between = (gating_results(layer) + 1) * hidden
+    yield Op("feed_forward.experts.activation", "elementwise", saved=between + hidden, fused=between)
     yield gemm("feed_forward.experts.down", stream, deferred=stream + hidden)
 
 

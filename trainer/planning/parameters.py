@@ -69,8 +69,9 @@ class ParameterInfo:
 
     @property
     def stacked(self) -> bool:
-        """Whether it is a matrix for each expert, [experts, outputs, inputs]."""
-        return self.axes[0] == "experts" and len(self.shape) == 3
+        """Whether it is a matrix for each expert, [experts, outputs, inputs], or a bias for each, [experts,
+        outputs]."""
+        return self.axes[0] == "experts" and len(self.shape) == (2 if self.role == "bias" else 3)
 
     @property
     def cut(self) -> int | None:
@@ -241,7 +242,7 @@ def norm_table(width: int, spec: NormSpec, axis: str = "embed", units: int = 0) 
 
 
 def softmax_attention(layer: LayerSpec, width: int) -> dict[str, ParameterInfo]:
-    """Projections of queries, keys, values and the output, and the norms of queries and keys."""
+    """Projections of queries, keys, values and the output, sinks, and the norms of queries and keys."""
     a = layer.attention
     queries, keys = a.heads * a.head_dim, a.kv_heads * a.head_dim
     modules = [
@@ -250,6 +251,8 @@ def softmax_attention(layer: LayerSpec, width: int) -> dict[str, ParameterInfo]:
         ("v", linear_table(width, keys, ("kv_heads", "embed"), a.bias, units=a.kv_heads)),
         ("o", linear_table(queries, width, ("embed", "heads"), a.output_bias, residual=True)),
     ]
+    if a.sinks:
+        modules.append(("sinks", {"weight": ParameterInfo((a.heads,), ("heads",), "bias")}))
     if a.qk_norm == "head":
         modules += [(name, norm_table(a.head_dim, layer.norm, "head_dim")) for name in ("q_norm", "k_norm")]
     elif a.qk_norm == "full":
@@ -271,15 +274,21 @@ def mixture_feed_forward(layer: LayerSpec, width: int) -> dict[str, ParameterInf
     """Router, experts, and what every token passes through besides."""
     experts, inner = layer.feed_forward.experts, layer.feed_forward.width
     active = experts.top_k / experts.count
-    inputs, outputs = ("experts", "inner", "embed"), ("experts", "embed", "inner")
-    into = {"weight": ParameterInfo((experts.count, inner, width), inputs, "matrix", active=active)}
-    out_of = {"weight": ParameterInfo((experts.count, width, inner), outputs, "matrix", True, active=active)}
+
+    def stack(outputs: int, inputs: int, axes: tuple[str, str], residual: bool = False) -> Table:
+        shape, named = (experts.count, outputs, inputs), ("experts", *axes)
+        table = {"weight": ParameterInfo(shape, named, "matrix", residual, active=active)}
+        bias = {"bias": ParameterInfo(shape[:2], named[:2], "bias", active=active)}
+        return table | bias if layer.feed_forward.bias else table
+
+    into = stack(inner, width, ("inner", "embed"))
     modules = [
-        ("router", linear_table(width, experts.count, ("experts", "embed"), False)),
-        *(("experts.gate", into), ("experts.up", into), ("experts.down", out_of)),
+        ("router", linear_table(width, experts.count, ("experts", "embed"), experts.router_bias)),
+        *(("experts.gate", into), ("experts.up", into)),
+        ("experts.down", stack(width, inner, ("embed", "inner"), True)),
     ]
     if experts.shared_width:
-        block = FeedForwardSpec(width=experts.shared_width)
+        block = FeedForwardSpec(width=experts.shared_width, bias=layer.feed_forward.bias)
         modules.append(("shared", gated_feed_forward(replace(layer, feed_forward=block), width)))
     if experts.shared_gate:
         modules.append(("shared_gate", linear_table(width, 1, ("experts", "embed"), False)))

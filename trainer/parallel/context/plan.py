@@ -140,7 +140,7 @@ def attention_kernel(attention: AttentionSpec, context: ContextPlan | None, leng
     """What computes a layer's attention on a GPU: `attention` for whole sequences, `last_queries` for queries that are
     not the first of their keys, `block_mask` for any mask. What they reach: `AchievedConfig.of_attention`. masked:
     whether documents are."""
-    if masked or 0 < attention.window < length or attention.soft_cap:
+    if masked or 0 < attention.window < length or attention.changes_softmax:
         return "block_mask"
     if context is None or context.outer == 1:
         return "attention"

@@ -69,10 +69,10 @@ def groups_of_heads(layout: Layout) -> list[int]:
 
 def mask_bytes_by_layer(layout: Layout, masked: bool) -> list[float]:
     """Bytes of the masks of a micro-batch on a GPU, at the first layer of a stage that takes each: layers with one
-    window and soft cap share theirs. masked: whether documents are."""
+    window share theirs, apart from those with a soft cap or sinks. masked: whether documents are."""
     layers, found = [layer.attention for layer in layer_specs(layout.spec)], [0.0] * layout.spec.depth
     for stage in layout.pipeline.split:
-        kinds = {(layers[index].window, layers[index].soft_cap): index for index in reversed(stage)}
+        kinds = {(layers[index].window, layers[index].changes_softmax): index for index in reversed(stage)}
         for index in kinds.values():
             found[index] = mask_of(layout, layers[index], masked)
     return found
