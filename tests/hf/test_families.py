@@ -56,6 +56,22 @@ YARN = {
     "beta_slow": 0.1,
 }
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.5, 2.0], "long_factor": [1.0, 2.0, 3.0, 4.0]}
+DEEPSEEK = {
+    **DECODER,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 16,
+    "kv_lora_rank": 20,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+DEEPSEEK_YARN = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}
 CASES = {
     "llama": ("llama", GROUPED),
     "llama tied, biases, wide heads": (
@@ -155,6 +171,40 @@ CASES = {
     "olmoe one of two experts": (
         "olmoe",
         {**MIXTURE, "num_experts": 2, "num_experts_per_tok": 1, "attention_bias": True},
+    ),
+    "deepseek_v2": ("deepseek_v2", DEEPSEEK),
+    "deepseek_v2 low-rank queries, groups, yarn, biases, all layers of experts": (
+        "deepseek_v2",
+        {
+            **DEEPSEEK,
+            "q_lora_rank": 24,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 16.0,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 0,
+            "attention_bias": True,
+            "v_head_dim": 20,
+            "rope_parameters": DEEPSEEK_YARN,
+        },
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {**DEEPSEEK, "q_lora_rank": 24, "n_group": 4, "topk_group": 2, "rope_parameters": DEEPSEEK_YARN},
+    ),
+    "deepseek_v3 tied, no low-rank queries, not normalised, biases": (
+        "deepseek_v3",
+        {
+            **DEEPSEEK,
+            "tie_word_embeddings": True,
+            "norm_topk_prob": False,
+            "n_shared_experts": 3,
+            "first_k_dense_replace": 2,
+            "attention_bias": True,
+            "rms_norm_eps": 1e-3,
+            "rope_parameters": {**YARN, "mscale_all_dim": 1.0},
+        },
     ),
     "gemma2": (
         "gemma2",
@@ -515,7 +565,8 @@ def test_export_does_not_write_over_a_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.stacked_rules])
 def test_both_layouts_of_experts_are_read_and_one_is_written(family: str, tmp_path: Path) -> None:
     """A tensor for each expert, as published files have them, and those of all in one, as in transformers' memory."""
-    reference = theirs(family, {**MIXTURE, **NARROW, "num_experts": 4, "num_local_experts": 4})
+    options = {**MIXTURE, **NARROW, "num_experts": 4, "num_local_experts": 4}
+    reference = theirs(family, DEEPSEEK if family.startswith("deepseek") else options)
     for name, original in (("apart", True), ("stacked", False)):
         reference.save_pretrained(tmp_path / name, save_original_format=original)
     names = {name: safe_open(tmp_path / name / "model.safetensors", "pt").keys() for name in ("apart", "stacked")}

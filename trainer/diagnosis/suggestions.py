@@ -337,7 +337,12 @@ def _setting(name: str) -> str:
     block, _, matrix = name.partition(".")
     if block == "feed_forward" and not matrix.endswith("down"):
         return f"model.feed_forward.{'experts.shared_width' if matrix.startswith('shared') else 'width'}"
-    return {"q": "model.attention.heads"}.get(matrix, "model.attention.kv_heads" if matrix in "kv" else "model.width")
+    settings = {
+        **dict.fromkeys(("q", "q_b", "kv_b"), "model.attention.heads"),
+        **dict.fromkeys("kv", "model.attention.kv_heads"),
+        **{name: f"model.attention.latent.{name[:-2]}_rank" for name in ("q_a", "kv_a")},
+    }
+    return settings.get(matrix, "model.width")
 
 
 def _filling(product: GEMMShape, tp: int, element: int, tokens: int, units: int | None) -> Iterator[ShapeAdvice]:

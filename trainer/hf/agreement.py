@@ -31,7 +31,7 @@ from torch import Tensor
 from trainer.config import ConfigError
 from trainer.config.model import LayerSpec, ModelSpec, RopeSpec
 from trainer.config.typed import flatten_values
-from trainer.hf.config import assign_field, common_layer, config_from_spec, dense_options, encode_option, same_value
+from trainer.hf.config import assign_field, common_layer, config_from_spec, encode_option, mixture_options, same_value
 from trainer.hf.families import FAMILIES
 from trainer.hf.weights import list_entries, write_weights
 from trainer.model.initial import fill_parameters, name_seed
@@ -200,7 +200,7 @@ def sample_weight(spec: ModelSpec, name: str, info: ParameterInfo) -> Tensor:
     if info.role in ("norm", "bias"):
         return value * 0.3 + (1 if info.role == "norm" and name.endswith("weight") else 0)
     rows = torch.logspace(-3, 0, info.shape[0])[:, None] if info.role != "matrix" else 1
-    if name.endswith("attention.q.weight"):
+    if name.endswith(("attention.q.weight", "attention.q_b.weight")):
         attention = spec.layer(int(name.split(".")[1])).attention
         rows = attention.head_dim**-0.5 / attention.scale
     return value * rows * 2 / info.shape[-1] ** 0.5
@@ -214,7 +214,7 @@ def with_few_layers(spec: ModelSpec, config: dict[str, Any]) -> tuple[ModelSpec,
     kept = sorted({kinds.index(kind) for kind in kinds} | {spec.depth - 1})
     shallow = with_layers(spec, [layers[index] for index in kept])
     lists = {key: [value[index] for index in kept] for key, value in by_layer.items()}
-    return shallow, {**config, **lists, **size_options(shallow, "depth"), **dense_options(shallow)}
+    return shallow, {**config, **lists, **size_options(shallow, "depth"), **mixture_options(shallow)}
 
 
 def shrink_model(spec: ModelSpec, config: dict[str, Any]) -> tuple[ModelSpec, dict[str, Any]]:
@@ -243,7 +243,7 @@ def shrink_model(spec: ModelSpec, config: dict[str, Any]) -> tuple[ModelSpec, di
         for key, value in config.items()
         if key.endswith("_token_id") and isinstance(value, int)
     }
-    sizes = {**size_options(small), **dense_options(small)}
+    sizes = {**size_options(small), **mixture_options(small)}
     return small, {**shorter_rope(config, layers[0].attention.rope), **sizes, **window, **tokens}
 
 
@@ -259,12 +259,14 @@ def narrow_layer(layer: LayerSpec, windows: dict[int, int]) -> LayerSpec:
     )
     attention = replace(a, heads=heads, kv_heads=kv_heads, window=windows.get(a.window, a.window), rope=rope)
     block, experts = layer.feed_forward, layer.feed_forward.experts
+    of_group = max(EXPERTS // experts.groups, -(-experts.top_k // experts.top_groups))
+    width, shared, parts = min(block.width, FEED_FORWARD), experts.shared_width, experts.shared_width // block.width
     experts = replace(
         experts,
-        count=min(experts.count, max(EXPERTS, experts.top_k)),
-        shared_width=min(experts.shared_width, FEED_FORWARD),
+        count=min(experts.count, experts.groups * of_group),
+        shared_width=min(shared, FEED_FORWARD) if shared % block.width else parts * width,
     )
-    block = replace(block, width=min(block.width, FEED_FORWARD), experts=experts)
+    block = replace(block, width=width, experts=experts)
     return replace(layer, attention=attention, feed_forward=block)
 
 

@@ -188,6 +188,8 @@ def layer_program(
             if layer.feed_forward.experts.shared_width:
                 yield from projections(f"{name}.shared", kinds, kind)
                 yield from shared_gate_ops(layer, width, tp, stream)
+        elif kind == "latent":
+            yield from latent_ops(layer, width, tp, element_bytes, keys, statistics, partial)
         else:
             yield from projections(name, kinds, kind)
         yield from norm(f"{name}_post_norm", placement in ("post", "both"))
@@ -248,6 +250,61 @@ def softmax_ops(block: str, layer: LayerSpec, gemms: Mapping[str, Op], tp: int, 
         yield Op(f"attention.{name}_norm", "norm", saved=size, eager=size if tp > 1 and a.qk_norm == "full" else 0.0)
     kept = gemms["attention.q"].result + 4.0 * a.heads / tp
     yield Op("attention", "attention", flops=attention_flops(a, keys, tp), result=kept, saved=kept)
+
+
+def latent_ops(
+    layer: LayerSpec, width: int, tp: int, element_bytes: int, keys: float, statistics: float, partial: float
+) -> Iterator[Op]:
+    """Latent attention. Each tensor-parallel rank computes the latent vectors of its own tokens, of which all are
+    gathered. Values are padded to the size of a query head, as is the kernel's output, of which a part is copied for
+    the output projection.
+
+    statistics, partial: bytes of a norm's statistics, and of a term of the output in eager layers."""
+    a, latent, table = layer.attention, layer.attention.latent, layer_table(layer, width)
+    stream, heads = element_bytes * width / tp, element_bytes * a.heads / tp
+    queries = heads * a.head_dim
+
+    def gemm(name: str, saved: float = 0.0, reads: float = 0.0) -> Op:
+        info = table[f"attention.{name}.weight"]
+        shape, rows = info.multiplied(tp), 1 / tp if info.cut is None else 1.0
+        result = stream if info.cut == 1 else element_bytes * rows * shape[0]
+        flops = rows * gemm_flops(info, tp)
+        return Op(f"attention.{name}", "gemm", shape, flops, result, saved=saved, deferred=result + reads, rows=rows)
+
+    def gather(name: str, size: float, sent: float) -> Op:
+        sends = element_bytes * sent if tp > 1 else 0.0
+        return Op(
+            f"attention.{name}.all_gather", "all_gather", deferred=size, gemms=(f"attention.{name}",), sends=sends
+        )
+
+    def norm(name: str, rank: int) -> Op:
+        return Op(f"attention.{name}", "norm", saved=element_bytes * rank / tp + statistics)
+
+    if latent.q_rank:
+        size = element_bytes * latent.q_rank / tp
+        yield gemm("q_a", saved=size, reads=stream)
+        yield norm("q_norm", latent.q_rank)
+        yield gather("q_b", size, latent.q_rank)
+        yield gemm("q_b", saved=queries)
+    else:
+        yield gather("q", stream, width)
+        yield gemm("q", saved=queries)
+    both = latent.kv_rank + latent.rope_dim
+    yield gemm("kv_a", saved=element_bytes * both / tp)
+    yield norm("kv_norm", latent.kv_rank)
+    yield gather("kv_b", element_bytes * latent.kv_rank / tp, both)
+    yield gemm("kv_b", saved=2 * queries)
+    kept = queries + 4.0 * a.heads / tp
+    yield Op("attention", "attention", flops=attention_flops(a, keys, tp), result=kept, saved=kept)
+    values = heads * latent.value_dim
+    yield replace(gemm("o", reads=values), saved=values * (latent.value_dim < a.head_dim))
+    yield Op(
+        "attention.reduce_scatter",
+        "reduce_scatter",
+        eager=partial,
+        gemms=("attention.o",),
+        sends=stream * tp * (tp > 1),
+    )
 
 
 def gated_ops(block: str, layer: LayerSpec, gemms: Mapping[str, Op], tp: int, keys: float) -> Iterator[Op]:
@@ -363,7 +420,7 @@ def attention_flops(a: AttentionSpec, keys: float, ranks: int = 1) -> float:
     their product with the values."""
     if entry := registry.ATTENTION.registered.get(a.kind):
         return entry.facts["flops"](entry.chosen(a.settings), a, keys) / ranks
-    return 4.0 * (a.heads * a.head_dim / ranks) * keys
+    return 2.0 * (a.heads * (a.head_dim + a.value_dim) / ranks) * keys
 
 
 def seen_keys(length: int, window: int = 0) -> float:
