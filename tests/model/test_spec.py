@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from trainer.config.model import AttentionSpec, ModelSpec, NormSpec
+from trainer.config.model import AttentionSpec, LatentSpec, ModelSpec, NormSpec
 from trainer.hf.agreement import find_disagreement, shrink_model, with_few_layers
 from trainer.hf.config import config_from_spec, first_difference, spec_from_config
 from trainer.model.attention import build_mask, causal_attention
@@ -51,6 +51,8 @@ PUBLISHED = {
     "gemma2_9b": 9_241_705_984,
     "phi3_mini": 3_821_079_552,
     "tinyllama_1b": 1_100_048_384,
+    "deepseek_v2_lite": 15_706_484_224,
+    "deepseek_v3": 671_026_404_352,
 }
 SHIPPED = sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml"))
 
@@ -263,7 +265,7 @@ def test_a_tied_head_stays_tied_when_the_model_leaves_the_meta_device() -> None:
 def dense_attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float, cap: float) -> Tensor:
     """The definition, one query at a time. seen: bool [batch, length, length]."""
     batch, heads, length, _ = query.shape
-    result, group = torch.zeros_like(query), heads // key.shape[1]
+    result, group = query.new_zeros(batch, heads, length, value.shape[3]), heads // key.shape[1]
     for b in range(batch):
         for h in range(heads):
             for i in range(length):
@@ -277,10 +279,12 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, sca
 @pytest.mark.parametrize("window", [0, 1, 5, 12])
 @pytest.mark.parametrize("cap", [0.0, 1.5])
 @pytest.mark.parametrize("packed", [False, True])
-def test_attention_against_its_definition(window: int, cap: float, packed: bool) -> None:
+@pytest.mark.parametrize("value_dim", [4, 3])
+def test_attention_against_its_definition(window: int, cap: float, packed: bool, value_dim: int) -> None:
     torch.manual_seed(0)
     length = 12
-    query, key, value = (torch.randn(2, heads, length, 4, dtype=torch.float64) for heads in (4, 2, 2))
+    shapes = ((4, 4), (2, 4), (2, value_dim))
+    query, key, value = (torch.randn(2, heads, length, size, dtype=torch.float64) for heads, size in shapes)
     documents = torch.tensor([[0] * 5 + [1] * 7, [0] * 12]) if packed else None
     index = torch.arange(length)
     distance = index[:, None] - index[None, :]
@@ -371,6 +375,9 @@ def test_flops_of_shipped_models_against_torchs_counter(name: str) -> None:
     attention, one = spec.attention, spec.layer(0).attention
     attention.heads, attention.kv_heads, attention.head_dim = 2 * one.heads // one.kv_heads, 2, 16
     attention.window, spec.feed_forward.width = min(attention.window, 8), 84
+    if attention.kind == "latent":  # values of the size of keys, since a CPU pads them
+        rank, attention.kv_heads = attention.latent.q_rank, attention.heads
+        attention.latent = LatentSpec(min(rank, 20), kv_rank=24, nope_dim=10, rope_dim=6, value_dim=16)
     assert counted(spec) == cost.flops_per_token(spec, 24, causal=False) * 48
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trainer.config import ConfigError, registry
 from trainer.config.model import LATENT_EPS, AttentionSpec, FeedForwardSpec, LayerSpec, NormSpec
 from trainer.distributed.collectives import AllReduceSum, GatherTokens
-from trainer.model.attention import causal_attention
+from trainer.model.attention import causal_attention, pad_heads
 from trainer.model.cache import CachedMask, attend_cached
 from trainer.model.context_attention import SharedMask, attend_together
 from trainer.model.experts import Experts, Router, WideLinear
@@ -301,11 +301,14 @@ class LatentAttention(Block):
             position, shared = rotate_pairs(position, *rotation), rotate_pairs(shared, *rotation)
         query = torch.cat([content, position], -1)
         key = torch.cat([key, shared.expand(*key.shape[:-1], -1)], -1)
-        # Kernels and caches take heads of one size.
-        value = F.pad(value, (0, self.head_dim - latent.value_dim))
-        query, key, value = (y.transpose(1, 2) for y in (query, key, value))
-        attend = ATTENTION_BACKENDS.get(type(mask), causal_attention)
-        attended = attend(query, key, value, mask, self.scale, self.soft_cap)[..., : latent.value_dim]
+        if attend := ATTENTION_BACKENDS.get(type(mask)):
+            value = pad_heads(
+                value, self.head_dim
+            )  # ranks exchange keys and values as one tensor, a cache has one size
+        query, key, value = (y.transpose(1, 2) for y in (query, key, value.contiguous()))
+        attended = (attend or causal_attention)(query, key, value, mask, self.scale, self.soft_cap)[
+            ..., : latent.value_dim
+        ]
         return self.o(attended.transpose(1, 2).reshape(shape[0] * shape[1], -1))
 
 

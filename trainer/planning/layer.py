@@ -256,13 +256,13 @@ def latent_ops(
     layer: LayerSpec, width: int, tp: int, element_bytes: int, keys: float, statistics: float, partial: float
 ) -> Iterator[Op]:
     """Latent attention. Each tensor-parallel rank computes the latent vectors of its own tokens, of which all are
-    gathered. Values are padded to the size of a query head, as is the kernel's output, of which a part is copied for
-    the output projection.
+    gathered. Keys and values are copies of what the second projection gives. Not counted are zeros behind the values,
+    which kernels other than cuDNN's on Hopper want.
 
     statistics, partial: bytes of a norm's statistics, and of a term of the output in eager layers."""
     a, latent, table = layer.attention, layer.attention.latent, layer_table(layer, width)
     stream, heads = element_bytes * width / tp, element_bytes * a.heads / tp
-    queries = heads * a.head_dim
+    queries, values = heads * a.head_dim, heads * a.value_dim
 
     def gemm(name: str, saved: float = 0.0, reads: float = 0.0) -> Op:
         info = table[f"attention.{name}.weight"]
@@ -293,11 +293,10 @@ def latent_ops(
     yield gemm("kv_a", saved=element_bytes * both / tp)
     yield norm("kv_norm", latent.kv_rank)
     yield gather("kv_b", element_bytes * latent.kv_rank / tp, both)
-    yield gemm("kv_b", saved=2 * queries)
-    kept = queries + 4.0 * a.heads / tp
+    yield gemm("kv_b", saved=queries + values)
+    kept = values + 4.0 * a.heads / tp
     yield Op("attention", "attention", flops=attention_flops(a, keys, tp), result=kept, saved=kept)
-    values = heads * latent.value_dim
-    yield replace(gemm("o", reads=values), saved=values * (latent.value_dim < a.head_dim))
+    yield gemm("o", reads=values)
     yield Op(
         "attention.reduce_scatter",
         "reduce_scatter",

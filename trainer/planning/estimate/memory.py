@@ -263,7 +263,7 @@ class ModelBytes:
         shared keys and values for each head that reads them."""
         results = {name.removeprefix("attention."): gemm.result for name, gemm in layer.gemms.items()}
         queries = results.get("q", results.get("q_b", 0.0))  # 0 for a registered block
-        # Latent attention has as many keys as queries, and pads values to their size.
+        # Latent attention has as many keys as queries, and values of at most their size.
         keys, values = (results.get(name, queries) for name in "kv")
         added_up = (MASTER_BYTES / self.element + 2 * (keys < queries)) * queries
         return 2 * queries + keys + values + added_up / groups
