@@ -131,7 +131,6 @@ class LatentSpec:
         """What is wrong with the attention block `a`, whose latent vectors these are."""
         path = "model.attention"
         unused = {
-            f"kv_heads={a.kv_heads}": (a.kv_heads != a.heads, f"kv_heads={a.heads}, or 0"),
             f"head_dim={a.head_dim}": (a.head_dim != self.head_dim, f"head_dim={self.head_dim}, or 0"),
             f"qk_norm={a.qk_norm}": (a.qk_norm != "none", "qk_norm=none"),
             f"rope.fraction={a.rope.fraction}": (a.rope.fraction != 1, "rope.fraction=1"),
@@ -141,6 +140,11 @@ class LatentSpec:
             for given, (wrong, legal) in unused.items()
             if wrong
         ]
+        if a.kv_heads != a.heads:
+            found.append(
+                f"{path}.kv_heads={a.kv_heads} differs from {path}.heads={a.heads}, and {path}.kind=latent has keys "
+                f"for each head; set {path}.kv_heads=0"
+            )
         for name in ("kv_rank", "nope_dim", "rope_dim", "value_dim"):
             if getattr(self, name) < 1:
                 found.append(f"{path}.latent.{name}={getattr(self, name)} must be positive")
@@ -160,6 +164,7 @@ class AttentionSpec:
     """Causal self-attention with grouped key-value heads."""
 
     kind: str = option("softmax", "attention block", ATTENTION)
+    latent: LatentSpec = option(LatentSpec(), "sizes of kind=latent")
     heads: int = option(8, "query heads")
     kv_heads: int = option(0, "key-value heads; 0 means as many as query heads")
     head_dim: int = option(0, "dimensions per head; 0 means width / heads")
@@ -181,7 +186,6 @@ class AttentionSpec:
         "rope", "rotary positions, or none (learned positions are a field of the model)", ("rope", "none")
     )
     rope: RopeSpec = option(RopeSpec(), "rotary frequencies")
-    latent: LatentSpec = option(LatentSpec(), "sizes of kind=latent")
     settings: dict[str, Any] = option({}, "settings of a registered kind, by its name", registry=ATTENTION)
 
     @property

@@ -112,7 +112,9 @@ def read_mixture(config: dict[str, Any], family: ModelFamily, spec: ModelSpec, p
         block = {"width": config["intermediate_size"], "experts": {"count": 0}}
         spec.overrides = {str(index): {"feed_forward": block} for index in dense_layers(config, family, spec.depth)}
     if family.shared_experts:
-        experts.shared_width = (config[family.shared_experts] or 0) * spec.feed_forward.width
+        if not (shared := config[family.shared_experts]):
+            problems.append(f"{family.shared_experts}={shared} is not supported; supported: at least 1")
+        experts.shared_width = (shared or 0) * spec.feed_forward.width
     if family.grouped_by:
         method = config.get("topk_method")
         if method == "greedy":
@@ -144,7 +146,7 @@ def mixture_options(spec: ModelSpec) -> dict[str, Any]:
     elif family.dense_layers:
         options |= {family.dense_layers: dense, "decoder_sparse_step": 1}
     if family.shared_experts:
-        options[family.shared_experts] = common.experts.shared_width // common.width
+        options[family.shared_experts] = max(1, common.experts.shared_width // common.width)
     if family.grouped_by:
         options["topk_method"] = family.grouped_by if common.experts.groups > 1 else "greedy"
     return options

@@ -229,6 +229,7 @@ def latent_like(architecture: str, fields: dict, fixed: dict, required: dict, **
         required={"moe_layer_freq": 1, **required},
         dense_layers="first_k_dense_replace",
         shared_experts="n_shared_experts",
+        needed=("num_experts_per_tok", "first_k_dense_replace", *differences.pop("needed", ())),
         **differences,
     )
 
@@ -335,6 +336,7 @@ FAMILIES: dict[str, ModelFamily] = {
         {"feed_forward.experts.score": "sigmoid", "feed_forward.experts.group_score": "top2"},
         {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": True},
         written={"num_nextn_predict_layers": 0},
+        needed=("n_group", "topk_group"),
         zeros={"mlp.gate.e_score_correction_bias": "feed_forward.router.balance"},
         predicts=True,
     ),

@@ -274,12 +274,11 @@ class HFWeights(StoredTensors):
     def __call__(self, name: str, info: ParameterInfo) -> Tensor:
         """The whole fp32 parameter `name`."""
         name = "embedding.weight" if self.tied and name == "head.weight" else name
-        parts = [entry.take(self.read(entry.theirs), name, self.infos).float() for entry in self.entries[name]]
+        parts = [entry.take(self.read(entry), name, self.infos).float() for entry in self.entries[name]]
         return parts[0] if self.entries[name][0].expert is None else torch.stack(parts)
 
-    def read(self, name: str) -> Tensor:
-        """The tensor that transformers calls `name`."""
-        stored = self.stored_name(name)
+    def read(self, entry: CheckpointEntry) -> Tensor:
+        stored = self.stored_name(entry.theirs)
         try:
             return self.open(self.files[stored]).get_tensor(stored)
         except (SafetensorError, OSError) as error:
@@ -309,7 +308,7 @@ class HFWeights(StoredTensors):
             name = self.stored_name(name)
             if name in self.files:
                 problems += self.differences(name, shape)
-        if not problems and (biased := [name for name in zeros if self.read(name).any()]):
+        if not problems and (biased := [name for name in zeros if self.stored_slice(self.stored_name(name))[:].any()]):
             problems.append(
                 f"{format_names(biased)} not zero: a bias of the choice of experts is not supported; supported: zeros"
             )
