@@ -581,6 +581,63 @@ def test_both_layouts_of_experts_are_read_and_one_is_written(family: str, tmp_pa
     assert {*index["weight_map"]} == {*names["apart"]}
 
 
+@pytest.mark.parametrize("stored", ["zero", "biased", "longer", "missing"])
+def test_a_bias_of_the_choice_of_experts_has_to_be_zero(stored: str, tmp_path: Path) -> None:
+    theirs("deepseek_v3", DEEPSEEK).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    names = [f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2)]
+    assert not any(weights[name].any() for name in names)
+    changes = {"zero": {}, "biased": {names[1]: torch.eye(8)[3]}, "longer": {names[1]: torch.zeros(9)}, "missing": {}}
+    weights |= changes[stored]
+    if stored == "missing":
+        del weights[names[1]]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    spec = spec_from_hf(tmp_path)
+    if stored == "zero":
+        assert HFWeights(tmp_path, spec).notes == []
+        return
+    with pytest.raises(ConfigError) as caught:
+        HFWeights(tmp_path, spec)
+    words = {"biased": "not zero", "longer": "[9]", "missing": "missing"}
+    assert names[1] in str(caught.value) and names[0] not in str(caught.value) and words[stored] in str(caught.value)
+
+
+@pytest.mark.parametrize("prefix", ["model.", ""])
+@pytest.mark.parametrize("count", [1, 2])
+def test_layers_that_predict_further_tokens_are_named_and_not_read(count: int, prefix: str, tmp_path: Path) -> None:
+    """A layer behind the last one without what makes it one is refused."""
+    reference = theirs("deepseek_v3", DEEPSEEK)
+    reference.save_pretrained(tmp_path)
+    weights = {
+        name.removeprefix("model.") if not prefix else name: tensor
+        for name, tensor in load_file(tmp_path / "model.safetensors").items()
+    }
+    more = {}
+    for layer in range(3, 3 + count):
+        copied = {name: tensor for name, tensor in weights.items() if name.startswith(f"{prefix}layers.2.")}
+        more |= {name.replace("layers.2.", f"layers.{layer}."): tensor.clone() for name, tensor in copied.items()}
+        more[f"{prefix}layers.{layer}.eh_proj.weight"] = torch.zeros(32, 64)
+        more[f"{prefix}layers.{layer}.shared_head.head.weight"] = torch.zeros(VOCAB, 32)
+    save_file(weights | more, tmp_path / "model.safetensors", {"format": "pt"})
+    (note,) = HFWeights(tmp_path, spec_from_hf(tmp_path)).notes
+    assert f"{prefix}layers.3." in note and f"{len(more) - 3} more not read" in note and "further tokens" in note
+    tokens, _ = batch()
+    assert close(ours(tmp_path)(tokens), their_logits(reference, tokens))
+    last = f"{prefix}layers.{2 + count}.eh_proj.weight"
+    del more[last]
+    save_file(weights | more, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=f"layers.{2 + count}.* not part of the model"):
+        HFWeights(tmp_path, spec_from_hf(tmp_path))
+
+
+def test_weights_in_fp8_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    theirs("deepseek_v3", DEEPSEEK).save_pretrained(tmp_path)
+    block = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    edit_config(tmp_path, quantization_config=block)
+    with pytest.raises(ConfigError, match="quantization_config.*fp8_cast_bf16"):
+        spec_from_hf(tmp_path)
+
+
 def test_damaged_experts_are_refused_by_name(tmp_path: Path) -> None:
     theirs("olmoe", {**MIXTURE, "num_experts": 4}).save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")

@@ -77,7 +77,7 @@ def variations(spec: ModelSpec, path: str) -> Iterator[ModelSpec]:
     # its own.
     fixed = spec.feed_forward.experts.count or path.startswith("feed_forward.experts.")
     fixed = fixed or path in OF_HEADS if spec.attention.kind == "latent" else fixed or path.startswith(LATENT)
-    assert found or alone or fixed, f"no legal variation of model.{path}"
+    assert found or alone or fixed or spec.check(), f"no legal variation of model.{path}"
 
 
 def candidates(setting: Setting, value: Any) -> list[Any]:

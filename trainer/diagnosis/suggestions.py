@@ -277,6 +277,9 @@ ALIGNED = 16
 HEADS = (32, 64, 96, 128, 256)
 """Sizes of heads that flash attention computes without padding (FlashAttention-2 and -3)."""
 
+NARROW_VALUES = (192, 128)
+"""Sizes of query and value heads that cuDNN's attention takes as they are (DeepSeek)."""
+
 FILLED, WAVES = 0.95, 0.85
 """Shares of tiles and of waves below which a shape is spoken of."""
 
@@ -381,12 +384,14 @@ def _filling(product: GEMMShape, tp: int, element: int, tokens: int, units: int 
 
 def _heads(spec: ModelSpec, plan: Plan, share: float) -> Iterator[ShapeAdvice]:
     """Of each kind of attention. share: of attention in the model's arithmetic."""
-    for size, keys in {(layer.attention.head_dim, layer.attention.kv_heads) for layer in layer_specs(spec)}:
-        if size not in HEADS:
+    kinds = {(a.head_dim, a.value_dim, a.kv_heads, a.kind) for a in (layer.attention for layer in layer_specs(spec))}
+    for size, value_size, keys, kind in sorted(kinds):
+        if size not in HEADS and (size, value_size) != NARROW_VALUES:
             above = min((one for one in HEADS if one > size), default=0)
             cost = f"is padded to {above}" if above else "is more than flash attention takes"
             waste = share * (1 - size / above if above else 1.0)
-            yield ShapeAdvice("model.attention.head_dim", f"a head of {size} {cost}; {_or(HEADS)} are not", waste)
+            setting = f"model.attention.{'latent.nope_dim' if kind == 'latent' else 'head_dim'}"
+            yield ShapeAdvice(setting, f"a head of {size} {cost}; {_or(HEADS)} are not", waste)
         if plan.tp > keys:
             yield ShapeAdvice(
                 "parallel.tp",
