@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from test_families import DECODER, GPT2, GROUPED, VOCAB, close, edit_config, their_logits, theirs
+from test_families import DECODER, DEEPSEEK, GPT2, GROUPED, VOCAB, close, edit_config, their_logits, theirs
 from torch import Tensor
 
 from trainer.commands import export, merge
@@ -37,7 +37,7 @@ def only_files(monkeypatch) -> None:
 
 
 def saved(folder: Path, family: str = "llama", tied: bool = False, seed: int = 0, **more: object) -> Path:
-    options = GPT2 if family == "gpt2" else DECODER if family == "gpt_neox" else GROUPED
+    options = {"gpt2": GPT2, "gpt_neox": DECODER, "deepseek_v2": DEEPSEEK, "deepseek_v3": DEEPSEEK}.get(family, GROUPED)
     model = theirs(family, {**options, "tie_word_embeddings": tied})
     with torch.no_grad():
         for parameter in model.parameters():

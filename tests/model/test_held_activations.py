@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from trainer.config import ActivationConfig
 from trainer.config.fields import CONFIGS
-from trainer.config.model import ModelSpec, NormSpec, RopeSpec
+from trainer.config.model import LatentSpec, ModelSpec, NormSpec, RopeSpec
 from trainer.model.initial import initialize_model
 from trainer.model.transformer import Transformer
 from trainer.parallel.parallelize import compile_layers
@@ -48,6 +48,10 @@ def layer_of(name: str) -> ModelSpec:
     spec.attention.heads = spec.attention.kv_heads = 4
     spec.attention.head_dim, spec.feed_forward.width = 16, 160
     spec.attention.window, spec.attention.soft_cap, spec.attention.sinks = 0, 0, False
+    if spec.attention.kind == "latent":  # values of the size of keys, since a CPU pads them
+        rank = spec.attention.latent.q_rank
+        spec.attention.latent = LatentSpec(min(rank, 48), kv_rank=40, nope_dim=16, rope_dim=16, value_dim=32)
+        spec.attention.head_dim = 0
     spec.learned_positions, spec.norm = False, NormSpec(kind="layer", placement=spec.norm.placement)
     spec.attention.rope = RopeSpec()
     return spec

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.flop_counter import FlopCounterMode
 
-from trainer.config.model import AttentionSpec, ModelSpec, NormSpec
+from trainer.config.model import AttentionSpec, LatentSpec, ModelSpec, NormSpec
 from trainer.hf.agreement import find_disagreement, shrink_model, with_few_layers
 from trainer.hf.config import config_from_spec, first_difference, spec_from_config
 from trainer.model import attention
@@ -55,6 +55,8 @@ PUBLISHED = {
     "tinyllama_1b": 1_100_048_384,
     "gpt_oss_20b": 20_914_757_184,
     "gpt_oss_120b": 116_829_156_672,
+    "deepseek_v2_lite": 15_706_484_224,
+    "deepseek_v3": 671_026_404_352,
 }
 ACTIVE = {"gpt_oss_20b": 3.61e9, "gpt_oss_120b": 5.13e9}
 """Parameters that a token meets, without the embedding, as published."""
@@ -273,7 +275,7 @@ def dense_attention(
 ) -> Tensor:
     """The definition, one query at a time. seen: bool [batch, length, length]."""
     batch, heads, length, _ = query.shape
-    result, group = torch.zeros_like(query), heads // key.shape[1]
+    result, group = query.new_zeros(batch, heads, length, value.shape[3]), heads // key.shape[1]
     for b in range(batch):
         for h in range(heads):
             for i in range(length):
@@ -289,8 +291,11 @@ def dense_attention(
 @pytest.mark.parametrize("cap", [0.0, 1.5])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("sunk", [False, True])
+@pytest.mark.parametrize("value_dim", [4, 3])
 @pytest.mark.parametrize("flex", [False, True])
-def test_attention_against_its_definition(window: int, cap: float, packed: bool, sunk: bool, flex: bool, monkeypatch):
+def test_attention_against_its_definition(
+    window: int, cap: float, packed: bool, sunk: bool, value_dim: int, flex: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With its gradients. flex: by FlexAttention, as on a GPU; eager, where torch can compute gradients on CPUs too."""
     if flex:
         monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
@@ -298,7 +303,8 @@ def test_attention_against_its_definition(window: int, cap: float, packed: bool,
         monkeypatch.setattr(attention, "mask_of", attention.block_mask)
     torch.manual_seed(0)
     length = 12
-    inputs = [torch.randn(2, heads, length, 4, dtype=torch.float64) for heads in (4, 2, 2)]
+    shapes = ((4, 4), (2, 4), (2, value_dim))
+    inputs = [torch.randn(2, heads, length, size, dtype=torch.float64) for heads, size in shapes]
     inputs += [torch.randn(4, dtype=torch.float64)] * sunk
     query, key, value, sinks = [*(x.requires_grad_() for x in inputs), None][:4]
     documents = torch.tensor([[0] * 5 + [1] * 7, [0] * 12]) if packed else None
@@ -397,6 +403,9 @@ def test_flops_of_shipped_models_against_torchs_counter(name: str) -> None:
     attention, one = spec.attention, spec.layer(0).attention
     attention.heads, attention.kv_heads, attention.head_dim = 2 * one.heads // one.kv_heads, 2, 16
     attention.window, spec.feed_forward.width = min(attention.window, 8), 84
+    if attention.kind == "latent":  # values of the size of keys, since a CPU pads them
+        rank, attention.kv_heads = attention.latent.q_rank, attention.heads
+        attention.latent = LatentSpec(min(rank, 20), kv_rank=24, nope_dim=10, rope_dim=6, value_dim=16)
     assert counted(spec) == cost.flops_per_token(spec, 24, causal=False) * 48
 
 

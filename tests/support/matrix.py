@@ -435,6 +435,21 @@ EXPERT_PARALLEL = [
 ]
 """Experts that data-, context- or tensor-parallel ranks share. Of two experts each token has one, so that ranks may
 receive nothing."""
+LATENT = [
+    PLAIN | {"family": "latent"} | more
+    for more in (
+        {"dp": 2, "stage": 3, "precision": "bf16", "recompute": "selective"},
+        {"tp": 2, "recompute": "selective", "attention": "documents"},
+        {"tp": 2, "tp_overlap": "copy_engine", "recompute": "full", "bias": False},
+        {"tp": 2, "float8": "rowwise", "bias": False, "recompute": "modules"},
+        {"cp": 2, "way": "allgather zigzag", "stage": 3, "micro_batches": 3},
+        {"cp": 2, "way": "ulysses", "stage": 1, "recompute": "full"},
+        {"pp": 2, "schedule": "zb_v", "precision": "fp16", "tied": True, "micro_batches": 3},
+        {"dp": 2, "tp": 2, "stage": 3, "optimizer": "muon"},
+        {"tp": 2, "pp": 2, "schedule": "zb_h1", "micro_batches": 3},
+    )
+]
+"""Keys and values from latent vectors, with and without latent vectors of queries."""
 
 
 COMPILED_EXPERTS = [
@@ -447,12 +462,26 @@ COMPILED_EXPERTS = [
 ]
 
 
+COMPILED_LATENT = [LATENT[1] | {"compile": "graphs", "attention": "causal"}]
+
+
 def cases(processes: int, compiled: bool, gpus: bool = False) -> list[Case]:
     """Everything that runs on this number of processes."""
     chosen = [*data_parallel(processes)] if processes <= 4 else []
     chosen += [
         case
-        for case in [*sample(), *CONTEXT, *QUANTISED, *FLOAT8, *MUON, *FUSED, *COPIED, *EXPERTS, *EXPERT_PARALLEL]
+        for case in [
+            *sample(),
+            *CONTEXT,
+            *QUANTISED,
+            *FLOAT8,
+            *MUON,
+            *FUSED,
+            *COPIED,
+            *EXPERTS,
+            *EXPERT_PARALLEL,
+            *LATENT,
+        ]
         if world(case) == processes
     ]
     if processes == 2:
@@ -463,7 +492,7 @@ def cases(processes: int, compiled: bool, gpus: bool = False) -> list[Case]:
             if recompute == "none" or (place + number) % 4 < 2
         ]
         chosen += [case | {"recompute": "layers", "bits": True} for case in RECOMPUTED[1:4]]
-        chosen += COMPILED + COMPILED_EXPERTS if compiled else []
+        chosen += COMPILED + COMPILED_EXPERTS + COMPILED_LATENT if compiled else []
         chosen += IN_KERNELS if gpus else []
     if processes == 4:
         chosen.append(PLAIN | {"dp": 2, "tp": 2, "stage": 1, "precision": "fp16", "overflow": True})

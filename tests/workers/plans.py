@@ -109,7 +109,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "experts": {"count": 6, "top_k": 2, "router_bias": True},
         },
     },
+    "latent": {
+        "attention": {
+            "kind": "latent",
+            "kv_heads": 0,
+            "qk_norm": "none",
+            "latent": {"q_rank": 16, "kv_rank": 14, "nope_dim": 6, "rope_dim": 4, "value_dim": 8},
+            "rope": {"scaling": "yarn", "factor": 4.0, "original_length": 16, "mscale": 0.7, "mscale_all_dim": 1.0},
+        },
+        "overrides": {"1": {"attention": {"latent": {"q_rank": 0}}}},
+    },
     "gemma": {"norm": {"placement": "both", "offset": 1.0}, "embedding_scale": 24**0.5, "logit_soft_cap": 5.0},
+}
+LATENT_IN_FLOAT8 = {
+    "attention": {"latent": {"q_rank": 32, "kv_rank": 32, "nope_dim": 16, "rope_dim": 16, "value_dim": 16}}
 }
 RECOMPUTE = {
     "none": {},
@@ -130,6 +143,7 @@ def spec_of(case: Case, device: torch.device) -> ModelSpec:
     # FlexAttention on a GPU wants heads of a power of two.
     for changes in (
         FAMILIES[case["family"]],
+        LATENT_IN_FLOAT8 if case["family"] == "latent" and "float8" in case else {},
         windows if case["attention"] == "window_cap" else {},
         {"width": 64} if device.type == "cuda" else {},
         {"width": 64, "feed_forward": {"width": 96}} if "float8" in case else {},

@@ -47,8 +47,13 @@ class ModelFamily:
         memory.
     needed: options that must not be null, of those that transformers does not refuse by name.
     renamed: options that some versions of transformers write under another name, by that name.
-    dense_layers: some layers can be dense, which decoder_sparse_step and mlp_only_layers name; intermediate_size is
-        their width.
+    dense_layers: the option that says which layers are dense, of width intermediate_size: mlp_only_layers (beside
+        decoder_sparse_step) or first_k_dense_replace; empty where none can be.
+    shared_experts: the option that counts the experts that make up the shared block.
+    grouped_by: the value of topk_method with which a token uses the experts of some groups; with `greedy` it uses all.
+    zeros: buffers in layers of experts, by name within the layer, and the buffers of ours that they are. They have to
+        be zero.
+    predicts: files can hold further layers, which predict further tokens and are not read.
     quantised: `quant_method` of the published files whose weights are read all the same: `weights.dequantise_mxfp4`.
     """
 
@@ -67,7 +72,11 @@ class ModelFamily:
     stacked_rules: tuple[ModuleRule, ...] = ()
     needed: tuple[str, ...] = ()
     renamed: dict[str, str] = field(default_factory=dict)
-    dense_layers: bool = False
+    dense_layers: str = ""
+    shared_experts: str = ""
+    grouped_by: str = ""
+    zeros: dict[str, str] = field(default_factory=dict)
+    predicts: bool = False
     quantised: str = ""
 
 
@@ -137,6 +146,20 @@ SHARED = (
 )
 TOP_K = {"num_experts_per_tok": "feed_forward.experts.top_k"}
 CHOICE = {**TOP_K, "num_experts": "feed_forward.experts.count", "norm_topk_prob": "feed_forward.experts.normalise"}
+LATENT = (
+    ModuleRule("self_attn.q_proj", ("attention.q",)),
+    ModuleRule("self_attn.q_a_proj", ("attention.q_a",)),
+    ModuleRule("self_attn.q_a_layernorm", ("attention.q_norm",)),
+    ModuleRule("self_attn.q_b_proj", ("attention.q_b",)),
+    ModuleRule("self_attn.kv_a_proj_with_mqa", ("attention.kv_a",)),
+    ModuleRule("self_attn.kv_a_layernorm", ("attention.kv_norm",)),
+    ModuleRule("self_attn.kv_b_proj", ("attention.kv_b",)),
+)
+SHARED_EXPERTS = (
+    ModuleRule("mlp.shared_experts.gate_proj", ("feed_forward.shared.gate",)),
+    ModuleRule("mlp.shared_experts.up_proj", ("feed_forward.shared.up",)),
+    ModuleRule("mlp.shared_experts.down_proj", ("feed_forward.shared.down",)),
+)
 FUSED_QKV = ("attention.q", "attention.k", "attention.v")
 
 
@@ -166,11 +189,12 @@ def mixture_like(
     router: tuple[ModuleRule, ...] = ROUTER,
     others: tuple[ModuleRule, ...] = (),
     without: tuple[str, ...] = (),
+    attention: tuple[ModuleRule, ...] = QKV,
     **differences: Any,
 ) -> ModelFamily:
     """A family with experts. others: rules of what its layers have besides. without: options of Llama that it has
     not."""
-    rules = QKV + OUTPUT + PRE_NORM + others
+    rules = attention + OUTPUT + PRE_NORM + others
     family = llama_like(
         architecture,
         fields,
@@ -182,6 +206,37 @@ def mixture_like(
     for option in without:
         del family.fields[option]
     return family
+
+
+def latent_like(architecture: str, fields: dict, fixed: dict, required: dict, **differences: Any) -> ModelFamily:
+    """A family of DeepSeek's, with latent attention. fields, fixed, required: beside those that all have."""
+    return mixture_like(
+        architecture,
+        {
+            **BIAS,
+            **TOP_K,
+            "q_lora_rank": "attention.latent.q_rank",
+            "kv_lora_rank": "attention.latent.kv_rank",
+            "qk_nope_head_dim": "attention.latent.nope_dim",
+            "qk_rope_head_dim": "attention.latent.rope_dim",
+            "v_head_dim": "attention.latent.value_dim",
+            "moe_intermediate_size": "feed_forward.width",
+            "n_routed_experts": "feed_forward.experts.count",
+            "n_group": "feed_forward.experts.groups",
+            "topk_group": "feed_forward.experts.top_groups",
+            "routed_scaling_factor": "feed_forward.experts.scale",
+            **fields,
+        },
+        attention=LATENT,
+        others=SHARED_EXPERTS + GATED + DOWN,
+        without=("intermediate_size", "head_dim"),
+        fixed={"attention.kind": "latent", **fixed},
+        required={"moe_layer_freq": 1, **required},
+        dense_layers="first_k_dense_replace",
+        shared_experts="n_shared_experts",
+        needed=("num_experts_per_tok", "first_k_dense_replace", *differences.pop("needed", ())),
+        **differences,
+    )
 
 
 FAMILIES: dict[str, ModelFamily] = {
@@ -251,7 +306,7 @@ FAMILIES: dict[str, ModelFamily] = {
         windows="layers",
         window_needed=True,
         written={"use_sliding_window": True},
-        dense_layers=True,
+        dense_layers="mlp_only_layers",
     ),
     "qwen3_moe": mixture_like(
         "Qwen3MoeForCausalLM",
@@ -263,7 +318,7 @@ FAMILIES: dict[str, ModelFamily] = {
         fixed={"attention.qk_norm": "head"},
         windows="all",
         written={"use_sliding_window": True},
-        dense_layers=True,
+        dense_layers="mlp_only_layers",
     ),
     "olmoe": mixture_like(
         "OlmoeForCausalLM",
@@ -290,6 +345,23 @@ FAMILIES: dict[str, ModelFamily] = {
         windows="layers",
         window_needed=True,
         quantised="mxfp4",
+    ),
+    "deepseek_v2": latent_like(
+        "DeepseekV2ForCausalLM",
+        {},
+        {"feed_forward.experts.normalise": False},
+        {"scoring_func": "softmax", "norm_topk_prob": False, "mlp_bias": False},
+        grouped_by="group_limited_greedy",
+    ),
+    "deepseek_v3": latent_like(
+        "DeepseekV3ForCausalLM",
+        {"norm_topk_prob": "feed_forward.experts.normalise"},
+        {"feed_forward.experts.score": "sigmoid", "feed_forward.experts.group_score": "top2"},
+        {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": True},
+        written={"num_nextn_predict_layers": 0},
+        needed=("n_group", "topk_group"),
+        zeros={"mlp.gate.e_score_correction_bias": "feed_forward.router.balance"},
+        predicts=True,
     ),
     "gemma2": ModelFamily(
         "Gemma2ForCausalLM",

@@ -135,6 +135,19 @@ def find_entries(
     return [CheckpointEntry(name, ours, groups, rule.transposed and kind == "weight", joined)]
 
 
+def list_zeros(spec: ModelSpec, infos: Mapping[str, ParameterInfo]) -> dict[str, tuple[str, int]]:
+    """The buffers of a checkpoint that have to be zero: name there -> name of ours, and its elements, one for each
+    expert."""
+    family = FAMILIES[spec.family]
+    routers = {index: infos.get(f"layers.{index}.feed_forward.router.weight") for index in range(spec.depth)}
+    return {
+        f"{family.layers}{index}.{theirs}": (f"layers.{index}.{ours}", router.shape[0])
+        for index, router in routers.items()
+        if router is not None
+        for theirs, ours in family.zeros.items()
+    }
+
+
 class StoredTensors:
     """The tensors in the files of a transformers folder that transformers reads: `model.safetensors`, or without it the
     files that `model.safetensors.index.json` names. Files are memory-mapped.
@@ -260,6 +273,7 @@ class HFWeights(StoredTensors):
 
     def __init__(self, folder: str | Path, spec: ModelSpec):
         super().__init__(folder, spec)
+        self.spec = spec
         self.infos = declare_parameters(spec)
         names = [rule.theirs for rule in self.family.stacked_rules if rule.bare]
         stacked = any(name.endswith(tuple(names)) for name in self.files) if names else False
@@ -317,14 +331,21 @@ class HFWeights(StoredTensors):
             for entry in entries
             for name, facts in self.stored_shapes(entry).items()
         }
-        stored = {self.stored_name(name) for name in shapes}
         allowed = {self.head} if self.tied else set()
         problems = []
         if buffers := [name for name in self.files if BUFFERS.search(name)]:
             self.note(f"{format_names(buffers)} not read, as config.json says what they hold")
+        zeros = {name: ((size,), STORED) for name, (_, size) in list_zeros(self.spec, self.infos).items()}
+        shapes |= zeros
+        if predicting := self.list_predicting():
+            self.note(
+                f"{format_names(predicting)} not read: the layers behind the {self.spec.depth} of the model predict "
+                "further tokens"
+            )
+        stored = {self.stored_name(name) for name in shapes}
         if missing := [name for name in shapes if self.stored_name(name) not in self.files]:
             problems.append(f"{format_names(missing)} missing from the weights")
-        if extra := [name for name in self.files if name not in stored | allowed | {*buffers}]:
+        if extra := [name for name in self.files if name not in stored | allowed | {*buffers, *predicting}]:
             problems.append(
                 f"{format_names(extra)} in the weights, but not part of the model that config.json describes"
             )
@@ -332,8 +353,25 @@ class HFWeights(StoredTensors):
             name = self.stored_name(name)
             if name in self.files:
                 problems += self.differences(name, *facts)
+        if not problems and (biased := [name for name in zeros if self.stored_slice(self.stored_name(name))[:].any()]):
+            problems.append(
+                f"{format_names(biased)} not zero: a bias of the choice of experts is not supported; supported: zeros"
+            )
         if problems:
             raise ConfigError([self.message(problem) for problem in problems[:5]])
+
+    def list_predicting(self) -> list[str]:
+        """The tensors of layers behind the last one that predict further tokens."""
+        if not self.family.predicts:
+            return []
+        layers: dict[str, list[str]] = {}
+        for name in self.files:
+            where, number, *_ = f"{name.removeprefix(self.family.base)}..".split(".")
+            if where == "layers" and number.isdecimal() and int(number) >= self.spec.depth:
+                layers.setdefault(number, []).append(name)
+        # Each has this projection, of a hidden state beside an embedding. A layer without it is one that config.json
+        # does not count.
+        return [name for names in layers.values() if any("eh_proj" in name for name in names) for name in names]
 
     def differences(self, name: str, shape: tuple[int, ...], types: tuple[str, ...]) -> Iterator[str]:
         stored = self.stored_slice(name)
@@ -369,11 +407,15 @@ def write_weights(
 
     infos = declare_parameters(spec)
     content = {e.theirs: e for e in list_entries(spec, infos)}
-    shapes = {name: torch.empty(e.shape(infos), dtype=dtype, device="meta") for name, e in content.items()}
+    zeros = {name: torch.zeros(size) for name, (_, size) in list_zeros(spec, infos).items()}
+    shapes = {name: torch.empty(e.shape(infos), dtype=dtype, device="meta") for name, e in content.items()} | zeros
     split = split_torch_state_dict_into_shards(shapes, max_shard_size=shard_size)
     read_once = lru_cache(1)(lambda name: read(name).detach().cpu().to(dtype))  # the experts of a matrix come in turn
     for file, names in split.filename_to_tensors.items():
-        tensors = {name: content[name].join([read_once(part) for part in content[name].ours]) for name in names}
+        tensors = {
+            name: zeros[name] if name in zeros else content[name].join([read_once(part) for part in content[name].ours])
+            for name in names
+        }
         save_file(tensors, folder / file, {"format": "pt"})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}

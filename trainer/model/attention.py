@@ -141,25 +141,45 @@ def device_capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
+@torch.compiler.assume_constant_result
+def takes_narrow_values(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> bool:
+    """Whether cuDNN's attention takes value heads that are smaller than query heads: on Hopper and newer, and of the
+    sizes of DeepSeek (192 and 128). Flash attention wants heads of one size."""
+    sizes = (head_dim, head_dim, value_dim)
+    options = {"device": device, "dtype": dtype, "requires_grad": True}
+    query, key, value = (torch.empty(1, 1, 128, size, **options) for size in sizes)
+    parameters = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, True, False)
+    return torch.backends.cuda.can_use_cudnn_attention(parameters)
+
+
 def attend_plain(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Causal attention where the last query sees all keys. Shapes: `causal_attention`."""
-    if not query.is_cuda:  # the CPU's flash attention takes all shapes and types
+    size, narrow = query.shape[3], value.shape[3]
+    if not query.is_cuda:  # the CPU's flash attention takes all types, and heads of any one size
+        return attend_fitted(query, key, value, scale, KernelFit(query.dtype, size, flash=True))
+    if (
+        narrow < size
+        and query.shape[2] == key.shape[2]
+        and takes_narrow_values(query.device, query.dtype, size, narrow)
+    ):
         return attend_causal(query, key, value, scale)
-    return attend_fitted(
-        query, key, value, scale, fit_kernel(device_capability(query.device), query.dtype, query.shape[3])
-    )
+    return attend_fitted(query, key, value, scale, fit_kernel(device_capability(query.device), query.dtype, size))
 
 
 def attend_fitted(query: Tensor, key: Tensor, value: Tensor, scale: float, fit: KernelFit) -> Tensor:
     """`attend_plain` by a kernel whose inputs are first changed to what `fit` says."""
-    size, dtype, copies = query.shape[3], query.dtype, query.shape[1] // key.shape[1]
+    size, dtype, copies = value.shape[3], query.dtype, query.shape[1] // key.shape[1]
     if copies > 1 and not fit.flash:
         key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
     query, key, value = (x.to(fit.dtype) for x in (query, key, value))
-    if fit.head_dim > size:
-        # Zeros add nothing to scores; the padded columns of the values are cut off from the result.
-        query, key, value = (F.pad(x, (0, fit.head_dim - size)) for x in (query, key, value))
+    # Zeros add nothing to scores; the padded columns of the values are cut off from the result.
+    query, key, value = (pad_heads(x, fit.head_dim) for x in (query, key, value))
     return attend_causal(query, key, value, scale, fit.flash and query.is_cuda)[..., :size].to(dtype)
+
+
+def pad_heads(x: Tensor, size: int) -> Tensor:
+    """Heads [..., at most size] with zeros behind them: [..., size]."""
+    return F.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x
 
 
 def attend_causal(query: Tensor, key: Tensor, value: Tensor, scale: float, flash: bool = False) -> Tensor:
@@ -251,11 +271,12 @@ def causal_attention(
     soft_cap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention. query: [batch, heads, length, head_dim]; key, value: [batch, kv_heads, length, head_dim].
+    """Causal attention. query: [batch, heads, length, head_dim]; key: [batch, kv_heads, length, head_dim]; value:
+    [batch, kv_heads, length, value_dim], where value_dim is at most head_dim.
 
     mask: from `build_mask` for the same soft_cap and sinks. Where it is None, there may be fewer queries than keys, and
     the last query sees all keys. sinks: [heads], a logit of each head that joins the denominator of its softmax.
-    Returns [batch, heads, length, head_dim].
+    Returns [batch, heads, length, value_dim].
     """
     grouped = query.shape[1] != key.shape[1]
     if mask is None:

@@ -13,15 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.config import ConfigError, registry
-from trainer.config.model import AttentionSpec, FeedForwardSpec, LayerSpec, NormSpec
-from trainer.distributed.collectives import AllReduceSum
-from trainer.model.attention import causal_attention
+from trainer.config.model import LATENT_EPS, AttentionSpec, FeedForwardSpec, LayerSpec, NormSpec
+from trainer.distributed.collectives import AllReduceSum, GatherTokens
+from trainer.model.attention import causal_attention, pad_heads
 from trainer.model.cache import CachedMask, attend_cached
 from trainer.model.context_attention import SharedMask, attend_together
 from trainer.model.experts import Experts, Router, WideLinear
 from trainer.model.initial import DeclaredModule
 from trainer.model.linear import DeferredGrads, column_parallel, number_layer, row_parallel
-from trainer.model.rotary import rotate_heads
+from trainer.model.rotary import rotate_heads, rotate_pairs
 from trainer.model.stage import BlockReport, join_reports, keep_here, split_report
 from trainer.precision.products import Multiply, matmul
 
@@ -282,6 +282,61 @@ class Attention(Block):
         return self.o(attended.transpose(1, 2).reshape(shape[0] * shape[1], -1))
 
 
+class LatentAttention(Block):
+    """Causal self-attention whose keys and values are projections of a small latent vector (`LatentSpec`).
+
+    Tensor-parallel ranks cut the projections to heads, and hold those to latent vectors whole. Each rank computes the
+    latent vectors of its own tokens, and what is gathered are these and not the wider residual stream.
+    """
+
+    caches = True
+
+    def __init__(self, spec: AttentionSpec, norm: NormSpec, width: int):
+        super().__init__()
+        self.latent, self.head_dim, self.scale, self.soft_cap = spec.latent, spec.head_dim, spec.scale, spec.soft_cap
+        self.rotary, latent, heads = spec.positions == "rope", spec.latent, spec.heads
+        # In the order in which they run, by which `activation.save` counts.
+        if latent.q_rank:
+            self.q_a = Linear(width, latent.q_rank, ("latent", "embed"), spec.bias)
+            self.q_b = Linear(latent.q_rank, heads * spec.head_dim, ("heads", "latent"), units=heads)
+        else:
+            self.q = Linear(width, heads * spec.head_dim, ("heads", "embed"), units=heads)
+        self.kv_a = Linear(width, latent.kv_rank + latent.rope_dim, ("latent", "embed"), spec.bias)
+        expanded = heads * (latent.nope_dim + latent.value_dim)
+        self.kv_b = Linear(latent.kv_rank, expanded, ("heads", "latent"), units=heads)
+        self.o = Linear(heads * latent.value_dim, width, ("embed", "heads"), spec.output_bias, residual=True)
+        norm = replace(norm, eps=LATENT_EPS)
+        if latent.q_rank:
+            self.q_norm = Norm(latent.q_rank, norm, "latent")
+        self.kv_norm = Norm(latent.kv_rank, norm, "latent")
+
+    def forward(self, x: Tensor, shape: tuple[int, int], rotation: tuple[Tensor, Tensor] | None, mask: Any) -> Tensor:
+        """See `Attention.forward`."""
+        latent = self.latent
+        query = self.q_b(self.q_norm(self.q_a(x))) if latent.q_rank else self.q(x)
+        query = query.view(*shape, -1, self.head_dim)
+        latents, shared = self.kv_a(x).split([latent.kv_rank, latent.rope_dim], -1)
+        expanded = self.kv_b(self.kv_norm(latents)).view(*shape, -1, latent.nope_dim + latent.value_dim)
+        if self.kv_b.group is not None:
+            shared = GatherTokens.apply(self.kv_b.group, shared)
+        shared = shared.view(*shape, 1, latent.rope_dim)
+        content, position = query.split([latent.nope_dim, latent.rope_dim], -1)
+        key, value = expanded.split([latent.nope_dim, latent.value_dim], -1)
+        if self.rotary:
+            position, shared = rotate_pairs(position, *rotation), rotate_pairs(shared, *rotation)
+        query = torch.cat([content, position], -1)
+        key = torch.cat([key, shared.expand(*key.shape[:-1], -1)], -1)
+        if attend := ATTENTION_BACKENDS.get(type(mask)):
+            value = pad_heads(
+                value, self.head_dim
+            )  # ranks exchange keys and values as one tensor, a cache has one size
+        query, key, value = (y.transpose(1, 2) for y in (query, key, value.contiguous()))
+        attended = (attend or causal_attention)(query, key, value, mask, self.scale, self.soft_cap)[
+            ..., : latent.value_dim
+        ]
+        return self.o(attended.transpose(1, 2).reshape(shape[0] * shape[1], -1))
+
+
 class FeedForward(Block):
     """Gated (SwiGLU and its variants, Shazeer, arXiv 2002.05202) or plain two-layer feed-forward block. x: [tokens,
     width]."""
@@ -329,7 +384,10 @@ class Mixture(Block):
         return result + shared
 
 
-ATTENTION: dict[str, Callable[[AttentionSpec, NormSpec, int], Block]] = {"softmax": Attention}
+ATTENTION: dict[str, Callable[[AttentionSpec, NormSpec, int], Block]] = {
+    "softmax": Attention,
+    "latent": LatentAttention,
+}
 FEED_FORWARD: dict[str, Callable[[FeedForwardSpec, int], Block]] = {"gated": FeedForward, "plain": FeedForward}
 """Kind of a block in the spec -> its class."""
 

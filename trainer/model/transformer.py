@@ -142,8 +142,8 @@ class Transformer(nn.Module):
         for index, layer in specs.items():
             a, rotary = layer.attention, None
             if a.positions == "rope":
-                frequencies = f"{a.rope} {a.head_dim}"
-                rotaries.setdefault(frequencies, Rotary(a.rope, a.head_dim, spec.max_length))
+                frequencies = f"{a.rope} {a.rotary_dim}"
+                rotaries.setdefault(frequencies, Rotary(a.rope, a.rotary_dim, spec.max_length))
                 rotary = list(rotaries).index(frequencies)
             self.kinds[str(index)] = (rotary, (a.window, a.changes_softmax))
         self.rotaries = nn.ModuleList(rotaries.values())

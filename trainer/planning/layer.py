@@ -188,6 +188,8 @@ def layer_program(
             if layer.feed_forward.experts.shared_width:
                 yield from projections(f"{name}.shared", kinds, kind)
                 yield from shared_gate_ops(layer, width, tp, stream)
+        elif kind == "latent":
+            yield from latent_ops(layer, width, tp, element_bytes, keys, statistics, partial)
         else:
             yield from projections(name, kinds, kind)
         yield from norm(f"{name}_post_norm", placement in ("post", "both"))
@@ -250,6 +252,60 @@ def softmax_ops(block: str, layer: LayerSpec, gemms: Mapping[str, Op], tp: int, 
     yield Op("attention", "attention", flops=attention_flops(a, keys, tp), result=kept, saved=kept)
     if a.sinks:  # the scaled output, which follows from the kernel's, and its factor
         yield Op("attention.sinks", "elementwise", saved=kept, fused=kept)
+
+
+def latent_ops(
+    layer: LayerSpec, width: int, tp: int, element_bytes: int, keys: float, statistics: float, partial: float
+) -> Iterator[Op]:
+    """Latent attention. Each tensor-parallel rank computes the latent vectors of its own tokens, of which all are
+    gathered. Keys and values are copies of what the second projection gives. Not counted are zeros behind the values,
+    which kernels other than cuDNN's on Hopper want.
+
+    statistics, partial: bytes of a norm's statistics, and of a term of the output in eager layers."""
+    a, latent, table = layer.attention, layer.attention.latent, layer_table(layer, width)
+    stream, heads = element_bytes * width / tp, element_bytes * a.heads / tp
+    queries, values = heads * a.head_dim, heads * a.value_dim
+
+    def gemm(name: str, saved: float = 0.0, reads: float = 0.0) -> Op:
+        info = table[f"attention.{name}.weight"]
+        shape, rows = info.multiplied(tp), 1 / tp if info.cut is None else 1.0
+        result = stream if info.cut == 1 else element_bytes * rows * shape[0]
+        flops = rows * gemm_flops(info, tp)
+        return Op(f"attention.{name}", "gemm", shape, flops, result, saved=saved, deferred=result + reads, rows=rows)
+
+    def gather(name: str, size: float, sent: float) -> Op:
+        sends = element_bytes * sent if tp > 1 else 0.0
+        return Op(
+            f"attention.{name}.all_gather", "all_gather", deferred=size, gemms=(f"attention.{name}",), sends=sends
+        )
+
+    def norm(name: str, rank: int) -> Op:
+        return Op(f"attention.{name}", "norm", saved=element_bytes * rank / tp + statistics)
+
+    if latent.q_rank:
+        size = element_bytes * latent.q_rank / tp
+        yield gemm("q_a", saved=size, reads=stream)
+        yield norm("q_norm", latent.q_rank)
+        yield gather("q_b", size, latent.q_rank)
+        yield gemm("q_b", saved=queries)
+    else:
+        yield gather("q", stream, width)
+        yield gemm("q", saved=queries)
+    both = latent.kv_rank + latent.rope_dim
+    yield gemm("kv_a", saved=element_bytes * both / tp)
+    yield norm("kv_norm", latent.kv_rank)
+    yield gather("kv_b", element_bytes * latent.kv_rank / tp, both)
+    yield gemm("kv_b", saved=queries + values)
+    kept = values + 4.0 * a.heads / tp
+    yield Op("attention", "attention", flops=attention_flops(a, keys, tp), result=kept, saved=kept)
+    yield gemm("o", reads=values)
+    yield Op(
+        "attention.reduce_scatter",
+        "reduce_scatter",
+        eager=partial,
+        gemms=("attention.o",),
+        sends=stream * tp * (tp > 1),
+    )
 
 
 def gated_ops(block: str, layer: LayerSpec, gemms: Mapping[str, Op], tp: int, keys: float) -> Iterator[Op]:
@@ -373,7 +429,7 @@ def attention_flops(a: AttentionSpec, keys: float, ranks: int = 1) -> float:
     their product with the values."""
     if entry := registry.ATTENTION.registered.get(a.kind):
         return entry.facts["flops"](entry.chosen(a.settings), a, keys) / ranks
-    return 4.0 * (a.heads * a.head_dim / ranks) * keys
+    return 2.0 * (a.heads * (a.head_dim + a.value_dim) / ranks) * keys
 
 
 def seen_keys(length: int, window: int = 0) -> float:

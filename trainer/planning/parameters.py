@@ -263,6 +263,28 @@ def softmax_attention(layer: LayerSpec, width: int) -> dict[str, ParameterInfo]:
     return join_tables(modules)
 
 
+def latent_attention(layer: LayerSpec, width: int) -> dict[str, ParameterInfo]:
+    """Projections to latent vectors and from there to heads, the output's, and the norms of the latent vectors."""
+    a, latent, heads = layer.attention, layer.attention.latent, layer.attention.heads
+    down, up, rank = ("latent", "embed"), ("heads", "latent"), latent.q_rank
+    kv_outputs = latent.kv_rank + latent.rope_dim
+    modules = [
+        ("kv_a", linear_table(width, kv_outputs, down, a.bias)),
+        ("kv_b", linear_table(latent.kv_rank, heads * (latent.nope_dim + latent.value_dim), up, False, units=heads)),
+        ("o", linear_table(heads * latent.value_dim, width, ("embed", "heads"), a.output_bias, residual=True)),
+    ]
+    queries = heads * a.head_dim
+    if rank:
+        modules[:0] = [
+            ("q_a", linear_table(width, rank, down, a.bias)),
+            ("q_b", linear_table(rank, queries, up, False, units=heads)),
+        ]
+        modules.append(("q_norm", norm_table(rank, layer.norm, "latent")))
+    else:
+        modules.insert(0, ("q", linear_table(width, queries, ("heads", "embed"), False, units=heads)))
+    return join_tables([*modules, ("kv_norm", norm_table(latent.kv_rank, layer.norm, "latent"))])
+
+
 def plain_feed_forward(layer: LayerSpec, width: int) -> dict[str, ParameterInfo]:
     """down(act(up(x)))."""
     inner, bias = layer.feed_forward.width, layer.feed_forward.bias
@@ -303,7 +325,7 @@ def gated_feed_forward(layer: LayerSpec, width: int) -> dict[str, ParameterInfo]
     return {**join_tables([("gate", gate)]), **plain_feed_forward(layer, width)}
 
 
-ATTENTION: dict[str, Block] = {"softmax": softmax_attention}
+ATTENTION: dict[str, Block] = {"softmax": softmax_attention, "latent": latent_attention}
 FEED_FORWARD: dict[str, Block] = {"gated": gated_feed_forward, "plain": plain_feed_forward}
 
 

@@ -261,9 +261,10 @@ class ModelBytes:
         """Bytes of a token in the backward kernel of attention: the gradients of its output and of its inputs, and what
         cuDNN and FlashAttention-2 take to add them up, of a group of heads: those of the queries in fp32, and those of
         shared keys and values for each head that reads them."""
-        if "attention.q" not in layer.gemms:  # a registered block
-            return 0.0
-        queries, keys, values = (layer.gemms[f"attention.{name}"].result for name in "qkv")
+        results = {name.removeprefix("attention."): gemm.result for name, gemm in layer.gemms.items()}
+        queries = results.get("q", results.get("q_b", 0.0))  # 0 for a registered block
+        # Latent attention has as many keys as queries, and values of at most their size.
+        keys, values = (results.get(name, queries) for name in "kv")
         added_up = (MASTER_BYTES / self.element + 2 * (keys < queries)) * queries
         return 2 * queries + keys + values + added_up / groups
 
