@@ -357,9 +357,12 @@ def selective_contexts(rules: Rules) -> Any:
 
 NOTHING_SAVED = partial(selective_contexts, {})
 
-ROUTING: Rules = {torch.ops.trainer.choose_experts.default: ((-1, 1, ()),)}
+ROUTING: Rules = {
+    operator: ((-1, 1, ()),)
+    for operator in (torch.ops.trainer.choose_experts.default, torch.ops.trainer.count_by_sequence.default)
+}
 """Saves the choice of experts. Chosen again, a token could go to another expert, because scores that are nearly equal
-are not computed to the same bits by every kernel."""
+are not computed to the same bits by every kernel. Also saves the counts that ranks have added up."""
 
 recompute_unrouted = partial(recompute_all, context_fn=partial(selective_contexts, ROUTING))
 """`recompute_all` without choosing experts again."""
