@@ -408,10 +408,30 @@ EXPERTS = [
 each token to all experts, of which two or four ranks share three: each holds a part of every expert."""
 
 
+BALANCED = [
+    PLAIN | {"family": "balanced experts"} | more
+    for more in (
+        {"micro_batches": 6, "recompute": "selective"},
+        {"dp": 2, "stage": 3, "recompute": "full", "micro_batches": 3},
+        {"dp": 2, "stage": 1, "offload": True},
+        {"tp": 2, "recompute": "full"},
+        {"cp": 2, "way": "ulysses", "stage": 2, "attention": "documents", "recompute": "modules"},
+        {"pp": 2, "schedule": "zb_v", "recompute": "full", "micro_batches": 3, "precision": "fp16"},
+        {"pp": 2, "schedule": "zb_h1", "micro_batches": 6, "tied": True},
+        {"cp": 2, "way": "allgather zigzag", "tp": 2, "recompute": "selective", "stage": 3},
+        {"cp": 4, "way": "hybrid zigzag", "stage": 1, "attention": "documents"},
+        {"dp": 2, "pp": 2, "schedule": "interleaved", "stage": 2, "micro_batches": 3},
+        {"dp": 2, "tp": 2, "stage": 3, "shard": 1, "precision": "fp16", "recompute": "full"},
+    )
+]
+"""Biases, and losses over sequences and over the previous step. Counts of tokens are sums over all ranks and
+micro-batches, and those of a sequence over the ranks that share it."""
+
+
 COMPILED_EXPERTS = [
-    EXPERTS[0] | {"compile": "graphs", "dp": 2, "stage": 3, "recompute": "full"},
+    BALANCED[0] | {"compile": "graphs", "dp": 2, "stage": 3, "recompute": "full"},
     EXPERTS[0] | {"compile": "graphs", "pp": 2, "schedule": "zb_v", "recompute": "selective"},
-    EXPERTS[0] | {"compile": "graphs", "tp": 2, "recompute": "selective"},
+    BALANCED[0] | {"compile": "graphs", "tp": 2},
 ]
 
 
@@ -420,7 +440,7 @@ def cases(processes: int, compiled: bool, gpus: bool = False) -> list[Case]:
     chosen = [*data_parallel(processes)] if processes <= 4 else []
     chosen += [
         case
-        for case in [*sample(), *CONTEXT, *QUANTISED, *FLOAT8, *MUON, *FUSED, *COPIED, *EXPERTS]
+        for case in [*sample(), *CONTEXT, *QUANTISED, *FLOAT8, *MUON, *FUSED, *COPIED, *EXPERTS, *BALANCED]
         if world(case) == processes
     ]
     if processes == 2:

@@ -96,6 +96,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "-1": {"feed_forward": {"experts": GROUPED_EXPERTS}},
         },
     },
+    "balanced experts": {
+        "feed_forward": {
+            "width": 40,
+            "experts": {"count": 6, "top_k": 2, "bias_rate": 0.02, "balance": 0.2, "z_loss": 0.02},
+        },
+        "overrides": {"-1": {"feed_forward": {"experts": GROUPED_EXPERTS | {"balance_over": "previous"}}}},
+    },
     "all experts": {"feed_forward": {"width": 40, "experts": {"count": 3, "top_k": 3, "normalise": False}}},
     "gemma": {"norm": {"placement": "both", "offset": 1.0}, "embedding_scale": 24**0.5, "logit_soft_cap": 5.0},
 }
