@@ -414,7 +414,7 @@ BALANCED = [
         {"micro_batches": 6, "recompute": "selective"},
         {"dp": 2, "stage": 3, "recompute": "full", "micro_batches": 3},
         {"dp": 2, "stage": 1, "offload": True},
-        {"tp": 2, "recompute": "full"},
+        {"tp": 2, "recompute": "full", "micro_batches": 8},
         {"cp": 2, "way": "ulysses", "stage": 2, "attention": "documents", "recompute": "modules"},
         {"pp": 2, "schedule": "zb_v", "recompute": "full", "micro_batches": 3, "precision": "fp16"},
         {"pp": 2, "schedule": "zb_h1", "micro_batches": 6, "tied": True},
@@ -425,7 +425,8 @@ BALANCED = [
     )
 ]
 """Biases, and losses over sequences and over the previous step. Counts of tokens are sums over all ranks and
-micro-batches, and those of a sequence over the ranks that share it."""
+micro-batches, and those of a sequence over the ranks that share it: with three sequences in a micro-batch, two
+tensor-parallel ranks hold half of the second one each."""
 
 
 COMPILED_EXPERTS = [
