@@ -160,7 +160,8 @@ class Router(WideLinear):
 
     def report(self, routing: Routing, sequences: Sequences | None) -> BlockReport:
         """The losses that balance the experts, and statistics: `load`, how many tokens each expert has; `balance` and
-        `z_loss`, the two losses; `bias`, the range of `balance` times the number of tokens.
+        `z_loss`, the two losses; `bias`, the range of `balance` times the sum of `load`, since ranks and micro-batches
+        add up what they report.
 
         For a given usage, the balance loss is linear in the scores of each token. Each rank therefore adds the terms
         of its own tokens, and only the usage is a sum over ranks.
@@ -180,7 +181,7 @@ class Router(WideLinear):
         statistics |= {name: loss.detach()[None] for name, loss in losses}
         if self.balance is not None:
             low, high = self.balance.aminmax()
-            statistics["bias"] = (high - low).double()[None] * len(chosen)
+            statistics["bias"] = (high - low).double()[None] * chosen.numel()
         return BlockReport(sum(loss for _, loss in losses) if losses else None, statistics)
 
     @torch.no_grad()
