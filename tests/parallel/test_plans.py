@@ -50,6 +50,13 @@ def test_plans_match_one_process(world, measured):
     assert not failed, "\n".join(failed)
 
 
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_routers_have_fp32_weights_in_every_plan(world, measured):
+    results = [result for result in measured(world)["cases"] if "experts" in result["case"]["family"]]
+    types = {result["plan"]: result["routers"] for result in results if "compile" not in result["case"]}
+    assert types == dict.fromkeys(types, ["torch.float32"]) and len(types) >= {1: 2, 2: 16, 4: 9}[world]
+
+
 def test_recompute_changes_no_bit(measured):
     results = [result for result in measured(2)["cases"] if result["case"].get("bits")]
     plain = {

@@ -16,7 +16,7 @@ from trainer.config import Config, GradCommConfig, PrecisionConfig
 from trainer.config.model import ModelSpec
 from trainer.config.schema import MuonConfig
 from trainer.data.batches import MicroBatch
-from trainer.model.experts import Router
+from trainer.model.experts import Router, WideLinear
 from trainer.model.initial import Weights, initialize_model, parameter_infos
 from trainer.model.loss import loss_terms
 from trainer.model.stage import split_report
@@ -72,6 +72,7 @@ def train_reference(
         multiply_in_float8(model, spec, float8)
     initialize_model(model, spec, config.run.seed, device, weights)
     optimizers = optimizers_of(model, config)
+    wide = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, WideLinear)}
     seen, scale = Trajectory(initial=copy_parameters(model)), LOSS_SCALE if compute is torch.float16 else 1.0
     updates = 0
     for batches in steps:
@@ -80,7 +81,10 @@ def train_reference(
         while True:
             loss, loads = 0.0, dict[str, Tensor]()
             for batch in batches:
-                copies = {name: parameter.to(compute) for name, parameter in model.named_parameters()}
+                copies = {
+                    name: parameter if name in wide else parameter.to(compute)
+                    for name, parameter in model.named_parameters()
+                }
                 output = torch.func.functional_call(model, copies, (batch.tokens,), {"documents": batch.documents})
                 objective, entropy = losses_of(output, batch.targets.flatten(), config)
                 (objective * (scale / valid)).backward()

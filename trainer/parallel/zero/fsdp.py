@@ -33,6 +33,7 @@ from torch.distributed.tensor import Shard
 from trainer.config import Config, ConfigError
 from trainer.distributed.mesh import World
 from trainer.distributed.tensors import Fragment
+from trainer.model.experts import WideLinear
 from trainer.model.initial import DeclaredModule, ParameterInfo, Weights, fill_parameters
 from trainer.model.stage import Stage
 from trainer.optim.optimizer import Optimizer, ParameterPolicy
@@ -48,6 +49,7 @@ from trainer.parallel.zero.fsdp_internals import (
     fsdp_units,
     gather_in_float8,
     is_set_up,
+    keep_wide,
     reduce_accumulated,
     unit_tensors,
 )
@@ -135,6 +137,10 @@ class FSDP:
                 reshard_after_forward=plan.stage == 3 and module is not model,
             )
         end_reductions_in_forward(model)
+        if compute is not torch.float32:
+            keep_wide(
+                fsdp_units(model), {module.weight for module in model.modules() if isinstance(module, WideLinear)}
+            )
         shards, units = self.world.mesh["shard"].get_group(), [model, *model.layers.values()]
         if shards.size() == 1 and not plan.offload:
             # No communication is needed, so parameters skip FSDP's flat buffers.

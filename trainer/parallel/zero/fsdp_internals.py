@@ -7,7 +7,7 @@ their shards and, within a step, their gathered copies and the gradients accumul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache, partial, wraps
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -43,6 +43,46 @@ def sharded_sizes(unit: FSDPModule) -> list[tuple[nn.Parameter, int]]:
         (parameter.sharded_param, parameter.padded_sharded_param_size.numel())
         for parameter in parameter_group(unit).fsdp_params
     ]
+
+
+def keep_wide(units: list[FSDPModule], wide: Collection[nn.Parameter]) -> None:
+    """Makes FSDP gather some parameters of units in the type in which they are kept, beside others in a lower one. All
+    gradients of a unit are reduced in one message, so that those of `wide` get the type of the others first."""
+    for unit in units:
+        group = parameter_group(unit)
+        chosen = [parameter for parameter in group.fsdp_params if parameter.sharded_param in wide]
+        for parameter in chosen:
+            parameter.init_dtype_attrs = partial(init_wide, parameter, parameter.init_dtype_attrs)
+        if chosen:
+            group.post_backward = partial(narrow_gradients, group, chosen, group.post_backward)
+
+
+def init_wide(parameter: Any, init: Callable[[Any], None], policy: Any) -> None:
+    """Replaces a parameter's `init_dtype_attrs`, which decides on its types before the first forward pass."""
+    init(policy)
+    parameter.param_dtype = None
+
+
+def narrow_gradients(group: Any, wide: list[Any], reduce: Callable[..., None], *unused: Any) -> None:
+    """Replaces a group's `post_backward`."""
+    if group.reduce_grads:
+        others = (whole_gradient(parameter) for parameter in group.fsdp_params if parameter not in wide)
+        dtype = next((gradient.dtype for gradient in others if gradient is not None), None)
+        for parameter in wide if dtype is not None else ():
+            gradient = whole_gradient(parameter)
+            if gradient is not None and gradient.dtype != dtype:
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.unsharded_accumulated_grad = whole_gradient(parameter).to(dtype)
+                parameter._unsharded_param.grad = None
+    reduce(*unused)
+
+
+def whole_gradient(parameter: Any) -> Tensor | None:
+    """What a parameter's gradient is added to before it is reduced, None without one."""
+    if parameter.unsharded_accumulated_grad is not None:
+        return parameter.unsharded_accumulated_grad
+    whole = getattr(parameter, "_unsharded_param", None)
+    return None if whole is None else whole.grad
 
 
 def is_set_up(model: FSDPModule) -> bool:
