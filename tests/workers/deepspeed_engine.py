@@ -194,7 +194,7 @@ def parity(name: str, case: dict[str, Any], references: dict[str, Any]) -> dict[
                 base, state.spec, batches, torch.device("cpu"), compute=DTYPES[compute]
             )
     expected = references[*model, "fp32"]
-    plain = None if kind == "fp32" else compare_runs(references[*model, kind], expected)
+    plain = None if kind == "fp32" else compare_runs(references[*model, kind], expected, kind)
     return dataclasses.asdict(judge_plan(name, [], kind, seen, expected, plain)) | {"their_norms": theirs}
 
 

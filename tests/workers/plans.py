@@ -296,6 +296,7 @@ def measure(chosen: list[Case], worlds: Worlds, device: torch.device, folder: Pa
                     else compare_runs(
                         train_reference(base, spec, batches(case, spec, device), device, compute=DTYPES[kind]),
                         references[key],
+                        kind,
                     )
                 )
             result = judge_plan(describe(case), [], kind, seen, references[key], plain[key + kind])

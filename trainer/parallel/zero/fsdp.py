@@ -137,10 +137,9 @@ class FSDP:
                 reshard_after_forward=plan.stage == 3 and module is not model,
             )
         end_reductions_in_forward(model)
+        wide = {module.weight for module in model.modules() if isinstance(module, WideLinear)}
         if compute is not torch.float32:
-            keep_wide(
-                fsdp_units(model), {module.weight for module in model.modules() if isinstance(module, WideLinear)}
-            )
+            keep_wide(fsdp_units(model), wide)
         shards, units = self.world.mesh["shard"].get_group(), [model, *model.layers.values()]
         if shards.size() == 1 and not plan.offload:
             # No communication is needed, so parameters skip FSDP's flat buffers.
@@ -148,7 +147,7 @@ class FSDP:
         elif self.config.parallel.zero.collectives == "copy_engine":
             copy_shards(units, shards)
         if self.config.precision.float8.gather and plan.shard > 1:
-            gather_in_float8(model, self.config.compile)
+            gather_in_float8(model, compute, wide, self.config.compile)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 # Losses are already divided by the global number of valid tokens, so gradients are summed and never

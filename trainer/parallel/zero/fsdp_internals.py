@@ -380,13 +380,14 @@ def take_gradients(gradients: list[Tensor], message: Tensor, ranks: int) -> Any:
 
 
 class Float8AllGather:
-    """FSDP's custom all-gather of a unit: a flat buffer of every rank's shards, one parameter behind the other.
+    """FSDP's custom all-gather of a unit: a flat buffer of every rank's shards, one parameter behind the other. It is
+    one of bytes where parameters have several types.
 
-    narrow: whether each parameter travels in fp8; lengths: elements of its shard, with padding; compiling: whether
-    casts are compiled."""
+    narrow: whether each parameter travels in fp8; lengths: bytes of its shard, with padding; dtype: of those that do;
+    compiling: whether casts are compiled."""
 
-    def __init__(self, lengths: Sequence[int], narrow: Sequence[bool], compiling: bool):
-        self.lengths, self.narrow = list(lengths), list(narrow)
+    def __init__(self, lengths: Sequence[int], narrow: Sequence[bool], dtype: torch.dtype, compiling: bool):
+        self.lengths, self.narrow, self.dtype = list(lengths), list(narrow), dtype
         self.encode: Callable = compile_function(encode_shards) if compiling else encode_shards
         self.decode: Callable = compile_function(decode_shards) if compiling else decode_shards
 
@@ -396,8 +397,9 @@ class Float8AllGather:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        parts = input_tensor.split(self.lengths)
-        narrow = [part for part, chosen in zip(parts, self.narrow) if chosen]
+        lengths = [length // input_tensor.element_size() for length in self.lengths]
+        parts = input_tensor.split(lengths)
+        narrow = [part.view(self.dtype) for part, chosen in zip(parts, self.narrow) if chosen]
         plain = [part for part, chosen in zip(parts, self.narrow) if not chosen]
         largest = torch.stack([part.abs().amax() if len(part) else part.new_zeros(()) for part in narrow]).float()
         dist.all_reduce(largest, dist.ReduceOp.MAX, group)
@@ -405,9 +407,9 @@ class Float8AllGather:
         received = sent.new_empty(group.size() * len(sent))
         dist.all_gather_into_tensor(received, sent, group)
         whole, codes = output_tensor.view(group.size(), -1), received.view(group.size(), -1)
-        places = whole.split(self.lengths, 1)
+        places = whole.split(lengths, 1)
         ordered = [place for place, chosen in zip(places, self.narrow) if not chosen]
-        ordered += [place for place, chosen in zip(places, self.narrow) if chosen]
+        ordered += [place.view(self.dtype) for place, chosen in zip(places, self.narrow) if chosen]
         self.decode(codes, ordered, largest)
 
 
@@ -430,15 +432,17 @@ def decode_shards(codes: Tensor, targets: list[Tensor], largest: Tensor) -> None
         first += width
 
 
-def gather_in_float8(model: nn.Module, compiling: bool) -> None:
-    """Has FSDP gather in fp8 what the model's linear layers multiply so, with one scale for a matrix."""
+def gather_in_float8(model: nn.Module, dtype: torch.dtype, wide: Collection[nn.Parameter], compiling: bool) -> None:
+    """Has FSDP gather in fp8 what the model's linear layers multiply so, with one scale for a matrix. dtype: in which
+    it gathers the other parameters, but for those that are `wide`."""
     narrow = {
         module.weight
         for module in model.modules()
         if isinstance(module, Linear) and isinstance(module.multiply, Float8Multiply) and not module.multiply.rowwise
     }
     for unit in fsdp_units(model):
-        parameters, lengths = zip(*sharded_sizes(unit))
-        chosen = [parameter in narrow for parameter in parameters]
+        sizes = sharded_sizes(unit)
+        lengths = [size * (parameter if parameter in wide else dtype).itemsize for parameter, size in sizes]
+        chosen = [parameter in narrow for parameter, _ in sizes]
         if any(chosen):
-            unit.set_custom_all_gather(Float8AllGather(lengths, chosen, compiling))
+            unit.set_custom_all_gather(Float8AllGather(lengths, chosen, dtype, compiling))
