@@ -352,6 +352,7 @@ FLOAT8 = [
         {"float8": "mixed", "gather": True, "dp": 2, "stage": 3, "tied": True, "compile": "graphs"},
         {"float8": "tensorwise", "gather": True, "dp": 4, "shard": 2, "stage": 2, "recompute": "full"},
         {"float8": "tensorwise", "gather": True, "dp": 2, "stage": 3, "pp": 2, "schedule": "zb_v", "offload": True},
+        {"float8": "tensorwise", "gather": True, "dp": 2, "stage": 3, "family": "all experts", "precision": "bf16"},
         {"float8": "rowwise", "tp": 2, "recompute": "full", "bias": True},
         {"float8": "tensorwise", "pp": 2, "schedule": "zb_v", "tied": True},
         {"float8": "rowwise_with_gw_hp", "cp": 2, "way": "allgather zigzag", "stage": 2, "recompute": "tiles"},

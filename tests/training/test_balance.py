@@ -197,7 +197,10 @@ def test_a_saved_model_chooses_with_its_biases(trained, weights):
         (model,) = place_saved(saved, CPU, dtype).stages.values()
         router = model.layers["0"].feed_forward.router
         stored = read_tensors(trained / "whole/checkpoints/step-00000003")
-        assert router.balance.dtype == torch.float32 and torch.equal(router.balance, stored[f"{ROUTER}balance"])
+        assert router.balance.dtype == router.weight.dtype == torch.float32
+        assert torch.equal(router.balance, stored[f"{ROUTER}balance"])
+        source = f"{ROUTER}weight" if weights == "trained" else f"{ROUTER}weight".replace("model.", "ema.")
+        assert torch.equal(router.weight, stored[source])
     router.balance.copy_(torch.eye(8)[3] * 100)
     assert (router(torch.randn(20, 16).bfloat16()).chosen[:, 0] == 3).all()
 

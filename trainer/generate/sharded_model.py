@@ -18,7 +18,7 @@ from trainer.distributed.fused_kernels import NodeShardedKVGroup, ShardedKVGroup
 from trainer.distributed.mesh import World, join_world
 from trainer.distributed.p2p import PipelineChannels
 from trainer.model.cache import BLOCK, KVCache
-from trainer.model.experts import Router
+from trainer.model.experts import Router, cast_model
 from trainer.model.initial import fill_parameters
 from trainer.model.layers import Layer, keep_here
 from trainer.model.stage import Stage
@@ -151,7 +151,8 @@ def place_saved(
     if processes == tp == cp == 1:
         with torch.device("meta"):
             model = Transformer(saved.spec)
-        model.to(compute).to_empty(device=device)
+        cast_model(model, compute)
+        model.to_empty(device=device)
         keep_buffers(model, device)
         fill_parameters(model, value)
         fill_routers(model, saved)
@@ -184,7 +185,8 @@ class FrozenEngine(FSDP):
     """Parameters that are never trained: in the compute type, and no engine around layers that no ranks share."""
 
     def shard(self, model: Stage) -> None:
-        model.to(DTYPES[self.config.precision.compute])
+        cast_model(model, DTYPES[self.config.precision.compute])
+        model.requires_grad_(False)  # else FSDP wants one type of all parameters of a layer
         if self.plan.shard > 1:
             super().shard(model)
 

@@ -107,6 +107,14 @@ class WideLinear(DeclaredModule):
         return WideProduct.apply(x, self.local("weight"))
 
 
+def cast_model(model: nn.Module, dtype: torch.dtype) -> None:
+    """Casts the parameters of a model, those of `WideLinear` to fp32 at least."""
+    model.to(dtype)
+    for module in model.modules():
+        if isinstance(module, WideLinear):
+            module.to(torch.promote_types(dtype, torch.float32))
+
+
 class Routing(NamedTuple):
     """What a router says of tokens: the numbers of their experts and the weights of the experts' outputs, [tokens,
     top_k]; and what they follow from, [tokens, experts]."""
