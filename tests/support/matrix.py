@@ -352,6 +352,7 @@ FLOAT8 = [
         {"float8": "mixed", "gather": True, "dp": 2, "stage": 3, "tied": True, "compile": "graphs"},
         {"float8": "tensorwise", "gather": True, "dp": 4, "shard": 2, "stage": 2, "recompute": "full"},
         {"float8": "tensorwise", "gather": True, "dp": 2, "stage": 3, "pp": 2, "schedule": "zb_v", "offload": True},
+        {"float8": "tensorwise", "gather": True, "dp": 2, "stage": 3, "family": "all experts", "precision": "bf16"},
         {"float8": "rowwise", "tp": 2, "recompute": "full", "bias": True},
         {"float8": "tensorwise", "pp": 2, "schedule": "zb_v", "tied": True},
         {"float8": "rowwise_with_gw_hp", "cp": 2, "way": "allgather zigzag", "stage": 2, "recompute": "tiles"},
@@ -452,10 +453,31 @@ LATENT = [
 """Keys and values from latent vectors, with and without latent vectors of queries."""
 
 
+BALANCED = [
+    PLAIN | {"family": "balanced experts"} | more
+    for more in (
+        {"micro_batches": 6, "recompute": "selective"},
+        {"dp": 2, "stage": 3, "recompute": "full", "micro_batches": 3},
+        {"dp": 2, "stage": 1, "offload": True},
+        {"tp": 2, "recompute": "full", "micro_batches": 8},
+        {"cp": 2, "way": "ulysses", "stage": 2, "attention": "documents", "recompute": "modules"},
+        {"pp": 2, "schedule": "zb_v", "recompute": "full", "micro_batches": 3, "precision": "fp16"},
+        {"pp": 2, "schedule": "zb_h1", "micro_batches": 6, "tied": True},
+        {"cp": 2, "way": "allgather zigzag", "tp": 2, "recompute": "selective", "stage": 3},
+        {"cp": 4, "way": "hybrid zigzag", "stage": 1, "attention": "documents"},
+        {"dp": 2, "pp": 2, "schedule": "interleaved", "stage": 2, "micro_batches": 3},
+        {"dp": 2, "tp": 2, "stage": 3, "shard": 1, "precision": "fp16", "recompute": "full"},
+    )
+]
+"""Biases, and losses over sequences and over the previous step. Counts of tokens are sums over all ranks and
+micro-batches, and those of a sequence over the ranks that share it: with three sequences in a micro-batch, two
+tensor-parallel ranks hold half of the second one each."""
+
+
 COMPILED_EXPERTS = [
-    EXPERTS[0] | {"compile": "graphs", "dp": 2, "stage": 3, "recompute": "full"},
+    BALANCED[0] | {"compile": "graphs", "dp": 2, "stage": 3, "recompute": "full"},
     EXPERTS[0] | {"compile": "graphs", "pp": 2, "schedule": "zb_v", "recompute": "selective"},
-    EXPERTS[0] | {"compile": "graphs", "tp": 2, "recompute": "selective"},
+    BALANCED[0] | {"compile": "graphs", "tp": 2},
     EXPERT_PARALLEL[0] | {"compile": "graphs", "stage": 3, "recompute": "selective", "ep_dispatch": "alltoall"},
     EXPERT_PARALLEL[0] | {"compile": "graphs", "stage": 1, "recompute": "selective", "ep_dispatch": "allgather"},
     EXPERTS[0] | {"family": "gpt_oss", "compile": "graphs", "dp": 2, "stage": 3, "recompute": "selective"},
@@ -481,6 +503,7 @@ def cases(processes: int, compiled: bool, gpus: bool = False) -> list[Case]:
             *EXPERTS,
             *EXPERT_PARALLEL,
             *LATENT,
+            *BALANCED,
         ]
         if world(case) == processes
     ]

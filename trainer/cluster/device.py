@@ -21,6 +21,7 @@ from trainer.config.model import AttentionSpec
 from trainer.config.registry import ATTENTION
 from trainer.distributed.mesh import World
 from trainer.model.attention import causal_attention, first_seen, kernel_priority, mask_of
+from trainer.model.experts import cast_model
 from trainer.model.initial import initialize_model, parameter_infos
 from trainer.model.loss import loss_terms
 from trainer.model.stage import split_report
@@ -294,7 +295,7 @@ class DeviceProbe:
             compile_layers(model, deferring=False)
         model.to_empty(device=self.device)
         initialize_model(model, layout.spec, config.run.seed, self.device)
-        model.to(self.dtype)
+        cast_model(model, self.dtype)
         keep_buffers(model, self.device)
         return model
 

@@ -221,6 +221,9 @@ class AttentionSpec:
 EXPERT_ALIGNMENT = 8
 """The grouped GEMM of GPUs reads rows at multiples of 16 bytes, which are 8 elements in 16 bits."""
 
+LOSS_OF_EXPERTS = ("experts.balance", "experts.balance_over", "experts.z_loss")
+"""Ends of the names of fields that change how a model is trained, and not what it computes."""
+
 MOST_EXPERTS = 4_096
 """Experts of a layer: published models have some hundred. Each is drawn, read and written by itself."""
 
@@ -251,6 +254,34 @@ class ExpertsSpec:
         False, "the output of the shared block is multiplied by a sigmoid of the token (Qwen2-MoE)"
     )
     router_bias: bool = option(False, "bias on the router's logits (GPT-OSS)")
+    bias_rate: float = option(
+        0.0,
+        "each step moves an expert's bias, which is added to its score for the choice alone, by so much towards equal "
+        "load (DeepSeek-V3: 1e-3); 0 means no bias",
+        range="[0, inf)",
+    )
+    balance: float = option(
+        0.0,
+        "factor of a loss that is 1 a token where all experts have equal load, and more otherwise; 0 means none",
+        range="[0, inf)",
+    )
+    balance_over: str = option(
+        "sequence",
+        "the tokens whose load the balance loss is about: those of the same sequence, or those of the previous step",
+        ("sequence", "previous"),
+    )
+    z_loss: float = option(
+        0.0,
+        "factor of the squared log-normaliser of the router's logits (ST-MoE: 1e-3); 0 means none",
+        range="[0, inf)",
+    )
+
+    @property
+    def buffers(self) -> list[str]:
+        """What a router keeps of the load of its experts: `balance`, biases, and `usage`, the load in the previous
+        step."""
+        previous = self.balance > 0 and self.balance_over == "previous"
+        return ["balance"] * (self.bias_rate > 0) + ["usage"] * previous
 
     def check(self, width: int, block: FeedForwardSpec) -> list[str]:
         """What is wrong with the experts of `block` in a residual stream of `width`."""
@@ -280,6 +311,11 @@ class ExpertsSpec:
             found.append(f"{path}.group_score=top2 needs two experts in a group; set group_score=max, or fewer groups")
         if self.shared_gate and not self.shared_width:
             found.append(f"{path}.shared_gate=true needs a shared block; set {path}.shared_width, or shared_gate=false")
+        if self.balance_over != "sequence" and not self.balance:
+            found.append(
+                f"{path}.balance_over={self.balance_over} has no effect without a balance loss; set {path}.balance, or "
+                "balance_over=sequence"
+            )
         return found
 
 

@@ -148,8 +148,8 @@ class ReduceScatterSum(torch.autograd.Function):
 
 
 class GatherTokens(torch.autograd.Function):
-    """This rank's tokens [tokens / t, width] -> all tokens [tokens, width]. Each rank uses the result for its own
-    heads, so in backward the gradients of all ranks are summed."""
+    """This rank's tokens [tokens / t, ...] -> all tokens [tokens, ...]. Each rank uses the result for its own heads or
+    experts, so in backward the gradients of all ranks are summed."""
 
     @staticmethod
     def forward(ctx: Any, group: TensorGroup, x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 from trainer.config import ConfigError, typed
-from trainer.config.model import DEEPEST, SCALING_FIELDS, LayerSpec, ModelSpec, RopeSpec
+from trainer.config.model import DEEPEST, LOSS_OF_EXPERTS, SCALING_FIELDS, LayerSpec, ModelSpec, RopeSpec
 from trainer.config.typed import flatten_values
 from trainer.hf.families import ACTIVATIONS, FAMILIES, ModelFamily
 from trainer.util.reading import shorten_foreign
@@ -235,7 +235,8 @@ def layer_facts(spec: ModelSpec, index: int) -> dict[str, Any]:
     return {
         key: value
         for key, value in facts.items()
-        if not key.startswith("attention.rope.") or rope and key.removeprefix("attention.rope.") in used
+        if not key.endswith(LOSS_OF_EXPERTS)
+        and (not key.startswith("attention.rope.") or rope and key.removeprefix("attention.rope.") in used)
     }
 
 

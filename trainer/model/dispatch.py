@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.distributed.collectives import GROUPS, ReduceScatterSum, TensorGroup
+from trainer.distributed.collectives import GROUPS, GatherTokens, ReduceScatterSum, TensorGroup
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(rows sorted by expert [rows, width], the weight of each row [rows], ends of the experts' rows int32 [experts]) ->
@@ -211,20 +211,6 @@ class AllToAll(SharedDispatch):
         # The weights travel too: what is kept for their gradient is then as narrow as an expert, see `Experts.compute`.
         rows = compute(rows, SendRows.apply(weights.flatten()[order], *travel), own_ends)
         return GatherRows.apply(ReturnRows.apply(rows, *travel), order, places)
-
-
-class GatherTokens(torch.autograd.Function):
-    """Each rank's x [tokens, ...] -> that of all ranks, [ranks tokens, ...]. The gradient of an all-gather is a
-    reduce-scatter."""
-
-    @staticmethod
-    def forward(ctx: Any, group: TensorGroup, x: Tensor) -> Tensor:
-        ctx.group = group
-        return group.wait(group.gather(x))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple:
-        return None, ctx.group.wait(ctx.group.scatter_sum(gradient))
 
 
 @torch.library.custom_op("trainer::select_choices", mutates_args=())

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from trainer.config.model import EXPERT_ALIGNMENT, ExpertsSpec
+from trainer.distributed.collectives import GROUPS
 from trainer.model.dispatch import Dispatch, cast_result
 from trainer.model.initial import DeclaredModule
 from trainer.model.linear import DeferredGrads, accumulate_gradients, detach_weights, number_layer, weight_views
+from trainer.model.stage import BlockReport
 
 
 @torch.library.custom_op("trainer::choose_experts", mutates_args=())
@@ -40,6 +42,42 @@ def choose_experts(scores: Tensor, top_k: int, groups: int, top_groups: int, bes
 @choose_experts.register_fake
 def _(scores: Tensor, top_k: int, groups: int, top_groups: int, best: int) -> Tensor:
     return scores.new_empty((*scores.shape[:-1], top_k), dtype=torch.int64)
+
+
+def count_choices(keys: Tensor, size: int) -> Tensor:
+    """How often each number below `size` is in `keys`: int64 [size]."""
+    # Not `bincount`, which makes the host wait for the device, and has no fixed shape for the compiler.
+    return keys.new_zeros(size).index_add_(0, keys, torch.ones_like(keys))
+
+
+class Sequences(NamedTuple):
+    """Which sequence each of this rank's tokens belongs to.
+
+    numbers: int64 [tokens], from 0 to `count` - 1. groups: keys of `GROUPS`, one a line: the tensor- and
+    context-parallel ranks that hold the other tokens of these sequences.
+    """
+
+    numbers: Tensor
+    count: int
+    groups: str
+
+
+@torch.library.custom_op("trainer::count_by_sequence", mutates_args=())
+def count_by_sequence(chosen: Tensor, numbers: Tensor, count: int, groups: str, experts: int) -> Tensor:
+    """How often the tokens of each sequence chose each expert, whichever rank holds them: fp32 [sequences, experts].
+
+    chosen: int64 [tokens, top_k]. numbers, count, groups: see `Sequences`. This is one operator so that recompute can
+    save its result instead of communicating again.
+    """
+    counts = count_choices((numbers[:, None] * experts + chosen).flatten(), count * experts).float()
+    for key in groups.splitlines():
+        counts = GROUPS[key].wait(GROUPS[key].sum(counts))
+    return counts.view(count, experts)
+
+
+@count_by_sequence.register_fake
+def _(chosen: Tensor, numbers: Tensor, count: int, groups: str, experts: int) -> Tensor:
+    return chosen.new_empty(count, experts, dtype=torch.float32)
 
 
 class WideProduct(torch.autograd.Function):
@@ -75,23 +113,100 @@ class WideLinear(DeclaredModule):
         return y + self.local("bias") if self.biased else y
 
 
+def cast_model(model: nn.Module, dtype: torch.dtype) -> None:
+    """Casts the parameters of a model, those of `WideLinear` to fp32 at least."""
+    model.to(dtype)
+    for module in model.modules():
+        if isinstance(module, WideLinear):
+            module.to(torch.promote_types(dtype, torch.float32))
+
+
+class Routing(NamedTuple):
+    """What a router says of tokens: the numbers of their experts and the weights of the experts' outputs, [tokens,
+    top_k]; and what they follow from, [tokens, experts]."""
+
+    chosen: Tensor
+    weights: Tensor
+    logits: Tensor
+    scores: Tensor
+
+
 class Router(WideLinear):
-    """Chooses the experts of each token and their weights, in fp32."""
+    """Chooses the experts of each token and their weights, in fp32, and balances the load of the experts.
+
+    balance: fp32 [experts], added to the scores for the choice alone (Wang et al., arXiv 2408.15664). usage: fp32
+    [experts], the load of each expert in the previous step over the mean load, for a loss that balances the global
+    batch (Qiu et al., arXiv 2501.11873). Both are buffers that checkpoints hold, begin with zeros, and are None where
+    the spec does not use them.
+    """
+
+    balance: Tensor | None
+    usage: Tensor | None
 
     def __init__(self, spec: ExpertsSpec, width: int):
         super().__init__(width, spec.count, spec.router_bias)
         self.spec = spec
+        for name in ("balance", "usage"):
+            self.register_buffer(name, torch.zeros(spec.count) if name in spec.buffers else None)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x: [tokens, width]. Returns the numbers of the experts and the weights of their outputs: [tokens, top_k]."""
+    def reset_buffers(self) -> None:
+        for buffer in self.buffers():
+            buffer.zero_()
+
+    def forward(self, x: Tensor) -> Routing:
+        """x: [tokens, width]."""
         spec, logits = self.spec, super().forward(x)
         scores = logits.softmax(-1) if spec.score == "softmax" else logits.sigmoid()
+        ranked = scores.detach() if self.balance is None else scores.detach() + self.balance
         best = 2 if spec.group_score == "top2" else 1
-        chosen = choose_experts(scores.detach(), spec.top_k, spec.groups, spec.top_groups, best)
+        chosen = choose_experts(ranked, spec.top_k, spec.groups, spec.top_groups, best)
         weights = scores.gather(-1, chosen)
         if spec.normalise:
             weights = weights / weights.sum(-1, keepdim=True)
-        return chosen, weights if spec.scale == 1 else weights * spec.scale
+        return Routing(chosen, weights if spec.scale == 1 else weights * spec.scale, logits, scores)
+
+    @property
+    def reports(self) -> dict[str, int]:
+        """The statistics that `report` has, with the number of values of each."""
+        spec = self.spec
+        sizes = {"load": spec.count, "balance": spec.balance > 0, "z_loss": spec.z_loss > 0, "bias": spec.bias_rate > 0}
+        return {name: int(size) for name, size in sizes.items() if size}
+
+    def report(self, routing: Routing, sequences: Sequences | None) -> BlockReport:
+        """The losses that balance the experts, and statistics: `load`, how many tokens each expert has; `balance` and
+        `z_loss`, the two losses; `bias`, the range of `balance` times the sum of `load`, since ranks and micro-batches
+        add up what they report.
+
+        For a given usage, the balance loss is linear in the scores of each token. Each rank therefore adds the terms
+        of its own tokens, and only the usage is a sum over ranks.
+        """
+        spec, (chosen, _, logits, scores) = self.spec, routing
+        statistics, losses = {"load": count_choices(chosen.flatten(), spec.count)}, []
+        if spec.balance:
+            shares = scores if spec.score == "softmax" else scores / scores.sum(-1, keepdim=True)
+            if sequences is None:
+                usage = self.usage
+            else:
+                counts = count_by_sequence(chosen, *sequences, spec.count)
+                usage = (counts / counts.mean(-1, keepdim=True))[sequences.numbers]
+            losses.append(("balance", spec.balance * (shares * usage).sum()))
+        if spec.z_loss:
+            losses.append(("z_loss", spec.z_loss * logits.logsumexp(-1).square().sum()))
+        statistics |= {name: loss.detach()[None] for name, loss in losses}
+        if self.balance is not None:
+            low, high = self.balance.aminmax()
+            statistics["bias"] = (high - low).double()[None] * chosen.numel()
+        return BlockReport(sum(loss for _, loss in losses) if losses else None, statistics)
+
+    @torch.no_grad()
+    def rebalance(self, load: Tensor, skipped: Tensor) -> None:
+        """Takes over what a step shows. load: fp64 [experts], the tokens of each expert in the whole step; the counts
+        are exact. skipped: scalar, 1 where the step's update was skipped; then nothing changes."""
+        mean, applied = load.mean(), skipped == 0
+        if self.balance is not None:
+            self.balance.add_((mean - load).sign() * applied, alpha=self.spec.bias_rate)
+        if self.usage is not None:
+            self.usage.copy_(torch.where(applied, load / mean, self.usage))
 
 
 @cache

@@ -18,11 +18,11 @@ from trainer.distributed.collectives import AllReduceSum, GatherTokens
 from trainer.model.attention import causal_attention, pad_heads
 from trainer.model.cache import CachedMask, attend_cached
 from trainer.model.context_attention import SharedMask, attend_together
-from trainer.model.experts import Experts, Router, WideLinear
+from trainer.model.experts import Experts, Router, Sequences, WideLinear
 from trainer.model.initial import DeclaredModule
 from trainer.model.linear import DeferredGrads, column_parallel, number_layer, row_parallel
 from trainer.model.rotary import rotate_heads, rotate_pairs
-from trainer.model.stage import BlockReport, join_reports, keep_here, split_report
+from trainer.model.stage import BlockReport, ReportedOutput, join_reports, keep_here, split_report
 from trainer.precision.products import Multiply, matmul
 
 # Functions of single tokens computed for some tokens at a time, and again in backward: what lives at once is one
@@ -202,6 +202,9 @@ class Block(nn.Module):
     recomputed = False
     """Whether backward recomputes this block (`activation.modules`)."""
 
+    by_sequence = False
+    """For feed-forward: whether it is called with the `Sequences` of its tokens besides."""
+
     caches = False
     """For attention: whether it accepts a `CachedMask` and depends on earlier tokens through their keys and values
     alone. Otherwise generation computes the whole context for every token."""
@@ -372,16 +375,19 @@ class Mixture(Block):
             self.shared = FeedForward(replace(spec, width=spec.experts.shared_width), width)
         if spec.experts.shared_gate:
             self.shared_gate = WideLinear(width, 1)
+        self.reports = self.router.reports
+        self.by_sequence = spec.experts.balance > 0 and spec.experts.balance_over == "sequence"
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x and result: [tokens, width], this rank's tokens."""
-        result = self.experts(x, *self.router(x))
-        if self.shared is None:
-            return result
-        shared = self.shared(x)
-        if self.shared_gate is not None:
-            shared = (self.shared_gate(x).sigmoid() * shared).to(x.dtype)
-        return result + shared
+    def forward(self, x: Tensor, sequences: Sequences | None = None) -> Any:
+        """x and result: [tokens, width], this rank's tokens. sequences: theirs, where `by_sequence`."""
+        routing = self.router(x)
+        result = self.experts(x, routing.chosen, routing.weights)
+        if self.shared is not None:
+            shared = self.shared(x)
+            if self.shared_gate is not None:
+                shared = (self.shared_gate(x).sigmoid() * shared).to(x.dtype)
+            result = result + shared
+        return ReportedOutput(result, self.router.report(routing, sequences)) if self.training else result
 
 
 ATTENTION: dict[str, Callable[[AttentionSpec, NormSpec, int], Block]] = {
@@ -440,7 +446,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, *context: Any) -> Any:
         """x and result: [tokens, width], this rank's tokens. context: what attention takes besides (shape, rotation,
-        mask)."""
+        mask), and then what the feed-forward block takes besides."""
         # Around `run`, outside of recompute and compiled code: its hooks have to see the layer's input, which
         # checkpointing saves.
         with self.keep(x):
@@ -465,7 +471,7 @@ class Layer(nn.Module):
         """The whole layer as `run` computes it without tiles. x and result: [tokens, width]. context: see `forward`."""
         between, attention_report = self.attend(x, *context)
         ff_output, feed_forward_report = split_report(
-            self.feed_forward(self.feed_forward_norm(x if self.parallel_residual else between))
+            self.feed_forward(self.feed_forward_norm(x if self.parallel_residual else between), *context[3:])
         )
         result = between + self.feed_forward_post_norm(ff_output)
         if not self.training:
@@ -474,7 +480,7 @@ class Layer(nn.Module):
 
     def attend(self, x: Tensor, *context: Any) -> tuple[Tensor, BlockReport | None]:
         """The first half of the layer: the residual stream after attention, and attention's report."""
-        attended, report = split_report(self.attention(self.attention_norm(x), *context))
+        attended, report = split_report(self.attention(self.attention_norm(x), *context[:3]))
         return x + self.attention_post_norm(attended), report
 
     def feed(self, x: Tensor) -> Tensor:

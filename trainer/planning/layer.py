@@ -359,7 +359,9 @@ def mixture_ops(layer: LayerSpec, width: int, tp: int, element_bytes: int) -> It
     # The chosen experts, the order of their rows, and its inverse; weights before and after that order.
     sums = WIDE / tp if experts.normalise else 0.0
     weights = WIDE * rows * (2 if experts.normalise else 1) + sums
-    yield Op("feed_forward.choice", "choice", result=INDEX * rows, saved=3 * INDEX * rows + weights)
+    # The usage of each token's sequence, by which its scores are multiplied, and logits.
+    losses = (experts.balance > 0 and experts.balance_over == "sequence") + (experts.z_loss > 0)
+    yield Op("feed_forward.choice", "choice", result=INDEX * rows, saved=3 * INDEX * rows + weights + losses * scores)
     yield Op("feed_forward.dispatch", "elementwise", saved=stream, deferred=stream)
     for name in ("gate", "up"):
         yield gemm(f"feed_forward.experts.{name}", hidden, saved=hidden, deferred=hidden)

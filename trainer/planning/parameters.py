@@ -154,6 +154,17 @@ def declare_parameters(spec: ModelSpec, layers: range | None = None) -> dict[str
     return {**before, **inner, **behind}
 
 
+def router_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Global name -> shape of every fp32 tensor of the whole model that routers of experts keep besides parameters."""
+    blocks = [(index, layer.feed_forward.experts) for index, layer in enumerate(layer_specs(spec))]
+    return {
+        f"layers.{index}.feed_forward.router.{name}": (experts.count,)
+        for index, experts in blocks
+        if experts.count
+        for name in experts.buffers
+    }
+
+
 @by_value
 def layer_tables(spec: ModelSpec) -> tuple[Table, ...]:
     """The table of each layer, by names within the layer; layers that are equal share one."""

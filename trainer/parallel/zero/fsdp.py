@@ -34,7 +34,7 @@ from trainer.config import Config, ConfigError
 from trainer.distributed.mesh import World
 from trainer.distributed.tensors import Fragment
 from trainer.model.dispatch import SharedDispatch
-from trainer.model.experts import Experts
+from trainer.model.experts import Experts, WideLinear
 from trainer.model.initial import DeclaredModule, ParameterInfo, Weights, fill_parameters
 from trainer.model.layers import Layer
 from trainer.model.stage import Stage
@@ -51,6 +51,7 @@ from trainer.parallel.zero.fsdp_internals import (
     fsdp_units,
     gather_in_float8,
     is_set_up,
+    keep_wide,
     reduce_accumulated,
     unit_tensors,
 )
@@ -141,6 +142,9 @@ class FSDP:
                 ignored_params=set() if module in experts else {one for unit in experts for one in unit.parameters()},
             )
         end_reductions_in_forward(model)
+        wide = {one for module in model.modules() if isinstance(module, WideLinear) for one in module.parameters()}
+        if compute is not torch.float32:
+            keep_wide(fsdp_units(model), wide)
         if experts and plan.stage == 3:
             # The host waits for the router in every layer. A gather that it started afterwards would not overlap.
             for some in (list(model.layers.values()), experts):
@@ -155,7 +159,7 @@ class FSDP:
         elif self.config.parallel.zero.collectives == "copy_engine":
             copy_shards(units, shards)
         if self.config.precision.float8.gather and plan.shard > 1:
-            gather_in_float8(model, self.config.compile)
+            gather_in_float8(model, compute, wide, self.config.compile)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 # Losses are already divided by the global number of valid tokens, so gradients are summed and never
