@@ -9,12 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import settings as budget
 from hypothesis import strategies as st
+from support.generation import generate_tokens
 from support.variations import small
 from torch import Tensor
 
 from trainer.config.model import ModelSpec, assign_fields
 from trainer.distributed.fused_kernels import merge_attention
-from trainer.generate.sampling import SamplingOptions, TokenGenerator, generate_tokens
+from trainer.generate.sampling import SamplingOptions, TokenGenerator
 from trainer.generate.sharded_model import ShardedModel
 from trainer.hf.families import FAMILIES
 from trainer.model.cache import add_sinks, attend_kv

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from support.checkpoints import read_tensors
 from support.corpora import sources_of_runs
 from support.launch import WORKERS, launch, warm_python
 from transformers import AutoModelForCausalLM
@@ -20,7 +21,6 @@ from workers.parallel_runs import CHAINS, COMMON, FIRST, LEG, PLANS, STOPPED, TR
 
 import trainer
 import trainer.training.run
-from trainer.checkpointing.loading import read_tensors
 from trainer.cluster.node import free_ports
 from trainer.commands import export, plot, train
 from trainer.config import ConfigError

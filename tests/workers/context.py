@@ -22,6 +22,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from support.generation import generate_tokens
 from support.launch import fork, leave
 from support.reference import tiny_spec
 from torch import Tensor
@@ -33,7 +34,7 @@ from trainer.config import ActivationConfig, Config
 from trainer.config.model import ModelSpec
 from trainer.distributed.collectives import TensorGroup
 from trainer.distributed.mesh import World, join_world
-from trainer.generate.sampling import SamplingOptions, generate_tokens
+from trainer.generate.sampling import SamplingOptions
 from trainer.generate.sharded_model import ShardedModel, kv_group
 from trainer.model import context_attention
 from trainer.model.cache import KVCache

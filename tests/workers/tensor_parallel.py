@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from functorch.compile import make_boxed_func
+from support.generation import generate_tokens
 from support.launch import CAN_COMPILE, fork, leave
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
@@ -31,7 +32,7 @@ from trainer.distributed.copy_engine import CopyEngineGroup
 from trainer.distributed.mesh import World, join_world
 from trainer.distributed.symmetric_memory import buffers_of
 from trainer.distributed.tensors import local_values
-from trainer.generate.sampling import SamplingOptions, generate_tokens
+from trainer.generate.sampling import SamplingOptions
 from trainer.generate.sharded_model import place_saved
 from trainer.model.initial import initialize_model
 from trainer.model.layers import Linear

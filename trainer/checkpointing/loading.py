@@ -192,14 +192,6 @@ def load_tensors(path: Path, tensors: dict[str, Tensor | Fragment]) -> None:
     run_together(lambda: contents.fill(reads))
 
 
-def read_tensors(path: Path, names: list[str] | None = None) -> dict[str, Tensor]:
-    """Whole tensors of the checkpoint folder `path` on the CPU: all, or those in `names`. Needs no process group."""
-    contents = CheckpointContents(path)
-    if missing := [name for name in names or () if name not in contents.names]:
-        raise ConfigError(f"{path} has no tensor {_first(missing)}")
-    return contents.read(contents.names if names is None else names)
-
-
 class SaveFailed(Exception):
     """What all ranks did for a save failed on at least one. The message names the ranks and the reasons."""
 

@@ -377,7 +377,7 @@ def context_cost(request: ContextRequest, context: ContextPlan) -> float:
 def explain_fault(request: ContextRequest, fault: ContextFault) -> str:
     """The fault, and its ways out that are legal; settings that a way leaves without a meaning are reset by it."""
     named = [way for group in fault.ways if (way := _first(request, group))] or [_first(request, GATHER)]
-    ways = (" ".join(f"{name}={_format_way(value)}" for name, value in way.items()) for way in named)
+    ways = (" ".join(f"{name}={'null' if value is None else value}" for name, value in way.items()) for way in named)
     return f"{fault.text}; set {', or '.join(ways)}"
 
 
@@ -398,10 +398,6 @@ def _legal(request: ContextRequest, way: Way) -> Way | None:
             return None
         way = way | {name: value for fault in left for name, value in fault.unused.items()}
     return None
-
-
-def _format_way(value: Any) -> str:
-    return "null" if value is None else str(value)
 
 
 def find_faults(request: ContextRequest, chosen: ContextPlan) -> Iterator[ContextFault]:
