@@ -316,7 +316,8 @@ def test_attention_against_its_definition(
     mask = build_mask(documents, length, window, cap > 0 or sunk, CPU)
     assert isinstance(mask, BlockMask if flex else Tensor) or mask is None and window in (0, 12) and not packed
     ours = causal_attention(query, key, value, mask, 0.7, cap, sinks)
-    wanted, gradient = dense_attention(query, key, value, sinks, seen, 0.7, cap), torch.randn_like(query)
+    wanted = dense_attention(query, key, value, sinks, seen, 0.7, cap)
+    gradient = torch.randn_like(wanted)
     torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=1e-12)
     for one, other in zip(*(torch.autograd.grad(x, inputs, gradient) for x in (ours, wanted))):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
