@@ -292,7 +292,7 @@ def ours(folder: Path) -> Transformer:
         model = Transformer(spec)
     model.to_empty(device="cpu")
     fill_parameters(model, HFWeights(folder, spec))
-    return model
+    return model.eval()  # in training a mixture reports besides
 
 
 def batch() -> tuple[Tensor, Tensor]:

@@ -56,7 +56,7 @@ def opened(folder: Path) -> tuple[Transformer, list[str]]:
     notes: list[str] = []
     spec = spec_from_hf(folder, notes)
     weights = HFWeights(folder, spec)
-    model = Transformer(spec)
+    model = Transformer(spec).eval()
     fill_parameters(model, weights)
     return model, [*notes, *weights.notes]
 
