@@ -74,9 +74,13 @@ def variations(spec: ModelSpec, path: str) -> Iterator[ModelSpec]:
                 return
     alone = FIELDS[path].choices and len(FIELDS[path].choices) == 1
     # Experts are gated, and have no biases; one group has no other number of best groups. Latent attention has sizes of
-    # its own.
+    # its own, and no norms of queries and keys.
     fixed = spec.feed_forward.experts.count or path.startswith("feed_forward.experts.")
-    fixed = fixed or path in OF_HEADS if spec.attention.kind == "latent" else fixed or path.startswith(LATENT)
+    fixed = (
+        fixed or path in OF_HEADS
+        if spec.attention.kind == "latent"
+        else fixed or path.startswith(("attention.kind", LATENT))
+    )
     assert found or alone or fixed or spec.check(), f"no legal variation of model.{path}"
 
 
