@@ -255,9 +255,9 @@ def softmax_ops(block: str, layer: LayerSpec, gemms: Mapping[str, Op], tp: int, 
 def latent_ops(
     layer: LayerSpec, width: int, tp: int, element_bytes: int, keys: float, statistics: float, partial: float
 ) -> Iterator[Op]:
-    """Latent attention as a whole. Each tensor-parallel rank computes the latent vectors of its own tokens, of which all are
-    gathered. Keys and values are copies of what the second projection gives. Not counted are zeros behind the values,
-    which kernels other than cuDNN's on Hopper want.
+    """Latent attention as a whole. Each tensor-parallel rank computes the latent vectors of its own tokens, and gathers
+    those of all. Keys and values are copies of what the second projection gives. Not counted are zeros behind the
+    values, which kernels other than cuDNN's on Hopper want.
 
     statistics, partial: bytes of a norm's statistics, and of a term of the output in eager layers."""
     a, latent, table = layer.attention, layer.attention.latent, layer_table(layer, width)
