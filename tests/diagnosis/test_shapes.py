@@ -29,6 +29,19 @@ def test_vocabularies_and_heads():
     assert "padded to 96" in narrow["model.attention.head_dim"]
 
 
+def test_heads_of_latent_attention():
+    """cuDNN takes those of DeepSeek; others are padded. Products are of the sizes by which their columns follow."""
+    name = "model.attention.latent.nope_dim"
+    assert name not in advised("deepseek_v2_lite")
+    assert "a head of 160 is padded to 256" in advised("deepseek_v2_lite", model__attention__latent__nope_dim=96)[name]
+    spec = shipped("deepseek_v3")
+    plan = resolve_layout(settings(spec, batch__sequence_length=1024), 1, spec, 1).plan
+    found = {part.name: part for part in list_gemms(spec, plan, 1024, 2)[0]}
+    for matrix, setting in (("q_a", "latent.q_rank"), ("kv_a", "latent.kv_rank"), ("q_b", "heads"), ("kv_b", "heads")):
+        assert found[f"attention.{matrix}"].setting == f"model.attention.{setting}"
+    assert found["attention.o"].setting == "model.width"
+
+
 def test_waves_are_those_of_the_device():
     """8,192 tokens and 4,096 columns are 64 x 32 tiles: 15.5 waves on 132 multiprocessors, 16 whole ones."""
     few = advised("llama3_8b", batch__micro_size=1, batch__sequence_length=512)

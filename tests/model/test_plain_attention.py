@@ -56,10 +56,11 @@ def test_a_kernel_that_holds_no_scores_is_given_what_it_takes(capability, dtype,
 @pytest.mark.parametrize(
     "given", [KernelFit(torch.float64, 6, True), KernelFit(torch.float64, 8, False), KernelFit(torch.float64, 6, False)]
 )
-def test_what_is_given_changes_no_value(queries: int, given: KernelFit) -> None:
+@pytest.mark.parametrize("value_dim", [6, 5])
+def test_what_is_given_changes_no_value(queries: int, given: KernelFit, value_dim: int) -> None:
     """Forward and backward: repeated keys, and heads filled up with zeros."""
     generator = torch.Generator().manual_seed(0)
-    shapes = (2, 4, queries, 6), (2, 2, 9, 6), (2, 2, 9, 6), (2, 4, queries, 6)
+    shapes = (2, 4, queries, 6), (2, 2, 9, 6), (2, 2, 9, value_dim), (2, 4, queries, value_dim)
     *inputs, gradient = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
     inputs = [x.requires_grad_() for x in inputs]
     plain, fitted = attend_causal(*inputs, 0.5), attend_fitted(*inputs, 0.5, given)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from trainer.config.model import AttentionSpec, FeedForwardSpec, ModelSpec, NormSpec, assign_fields
 from trainer.model.initial import parameter_infos
 from trainer.model.transformer import Transformer
-from trainer.planning.layer import INNER_OPS
+from trainer.planning.layer import BLOCK_OPS, INNER_OPS
 from trainer.planning.parameters import ATTENTION, FEED_FORWARD, ParameterInfo, declare_parameters, layer_tables
 from trainer.planning.states import local_parameters
 
@@ -134,7 +134,7 @@ def test_parameters_held_are_those_of_the_modules(name: str, tp: int) -> None:
 
 
 def test_every_kind_of_block_has_its_table() -> None:
-    described = set(INNER_OPS)
+    described = {*INNER_OPS, *BLOCK_OPS}
     for cls, table in ((AttentionSpec, ATTENTION), (FeedForwardSpec, FEED_FORWARD)):
         kinds = next(field for field in dataclasses.fields(cls) if field.name == "kind").metadata["choices"]
         assert tuple(table) == tuple(kinds) and described >= set(kinds)

@@ -130,9 +130,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gemma": {"norm": {"placement": "both", "offset": 1.0}, "embedding_scale": 24**0.5, "logit_soft_cap": 5.0},
 }
-LATENT_IN_FLOAT8 = {
-    "attention": {"latent": {"q_rank": 32, "kv_rank": 32, "nope_dim": 16, "rope_dim": 16, "value_dim": 16}}
-}
+WIDE_LATENT = {"attention": {"latent": {"q_rank": 32, "kv_rank": 32, "nope_dim": 16, "rope_dim": 16, "value_dim": 16}}}
 RECOMPUTE = {
     "none": {},
     "full": {"mode": "full"},
@@ -152,7 +150,7 @@ def spec_of(case: Case, device: torch.device) -> ModelSpec:
     # FlexAttention on a GPU wants heads of a power of two.
     for changes in (
         FAMILIES[case["family"]],
-        LATENT_IN_FLOAT8 if case["family"] == "latent" and "float8" in case else {},
+        WIDE_LATENT if case["family"] == "latent" and ("float8" in case or device.type == "cuda") else {},
         windows if case["attention"] == "window_cap" else {},
         {"width": 64} if device.type == "cuda" else {},
         {"width": 64, "feed_forward": {"width": 96}} if "float8" in case else {},

@@ -2,7 +2,7 @@
 
 `layer_program` is the only description of what a layer does. FLOPs, memory, seconds, recompute, the shapes that advice
 is given on and those that a probe measures are sums over its operations. A new kind of block is one function in
-`INNER_OPS` here, beside its parameters in `planning/parameters.py`.
+`INNER_OPS` or `BLOCK_OPS` here, beside its parameters in `planning/parameters.py`.
 
 All quantities are of one token on one of the tensor-parallel ranks that share the layer, with sequence parallelism: the
 ranks share the tokens of the residual stream, all-gather the input of the projections and reduce-scatter the output of
@@ -188,8 +188,8 @@ def layer_program(
             if layer.feed_forward.experts.shared_width:
                 yield from projections(f"{name}.shared", kinds, kind)
                 yield from shared_gate_ops(layer, width, tp, stream)
-        elif kind == "latent":
-            yield from latent_ops(layer, width, tp, element_bytes, keys, statistics, partial)
+        elif kind in BLOCK_OPS:
+            yield from BLOCK_OPS[kind](layer, width, tp, element_bytes, keys, statistics, partial)
         else:
             yield from projections(name, kinds, kind)
         yield from norm(f"{name}_post_norm", placement in ("post", "both"))
@@ -257,9 +257,9 @@ def softmax_ops(block: str, layer: LayerSpec, gemms: Mapping[str, Op], tp: int, 
 def latent_ops(
     layer: LayerSpec, width: int, tp: int, element_bytes: int, keys: float, statistics: float, partial: float
 ) -> Iterator[Op]:
-    """Latent attention. Each tensor-parallel rank computes the latent vectors of its own tokens, of which all are
-    gathered. Keys and values are copies of what the second projection gives. Not counted are zeros behind the values,
-    which kernels other than cuDNN's on Hopper want.
+    """Latent attention as a whole. Each tensor-parallel rank computes the latent vectors of its own tokens, and gathers
+    those of all. Keys and values are copies of what the second projection gives. Not counted are zeros behind the
+    values, which kernels other than cuDNN's on Hopper want.
 
     statistics, partial: bytes of a norm's statistics, and of a term of the output in eager layers."""
     a, latent, table = layer.attention, layer.attention.latent, layer_table(layer, width)
@@ -373,6 +373,8 @@ def shared_gate_ops(layer: LayerSpec, width: int, tp: int, stream: float) -> Ite
 
 
 INNER_OPS: dict[str, InnerOps] = {"softmax": softmax_ops, "gated": gated_ops, "plain": plain_ops}
+BLOCK_OPS = {"latent": latent_ops}
+"""Kinds with more than one layer of projections: all operations of the block."""
 
 
 def registered_ops(
