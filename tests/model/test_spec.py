@@ -24,6 +24,7 @@ from trainer.hf.config import config_from_spec, first_difference, spec_from_conf
 from trainer.model.attention import build_mask, causal_attention
 from trainer.model.initial import initial_std, initialize_model, parameter_infos
 from trainer.model.loss import LinearCrossEntropy, LossSettings
+from trainer.model.stage import split_report
 from trainer.model.transformer import Transformer
 from trainer.planning import layer as cost
 from trainer.planning import states
@@ -347,7 +348,7 @@ def counted(spec: ModelSpec) -> int:
     """FLOPs of torch's counter in both passes of two sequences of 24 tokens."""
     model, tokens = build(spec), torch.randint(0, 61, (2, 24))
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=GROUPED) as counter:
-        model(tokens, tokens)[0].backward()
+        split_report(model(tokens, tokens))[0][0].backward()
     return counter.get_total_flops()
 
 
