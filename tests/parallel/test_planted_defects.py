@@ -1,0 +1,76 @@
+"""Silent defects of parallel training that others have published, planted in this project: `trainer parity` finds each.
+
+Most are findings of https://github.com/NVIDIA/Megatron-LM/issues/7452, by number; the others are named by their pull
+request. What they concern does not always exist here. Then the same mistake is planted in what does.
+
+| published | planted |
+|---|---|
+| 1: label smoothing over a rank's part of the vocabulary | z-loss over it |
+| 2: logits gathered before the vocabulary-parallel loss | the same |
+| 3: loss of further tokens divided by a rank's number of tokens | loss of the next token, over data ranks |
+| 4: recompute of those layers in another tensor-parallel group | of a decoder layer |
+| 7: tokens of images and text scattered by another layout | tokens of text |
+| 8: attention sinks, split by heads, counted in the norm on one rank only | biases of queries |
+| 9: loss divided by the number of tokens of a part of a sequence | the same |
+| 11: gradient of a norm of heads not summed without sequence parallelism | norm of queries |
+| 12: weights read by a stage's own numbers of layers | initial weights |
+| Megatron-LM 5956: gradients of experts times ep | the same |
+| Megatron-LM 5916: experts left out of the gradient norm under ep and tp | the same |
+| transformers 48205: gradients through other ranks' experts are not summed | the same |
+| torchtitan 4245: bias of a row-parallel layer times tp | the same, in dense layers |
+| Automodel 2635, torchtitan 1117: recompute routes otherwise | the same |
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from support.launch import launch
+from workers.plans import describe
+from workers.planted_defects import DEFECTS, RANKS
+
+FOUND = {
+    "vocabulary": "step 1: the gradient of .* is off",
+    "gathered logits": "step 1: the loss is off",
+    "tokens of data ranks": "step 1: the gradient of .* is off",
+    "recompute group": r"step 1: the gradient of layers\..* is off",
+    "scatter group": "step 1: the loss is off",
+    "norm of heads": "step 1: the gradient norm is off",
+    "tokens of context ranks": "step 1: the gradient of .* is off",
+    "norm of each head": r"gradient 0: layers\.0\.attention\.q_norm\.weight differs between ranks",
+    "layer numbers": r"the initial weights differ in layers\.2\.",
+    "expert gradients": r"step 1: the gradient of .*\.experts\..* is off by 1\.0",
+    "norm of experts": "step 1: the gradient norm is off",
+    "gradients of tokens": r"step 1: the gradient of .*\.router\.weight is off",
+    "bias of rows": r"step 1: the gradient of .*\.(o|down)\.bias is off by 1\.0",
+    "chosen again": r"step 1: the gradient of .*\.experts\..* is off",
+}
+"""A reason that the verdict gives for each defect."""
+
+LOUD = ("gathered logits", "scatter group", "layer numbers")
+"""Those that change the loss of the first step. The loss shows none of the others before weights have gone astray."""
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    out = tmp_path_factory.mktemp("planted") / "results.json"
+    launch("planted_defects.py", RANKS, out, forks=True)
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_parity_finds_a_planted_defect(results, name):
+    plain, planted = results[describe(DEFECTS[name].case)], results[name]
+    assert (plain["verdict"], plain["reasons"]) == ("PASS", [])
+    assert planted["verdict"] == "FAIL" and planted["plan"] == plain["plan"]
+    assert any(re.match(FOUND[name], reason) for reason in planted["reasons"]), planted["reasons"]
+    loud = any(reason.startswith("step 1: the loss is off") for reason in planted["reasons"])
+    assert loud == (name in LOUD), planted["reasons"]
+
+
+def test_recompute_that_saves_choices_needs_no_equal_scores(results):
+    """What "chosen again" plants besides is no defect by itself: scores that differ in backward."""
+    assert results["chosen otherwise"]["verdict"] == "PASS", results["chosen otherwise"]["reasons"]
+    assert FOUND.keys() == DEFECTS.keys() - {"chosen otherwise"}
