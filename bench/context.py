@@ -36,7 +36,7 @@ from trainer.distributed.collectives import TensorGroup
 from trainer.distributed.mesh import World, join_world, local_device
 from trainer.model.attention import block_mask, causal_attention, document_starts, first_seen, kernel_priority, mask_of
 from trainer.model.context_attention import ContextGroup
-from trainer.model.initial import fill_parameters, InitialWeights
+from trainer.model.initial import InitialWeights, fill_parameters
 from trainer.model.transformer import Transformer
 from trainer.parallel.context.apply import share_sequences
 from trainer.parallel.context.plan import context_traffic

@@ -18,7 +18,7 @@ import torch
 from specs import read_spec
 
 from trainer.config.model import ModelSpec
-from trainer.generate.sampling import SamplingOptions, generate_tokens
+from trainer.generate.sampling import SamplingOptions, TokenGenerator
 from trainer.generate.sharded_model import ShardedModel
 from trainer.hf import export_model
 from trainer.model.initial import initialize_model
@@ -54,7 +54,11 @@ def main() -> None:
         contexts = torch.randint(0, spec.vocab_size, (batch, prompt), generator=torch.Generator().manual_seed(batch))
 
         def mine() -> list[list[int]]:
-            return generate_tokens(ours, contexts.tolist(), tokens, SamplingOptions())
+            generation = TokenGenerator(ours, contexts.tolist(), tokens, SamplingOptions())
+            with ours.inference():
+                for _ in generation:
+                    pass
+            return [found[prompt:] for found in generation.tokens]
 
         def other() -> list[list[int]]:
             same = dict(max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, use_cache=True, pad_token_id=0)

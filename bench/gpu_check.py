@@ -113,6 +113,7 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
         Case("quantize", [sys.executable, "tests/workers/quantize.py", "cuda"], 180),
         Case("float8", [sys.executable, "tests/workers/float8.py", "cuda"], 120),
         Case("decode", [sys.executable, "tests/workers/decode_kernels.py", "cuda"], 120),
+        Case("grouped", [sys.executable, "tests/workers/grouped.py", "cuda"], 120),
         Case("shard_kernels", [sys.executable, "tests/workers/shard_kernels.py", "cuda"], 120),
         Case("multi_tensor", [sys.executable, "tests/workers/multi_tensor.py", "cuda"], 120),
         Case("probe", [*torchrun, str(gpus), *measuring, f"out={logs / 'probe.yaml'}"], 180, gpus),

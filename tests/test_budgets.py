@@ -69,8 +69,8 @@ def count_loaded(module: str) -> int:
 
 
 BUDGETS = {
-    "tokens of trainer/": (lambda: sum(map(count_tokens, FILES)), 380_000),
-    "files of trainer/": (lambda: len(FILES), 219),
+    "tokens of trainer/": (lambda: sum(map(count_tokens, FILES)), 376_800),
+    "files of trainer/": (lambda: len(FILES), 218),
     "files loaded with trainer.training.run": (lambda: count_loaded("trainer.training.run"), 143),
     "files loaded with trainer.training.step": (lambda: count_loaded("trainer.training.step"), 82),
     "settings": (count_settings, 212),

@@ -84,10 +84,9 @@ def test_hours_are_those_since_the_first_line(sweep):
 
 
 def test_the_greedy_schedule_can_be_drawn_beside_the_others(tmp_path):
-    costs = (1.0, 1.0, 1.0)
     bubbles = [
-        simulate_schedule(schedule, templates.uniform_costs(schedule.stages, schedule.chunks, costs)).bubble
-        for schedule in (templates.schedule_of(name, 4, 8, None, costs) for name in ("1f1b", "greedy"))
+        simulate_schedule(schedule, templates.uniform_costs(schedule.stages, schedule.chunks)).bubble
+        for schedule in (templates.schedule_of(name, 4, 8, None) for name in ("1f1b", "greedy"))
     ]
     assert bubbles[1] < bubbles[0]
     out = tmp_path / "schedule.png"

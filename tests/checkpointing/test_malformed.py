@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from support import malformed
+from support.checkpoints import read_tensors
 from support.damage import pickled
 from support.malformed import Case
 from torch import Tensor
 
-from trainer.checkpointing.loading import load_tensors, open_saved, read_launchers, read_states, read_tensors
+from trainer.checkpointing.loading import load_tensors, open_saved, read_launchers, read_states
 from trainer.checkpointing.retention import find_newest, find_resume
 from trainer.config import ConfigError
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.checkpoints import read_tensors
 
 from trainer.checkpointing import retention
 from trainer.checkpointing.checkpointer import Checkpointer
-from trainer.checkpointing.loading import read_tensors
 from trainer.checkpointing.manifest import list_checkpoints, step_folder
 from trainer.checkpointing.resume import find_start
 from trainer.config import CheckpointConfig, ConfigError

@@ -19,12 +19,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.checkpoints import read_tensors
 from support.launch import launch, program_of, warm_python
 from support.stores import BUCKET, SECRET
 
 import trainer
 from trainer.checkpointing.checkpointer import Checkpointer
-from trainer.checkpointing.loading import open_saved, read_tensors
+from trainer.checkpointing.loading import open_saved
 from trainer.checkpointing.manifest import list_checkpoints
 from trainer.checkpointing.remote import CheckpointUploader, FetchNeeded, StoredCheckpoints
 from trainer.checkpointing.retention import steps_to_keep

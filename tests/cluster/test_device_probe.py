@@ -40,17 +40,20 @@ def spec_of(**changes: object) -> ModelSpec:
 def on_blocks(monkeypatch):
     """Masks and the forward pass of the kernel as on a GPU; it has no backward pass on CPUs."""
 
-    def flex(*operands: torch.Tensor, **settings: Any) -> torch.Tensor:
-        forward = flex_attention(*(one.detach() for one in operands), **settings)
-        return forward + 0 * sum(one.sum() for one in operands)
+    def flex(*operands: torch.Tensor, **settings: Any) -> Any:
+        found = flex_attention(*(one.detach() for one in operands), **settings)
+        forward, *more = found if isinstance(found, tuple) else (found,)
+        forward = forward + 0 * sum(one.sum() for one in operands)
+        return (forward, *more) if more else forward
 
     monkeypatch.setattr(device, "mask_of", block_mask)
     monkeypatch.setattr(attention, "flex_attention", lambda: flex)
 
 
 @pytest.mark.parametrize("window, cap, changes", [(0, 0.0, {}), (100, 0.0, {}), (0, 20.0, {}), (100, 20.0, SHORT)])
-def test_every_kernel_is_measured_with_the_mask_of_the_recipe(window, cap, changes, on_blocks):
-    spec = spec_of(window=window, soft_cap=cap)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_every_kernel_is_measured_with_the_mask_of_the_recipe(window, cap, changes, sinks, on_blocks):
+    spec = spec_of(window=window, soft_cap=cap, sinks=sinks)
     found = probed(spec, **changes).attention(1e12)
     assert tuple(found) == KERNELS and all(one.seconds > 0 for one in found.values())
     whole, late = (LENGTH + 1) / 2, LENGTH / 2 + (LENGTH / 2 + 1) / 2

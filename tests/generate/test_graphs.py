@@ -6,9 +6,10 @@ import logging
 
 import pytest
 import torch
+from support.generation import generate_tokens
 from support.variations import small
 
-from trainer.generate.sampling import SamplingOptions, TokenGenerator, generate_tokens
+from trainer.generate.sampling import SamplingOptions, TokenGenerator
 from trainer.generate.sharded_model import ShardedModel
 from trainer.model.cache import BLOCK, KVCache
 from trainer.model.initial import initialize_model

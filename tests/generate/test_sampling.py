@@ -9,11 +9,12 @@ import torch
 from hypothesis import assume, example, given
 from hypothesis import settings as budget
 from hypothesis import strategies as st
+from support.generation import generate_tokens
 from support.variations import small
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.data.tokenizer import Tokenizer, byte_tokenizer, train_tokenizer
-from trainer.generate.sampling import SamplingOptions, generate_tokens
+from trainer.generate.sampling import SamplingOptions
 from trainer.generate.sharded_model import ShardedModel
 from trainer.generate.text import TextPiece, TextStream, continue_prompts, generate_text, in_order
 from trainer.model.initial import initialize_model

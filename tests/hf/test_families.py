@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from support.estimates import shipped
 from torch import Tensor
 
 from trainer.config import ConfigError
@@ -56,6 +57,22 @@ YARN = {
     "beta_slow": 0.1,
 }
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.5, 2.0], "long_factor": [1.0, 2.0, 3.0, 4.0]}
+DEEPSEEK = {
+    **DECODER,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 16,
+    "kv_lora_rank": 20,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+DEEPSEEK_YARN = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}
 CASES = {
     "llama": ("llama", GROUPED),
     "llama tied, biases, wide heads": (
@@ -155,6 +172,64 @@ CASES = {
     "olmoe one of two experts": (
         "olmoe",
         {**MIXTURE, "num_experts": 2, "num_experts_per_tok": 1, "attention_bias": True},
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            **MIXTURE,
+            "num_local_experts": 6,
+            "head_dim": 16,
+            "sliding_window": 8,
+            "rope_parameters": {**YARN, "truncate": False},
+        },
+    ),
+    "gpt_oss no projection biases, last window, each token to all experts": (
+        "gpt_oss",
+        {
+            **MIXTURE,
+            "num_local_experts": 3,
+            "num_experts_per_tok": 3,
+            "attention_bias": False,
+            "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gpt_oss without windows": ("gpt_oss", {**MIXTURE, "num_local_experts": 2, "layer_types": ["full_attention"] * 3}),
+    "deepseek_v2": ("deepseek_v2", DEEPSEEK),
+    "deepseek_v2 low-rank queries, groups, yarn, biases, all layers of experts": (
+        "deepseek_v2",
+        {
+            **DEEPSEEK,
+            "q_lora_rank": 24,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 16.0,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 0,
+            "attention_bias": True,
+            "v_head_dim": 20,
+            "rope_parameters": DEEPSEEK_YARN,
+        },
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {**DEEPSEEK, "q_lora_rank": 24, "n_group": 4, "topk_group": 2, "rope_parameters": DEEPSEEK_YARN},
+    ),
+    "deepseek_v3 tied, no low-rank queries, not normalised, biases": (
+        "deepseek_v3",
+        {
+            **DEEPSEEK,
+            "tie_word_embeddings": True,
+            "norm_topk_prob": False,
+            "n_shared_experts": 3,
+            "first_k_dense_replace": 2,
+            "attention_bias": True,
+            "rms_norm_eps": 1e-3,
+            "rope_parameters": {**YARN, "mscale_all_dim": 1.0},
+        },
     ),
     "gemma2": (
         "gemma2",
@@ -331,6 +406,55 @@ def test_either_generation_of_rope_options_is_enough(family: str, rope: RopeSpec
         assert spec_from_hf(tmp_path).attention.rope == rope
 
 
+GPT_OSS_20B = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": 200002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "output_router_logits": False,
+    "pad_token_id": 199999,
+    "quantization_config": {"modules_to_not_convert": ["model.layers.*.self_attn"], "quant_method": "mxfp4"},
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "transformers_version": "4.55.0.dev0",
+    "use_cache": True,
+    "vocab_size": 201088,
+}
+"""Of the published folder, which transformers 4.55 wrote."""
+
+
+def test_the_published_gpt_oss_is_the_shipped_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GPT_OSS_20B))
+    assert first_difference(spec_from_hf(tmp_path), shipped("gpt_oss_20b")) is None
+
+
 def test_checkpoints_of_the_bare_base_model_are_read(tmp_path: Path) -> None:
     """The published GPT-2 has no `transformer.` prefix and holds the causal mask as a buffer."""
     from safetensors.torch import load_file, save_file
@@ -362,7 +486,7 @@ def test_half_precision_export(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"model_type": "gpt_oss"}, ["'gpt_oss'", "supported: llama, mistral"]),
+        ({"model_type": "mpt"}, ["'mpt'", "supported: llama, mistral"]),
         ({"model_type": None}, ["model_type=None", "supported: llama"]),
         ({"hidden_act": "mish"}, ["hidden_act='mish'", "silu"]),
         ({"rope_parameters": {**LLAMA3_ROPE, "rope_type": "ntk"}}, ["'ntk'", "default", "yarn"]),
@@ -385,6 +509,8 @@ def test_unsupported_options_are_refused_by_name(tmp_path: Path, changes: dict, 
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit=5.0 .*supported: 7.0"),
+        ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0 .*supported: 1.702"),
         ("qwen2", {"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "chunked_attention"),
     ],
 )
@@ -515,7 +641,8 @@ def test_export_does_not_write_over_a_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.stacked_rules])
 def test_both_layouts_of_experts_are_read_and_one_is_written(family: str, tmp_path: Path) -> None:
     """A tensor for each expert, as published files have them, and those of all in one, as in transformers' memory."""
-    reference = theirs(family, {**MIXTURE, **NARROW, "num_experts": 4, "num_local_experts": 4})
+    options = {**MIXTURE, **NARROW, "num_experts": 4, "num_local_experts": 4}
+    reference = theirs(family, DEEPSEEK if family.startswith("deepseek") else options)
     for name, original in (("apart", True), ("stacked", False)):
         reference.save_pretrained(tmp_path / name, save_original_format=original)
     names = {name: safe_open(tmp_path / name / "model.safetensors", "pt").keys() for name in ("apart", "stacked")}
@@ -528,6 +655,63 @@ def test_both_layouts_of_experts_are_read_and_one_is_written(family: str, tmp_pa
     export_model(model.spec, dict(model.named_parameters()), tmp_path / "out", torch.float32, shard_size="20KB")
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     assert {*index["weight_map"]} == {*names["apart"]}
+
+
+@pytest.mark.parametrize("stored", ["zero", "biased", "longer", "missing"])
+def test_a_bias_of_the_choice_of_experts_has_to_be_zero(stored: str, tmp_path: Path) -> None:
+    theirs("deepseek_v3", DEEPSEEK).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    names = [f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2)]
+    assert not any(weights[name].any() for name in names)
+    changes = {"zero": {}, "biased": {names[1]: torch.eye(8)[3]}, "longer": {names[1]: torch.zeros(9)}, "missing": {}}
+    weights |= changes[stored]
+    if stored == "missing":
+        del weights[names[1]]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    spec = spec_from_hf(tmp_path)
+    if stored == "zero":
+        assert HFWeights(tmp_path, spec).notes == []
+        return
+    with pytest.raises(ConfigError) as caught:
+        HFWeights(tmp_path, spec)
+    words = {"biased": "not zero", "longer": "[9]", "missing": "missing"}
+    assert names[1] in str(caught.value) and names[0] not in str(caught.value) and words[stored] in str(caught.value)
+
+
+@pytest.mark.parametrize("prefix", ["model.", ""])
+@pytest.mark.parametrize("count", [1, 2])
+def test_layers_that_predict_further_tokens_are_named_and_not_read(count: int, prefix: str, tmp_path: Path) -> None:
+    """A layer behind the last one without what makes it one is refused."""
+    reference = theirs("deepseek_v3", DEEPSEEK)
+    reference.save_pretrained(tmp_path)
+    weights = {
+        name.removeprefix("model.") if not prefix else name: tensor
+        for name, tensor in load_file(tmp_path / "model.safetensors").items()
+    }
+    more = {}
+    for layer in range(3, 3 + count):
+        copied = {name: tensor for name, tensor in weights.items() if name.startswith(f"{prefix}layers.2.")}
+        more |= {name.replace("layers.2.", f"layers.{layer}."): tensor.clone() for name, tensor in copied.items()}
+        more[f"{prefix}layers.{layer}.eh_proj.weight"] = torch.zeros(32, 64)
+        more[f"{prefix}layers.{layer}.shared_head.head.weight"] = torch.zeros(VOCAB, 32)
+    save_file(weights | more, tmp_path / "model.safetensors", {"format": "pt"})
+    (note,) = HFWeights(tmp_path, spec_from_hf(tmp_path)).notes
+    assert f"{prefix}layers.3." in note and f"{len(more) - 3} more not read" in note and "further tokens" in note
+    tokens, _ = batch()
+    assert close(ours(tmp_path)(tokens), their_logits(reference, tokens))
+    last = f"{prefix}layers.{2 + count}.eh_proj.weight"
+    del more[last]
+    save_file(weights | more, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=f"layers.{2 + count}.* not part of the model"):
+        HFWeights(tmp_path, spec_from_hf(tmp_path))
+
+
+def test_weights_in_fp8_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    theirs("deepseek_v3", DEEPSEEK).save_pretrained(tmp_path)
+    block = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    edit_config(tmp_path, quantization_config=block)
+    with pytest.raises(ConfigError, match="quantization_config.*fp8_cast_bf16"):
+        spec_from_hf(tmp_path)
 
 
 def test_damaged_experts_are_refused_by_name(tmp_path: Path) -> None:

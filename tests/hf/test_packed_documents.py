@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_families import DECODER, GROUPED, VOCAB, close, their_logits, theirs
+from test_families import DECODER, DEEPSEEK, GROUPED, VOCAB, close, their_logits, theirs
 
 from trainer.hf import HFWeights
 from trainer.hf.config import ROPE_TYPES, spec_from_config
@@ -41,7 +41,7 @@ def pair(folder: Path, family: str, kind: str) -> tuple[torch.nn.Module, Transfo
     """A random model of transformers and ours of the same weights."""
     rope = {"rope_type": kind, "rope_theta": 500.0, "original_max_position_embeddings": LIMIT, **OPTIONS[kind]}
     options = {
-        **(DECODER if family == "gpt_neox" else GROUPED),
+        **(DECODER if family == "gpt_neox" else DEEPSEEK if family.startswith("deepseek") else GROUPED),
         "max_position_embeddings": LIMIT if kind == "dynamic" else 64,
     }
     options |= {
@@ -52,7 +52,7 @@ def pair(folder: Path, family: str, kind: str) -> tuple[torch.nn.Module, Transfo
     }
     if family == "gemma2":
         options |= {"sliding_window": 8}
-    if family == "gpt_neox":
+    if family == "gpt_neox" or family.startswith("deepseek"):
         del options["head_dim"]
         rope["partial_rotary_factor"] = 1.0
     if family == "gpt2":

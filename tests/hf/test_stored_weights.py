@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from test_families import DECODER, GPT2, GROUPED, VOCAB, close, edit_config, their_logits, theirs
+from test_families import DECODER, DEEPSEEK, GPT2, GROUPED, VOCAB, close, edit_config, their_logits, theirs
 from torch import Tensor
 
 from trainer.commands import export, merge
@@ -22,7 +22,7 @@ from trainer.data.tokenizer import byte_tokenizer
 from trainer.hf import HFWeights, spec_from_hf
 from trainer.hf.families import FAMILIES
 from trainer.hf.folder import copy_tokenizer
-from trainer.hf.weights import INDEX, SINGLE, format_names
+from trainer.hf.weights import INDEX, SINGLE, dequantise_mxfp4, format_names
 from trainer.model.initial import fill_parameters
 from trainer.model.transformer import Transformer
 
@@ -37,7 +37,7 @@ def only_files(monkeypatch) -> None:
 
 
 def saved(folder: Path, family: str = "llama", tied: bool = False, seed: int = 0, **more: object) -> Path:
-    options = GPT2 if family == "gpt2" else DECODER if family == "gpt_neox" else GROUPED
+    options = {"gpt2": GPT2, "gpt_neox": DECODER, "deepseek_v2": DEEPSEEK, "deepseek_v3": DEEPSEEK}.get(family, GROUPED)
     model = theirs(family, {**options, "tie_word_embeddings": tied})
     with torch.no_grad():
         for parameter in model.parameters():
@@ -254,3 +254,91 @@ def test_what_weights_alone_do_not_say_is_refused(tmp_path: Path) -> None:
     first, last = sorted({*listed.values()})
     save_file({**load_file(folder / last), **load_file(folder / first)}, folder / last, {"format": "pt"})
     refused(folder, first, last, "is in")
+
+
+# Weights in MXFP4, as GPT-OSS is published.
+
+
+def their_values(blocks: Tensor, scales: Tensor) -> Tensor:
+    """What transformers makes of blocks [experts, outputs, blocks, 16]: [experts, inputs, outputs]."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    return convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+
+
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(0, 2**32))
+@settings(max_examples=30, deadline=None)
+def test_mxfp4_is_what_transformers_makes_of_it(rows, count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    blocks = torch.randint(0, 256, (2, rows, count, 16), generator=generator).byte()
+    scales = torch.randint(0, 256, (2, rows, count), generator=generator).byte()
+    found, wanted = dequantise_mxfp4(blocks, scales).mT, their_values(blocks, scales)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+def packed(folder: Path) -> tuple[Path, dict[str, Tensor], dict[str, Tensor]]:
+    """A folder of GPT-OSS with experts in MXFP4, its tensors, and the tensors of the same model in fp32."""
+    options = {"num_local_experts": 3, "num_experts_per_tok": 2, "hidden_size": 64, "intermediate_size": 32}
+    model = theirs("gpt_oss", {**GROUPED, **options, "head_dim": 8})
+    model.save_pretrained(folder)
+    plain, stored = load_file(folder / SINGLE), {}
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in plain.items():
+        if name.endswith("_proj") and tensor.dim() == 3:
+            experts, inputs, outputs = tensor.shape
+            blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=generator).byte()
+            scales = torch.randint(120, 126, (experts, outputs, inputs // 32), generator=generator).byte()
+            stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            plain[name] = their_values(blocks, scales)
+        else:
+            stored[name] = tensor.bfloat16()
+            plain[name] = stored[name].float()
+    save_file(stored, folder / SINGLE, {"format": "pt"})
+    edit_config(folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    return folder, stored, plain
+
+
+def test_packed_experts_are_read_as_those_of_the_unpacked_model(tmp_path: Path) -> None:
+    folder, _, plain = packed(tmp_path / "packed")
+    model, notes = opened(folder)
+    assert not notes
+    shutil.copytree(folder, tmp_path / "plain")
+    edit_config(tmp_path / "plain", quantization_config=None)
+    save_file(plain, tmp_path / "plain" / SINGLE, {"format": "pt"})
+    with torch.no_grad():
+        assert close(model(TOKENS), transformers_logits(tmp_path / "plain"))
+    for (name, one), two in zip(model.named_parameters(), opened(tmp_path / "plain")[0].parameters()):
+        assert torch.equal(one, two), name
+
+
+@pytest.mark.parametrize(
+    "damage, words",
+    [
+        (lambda stored, name: stored.pop(f"{name}_scales"), ["mlp.experts.gate_up_proj_scales", "missing"]),
+        (lambda stored, name: stored.update({f"{name}_scales": torch.zeros(3, 64, 1).byte()}), ["[3, 64, 2]"]),
+        (lambda stored, name: stored.update({f"{name}_blocks": torch.zeros(3, 64, 2, 16)}), ["F32", "U8"]),
+        (lambda stored, name: stored.update({name: torch.zeros(3, 64, 64)}), ["gate_up_proj", "not part of"]),
+    ],
+)
+def test_damaged_packed_experts_are_refused(damage, words, tmp_path: Path) -> None:
+    folder, stored, _ = packed(tmp_path / "packed")
+    damage(stored, "model.layers.1.mlp.experts.gate_up_proj")
+    save_file(stored, folder / SINGLE, {"format": "pt"})
+    with pytest.raises(ConfigError) as caught:
+        HFWeights(folder, spec_from_hf(folder))
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_packed_rows_of_other_lengths_are_refused(tmp_path: Path) -> None:
+    folder, _, _ = packed(tmp_path)
+    edit_config(folder, intermediate_size=40)
+    with pytest.raises(ConfigError, match="down_proj_blocks holds blocks of 32 numbers, but .* rows of 40"):
+        HFWeights(folder, spec_from_hf(folder))
+
+
+@pytest.mark.parametrize("family, method", [("gpt_oss", "gptq"), ("llama", "mxfp4"), ("llama", "")])
+def test_other_quantised_weights_are_refused(family, method, tmp_path: Path) -> None:
+    folder = packed(tmp_path)[0] if family == "gpt_oss" else saved(tmp_path)
+    edit_config(folder, quantization_config={"quant_method": method})
+    with pytest.raises(ConfigError, match="quantization_config"):
+        spec_from_hf(folder)

@@ -127,6 +127,6 @@ def test_memory_of_masks_is_that_of_their_tensors(cp, way, window, packed, micro
     if layout.context is not None:
         gathers = TensorGroup("", 1, layout.context.outer) if layout.context.outer > 1 else None
         build = ContextGroup(layout.context, 1, None, gathers).build_mask
-    found = sum(held(build(documents, length, window, 0.0, device)).values())
+    found = sum(held(build(documents, length, window, False, device)).values())
     assert masks_of(layout, packed) == [found, 0, 0]
     assert find_peaks(config, layout)[0].categories["activations"] > found > 16 * (length // 128) ** 2 // cp

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from trainer.model import experts
 from trainer.model.initial import initial_value, initialize_model, name_seed, parameter_infos
 from trainer.model.layers import Mixture
 from trainer.model.linear import DeferredGrads
+from trainer.model.stage import split_report
 from trainer.model.transformer import Transformer
 from trainer.optim.muon import orthogonalise_matrix
 from trainer.parallel.recompute import apply_recompute
@@ -46,6 +48,12 @@ def build(spec: ModelSpec, dtype: torch.dtype = torch.float64) -> Transformer:
     return model.to(dtype)
 
 
+def objective_of(model: Transformer, tokens: Tensor) -> Tensor:
+    """The loss with what layers add to it."""
+    (objective, _), report = split_report(model(tokens, tokens))
+    return objective if report.objective is None else objective + report.objective
+
+
 def ends_of(counts: list[int]) -> Tensor:
     return torch.tensor(counts).cumsum(0).int()
 
@@ -53,30 +61,45 @@ def ends_of(counts: list[int]) -> Tensor:
 # The grouped GEMM.
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
-    counts=st.lists(st.integers(0, 5), min_size=1, max_size=5), deferring=st.sampled_from(["no", "at once", "later"])
+    counts=st.lists(st.integers(0, 5), min_size=1, max_size=5),
+    deferring=st.sampled_from(["no", "at once", "later"]),
+    biased=st.sampled_from(["no", "plain", "weighted"]),
 )
-def test_a_grouped_product_and_its_gradients_are_those_of_each_expert(counts, deferring):
+def test_a_grouped_product_and_its_gradients_are_those_of_each_expert(counts, deferring, biased):
     """Of no rows at all too, of one expert with all, of experts without any."""
     torch.manual_seed(0)
-    layer = experts.GroupedLinear(ExpertsSpec(count=len(counts)), 8, 16, ("inner", "embed")).double()
-    torch.nn.init.normal_(layer.weight)
+    spec = ExpertsSpec(count=len(counts))
+    layer = experts.GroupedLinear(spec, 8, 16, ("inner", "embed"), bias=biased != "no").double()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
     deferred = DeferredGrads()
     if deferring != "no":
         layer.defer(deferred)
         deferred.active = deferring == "later"
     x = torch.randn(sum(counts), 8, dtype=torch.float64, requires_grad=True)
     gradient = torch.randn(sum(counts), 16, dtype=torch.float64)
-    y = layer(x, ends_of(counts))
+    factors = torch.randn(sum(counts), dtype=torch.float64, requires_grad=True) if biased == "weighted" else None
+    y = layer(x, ends_of(counts), factors)
     y.backward(gradient)
     if deferring == "later":
         assert layer.weight.grad is None
         deferred.take()()
     other, weight = x.detach().requires_grad_(), layer.weight.detach().requires_grad_()
     expected = torch.cat([part @ matrix.t() for part, matrix in zip(other.split(counts), weight)])
+    pairs = [(layer.weight, weight), (x, other)]
+    if biased != "no":
+        bias = layer.bias.detach().requires_grad_()
+        rows = torch.cat([row.expand(count, -1) for row, count in zip(bias, counts)])
+        pairs.append((layer.bias, bias))
+        if factors is not None:
+            again = factors.detach().requires_grad_()
+            rows = rows * again[:, None]
+            pairs.append((factors, again))
+        expected = expected + rows
     expected.backward(gradient)
-    for found, wanted in ((y, expected), (x.grad, other.grad), (layer.weight.grad, weight.grad)):
+    for found, wanted in ((y, expected), *((one.grad, two.grad) for one, two in pairs)):
         torch.testing.assert_close(found, wanted)
 
 
@@ -88,6 +111,8 @@ def test_the_operators_are_sound_for_the_compiler(counts):
         (torch.ops.trainer.grouped_matmul, (x, weight, ends)),
         (torch.ops.trainer.grouped_backward, (gradient, weight, x, ends, [])),
         (torch.ops.trainer.choose_experts, (scores, 2, 4, 2, 2)),
+        (torch.ops.trainer.sum_groups, (gradient, torch.rand(sum(counts)), ends)),
+        (torch.ops.trainer.count_by_sequence, (torch.randint(0, 8, (5, 2)), torch.arange(5) // 2, 3, "", 8)),
     ):
         torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
 
@@ -95,27 +120,50 @@ def test_the_operators_are_sound_for_the_compiler(counts):
 # The layer, beside every expert computing every token.
 
 
-def dense_mixture(block: Mixture, spec: FeedForwardSpec, x: Tensor) -> Tensor:
-    """What a mixture computes, by plain operations: all experts of all tokens, weighted with zero where not chosen."""
+def bias_of(module: torch.nn.Module) -> Tensor | float:
+    """The bias of a projection, zero where it has none."""
+    return dict(module.named_parameters()).get("bias", 0.0)
+
+
+def gated(activation: str, gate: Tensor, up: Tensor) -> Tensor:
+    if activation == "silu":
+        return F.silu(gate) * up
+    return (
+        gate.minimum(torch.tensor(7.0))
+        / (1 + torch.exp(-1.702 * gate.minimum(torch.tensor(7.0))))
+        * (up.minimum(torch.tensor(7.0)).maximum(torch.tensor(-7.0)) + 1)
+    )
+
+
+def dense_mixture(block: Mixture, spec: FeedForwardSpec, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What a mixture computes, by plain operations: all experts of all tokens, weighted with zero where not chosen.
+    Returns besides which experts each token chose, and the router's logits and scores."""
     e = spec.experts
-    logits = x @ block.router.weight.t()
+    logits = x @ block.router.weight.t() + bias_of(block.router)
     scores = logits.softmax(-1) if e.score == "softmax" else logits.sigmoid()
-    groups = scores.unflatten(-1, (e.groups, -1)).sort(-1, descending=True).values
+    biased = scores if block.router.balance is None else scores + block.router.balance
+    groups = biased.unflatten(-1, (e.groups, -1)).sort(-1, descending=True).values
     values = groups[..., : 2 if e.group_score == "top2" else 1].sum(-1)
     usable = values >= values.sort(-1, descending=True).values[:, e.top_groups - 1, None]
-    ranked = scores.masked_fill(~usable.repeat_interleave(e.count // e.groups, -1), -1.0)
+    ranked = biased.masked_fill(~usable.repeat_interleave(e.count // e.groups, -1), -torch.inf)
     chosen = ranked >= ranked.sort(-1, descending=True).values[:, e.top_k - 1, None]
     weights = torch.where(chosen, scores, 0)
     if e.normalise:
         weights = weights / weights.sum(-1, keepdim=True)
-    gate, up, down = (getattr(block.experts, name).weight for name in ("gate", "up", "down"))
-    hidden = F.silu(torch.einsum("tw,efw->tef", x, gate)) * torch.einsum("tw,efw->tef", x, up)
-    result = torch.einsum("tef,ewf,te->tw", hidden, down, weights * e.scale)
+    inner = (getattr(block.experts, name) for name in ("gate", "up"))
+    hidden = gated(spec.activation, *(torch.einsum("tw,efw->tef", x, one.weight) + bias_of(one) for one in inner))
+    outputs = torch.einsum("tef,ewf->tew", hidden, block.experts.down.weight) + bias_of(block.experts.down)
+    result = torch.einsum("tew,te->tw", outputs, weights * e.scale)
     if block.shared is not None:
-        shared = block.shared.down(F.silu(block.shared.gate(x)) * block.shared.up(x))
+        (gate, up), down = (
+            ((one.weight, bias_of(one)) for one in (block.shared.gate, block.shared.up)),
+            block.shared.down,
+        )
+        hidden = gated(spec.activation, *(x @ weight.t() + bias for weight, bias in (gate, up)))
+        shared = hidden @ down.weight.t() + bias_of(down)
         gating = 1 if block.shared_gate is None else (x @ block.shared_gate.weight.t()).sigmoid()
         result = result + gating * shared
-    return result
+    return result, chosen, logits, scores
 
 
 @st.composite
@@ -135,28 +183,41 @@ def mixtures(draw: st.DrawFn) -> ExpertsSpec:
         group_score=draw(st.sampled_from(["max", "top2"])),
         shared_width=shared,
         shared_gate=bool(shared) and draw(st.booleans()),
+        router_bias=draw(st.booleans()),
+        bias_rate=draw(st.sampled_from([0.0, 0.1])),
     )
 
 
 @settings(max_examples=40, deadline=None)
-@given(chosen=mixtures(), tokens=st.integers(0, 9), skewed=st.booleans())
-def test_a_mixture_is_the_weighted_sum_of_its_experts(chosen, tokens, skewed):
+@given(
+    chosen=mixtures(),
+    tokens=st.integers(0, 9),
+    skewed=st.booleans(),
+    bias=st.booleans(),
+    activation=st.sampled_from(["silu", "clamped_swiglu"]),
+)
+def test_a_mixture_is_the_weighted_sum_of_its_experts(chosen, tokens, skewed, bias, activation):
     """Outputs and the gradients of tokens and all parameters; skewed: all tokens to the same experts."""
-    spec = FeedForwardSpec(width=24, experts=chosen)
+    spec = FeedForwardSpec(width=24, bias=bias, activation=activation, experts=chosen)
     assert not chosen.check(16, spec)
     torch.manual_seed(1)
     block = Mixture(spec, 16).double()
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
-    x = torch.randn(tokens, 16, dtype=torch.float64)
+    x = 3 * torch.randn(tokens, 16, dtype=torch.float64)  # some of the gate's inputs are clamped
     if skewed:
         x = x[:1].expand(tokens, 16) + 1e-3 * x
     x.requires_grad_()
+    if block.router.balance is not None:
+        block.router.balance.normal_()
     gradient = torch.randn(tokens, 16, dtype=torch.float64)
     inputs = [x, *block.parameters()]
-    found = [block(x), *torch.autograd.grad(block(x), inputs, gradient)]
-    expected = dense_mixture(block, spec, x)
+    result, report = block(x)
+    found = [result, *torch.autograd.grad(result, inputs, gradient)]
+    expected, choice, *_ = dense_mixture(block, spec, x)
     wanted = [expected, *torch.autograd.grad(expected, inputs, gradient)]
+    assert torch.equal(report.statistics["load"], choice.sum(0)) and report.objective is None
+    assert torch.equal(block.eval()(x), result)
     for name, one, other in zip(["output", "x", *dict(block.named_parameters())], found, wanted):
         torch.testing.assert_close(one, other, atol=2e-6, rtol=2e-6, msg=lambda text, name=name: f"{name}: {text}")
 
@@ -167,13 +228,72 @@ def test_the_router_computes_in_fp32(dtype):
     router = experts.Router(ExpertsSpec(count=8, top_k=2), 16).to(dtype)
     torch.nn.init.normal_(router.weight)
     x = torch.randn(50, 16, dtype=dtype, requires_grad=True)
-    chosen, weights = router(x)
+    chosen, weights, *_ = router(x)
     scores = (x.float() @ router.weight.float().t()).softmax(-1)
     values, indices = scores.topk(2)
     assert weights.dtype is torch.float32 and torch.equal(chosen, indices)
     torch.testing.assert_close(weights, values / values.sum(-1, keepdim=True))
     weights[:, 0].sum().backward()
     assert x.grad.dtype is router.weight.grad.dtype is dtype
+
+
+# Balance.
+
+
+@settings(max_examples=40, deadline=None)
+@given(chosen=mixtures(), over=st.sampled_from(["sequence", "previous"]), z_loss=st.sampled_from([0.0, 0.5]))
+def test_the_losses_are_those_of_the_papers(chosen, over, z_loss):
+    """Fedus et al., arXiv 2101.03961, equation 4, with the scores of each token divided by their sum, for each sequence
+    (DeepSeek-V3, arXiv 2412.19437, section 2.1.2) or with the load of the previous step; Zoph et al., arXiv
+    2202.08906, equation 5. Sums over tokens, and so are their gradients."""
+    chosen = replace(chosen, balance=0.25, balance_over=over, z_loss=z_loss)
+    spec, length = FeedForwardSpec(width=24, experts=chosen), 5
+    torch.manual_seed(2)
+    block = Mixture(spec, 16).double()
+    for value in [*block.parameters(), *block.buffers()]:
+        torch.nn.init.normal_(value, std=0.5)
+    x = torch.randn(3 * length, 16, dtype=torch.float64, requires_grad=True)
+    numbers = torch.arange(3).repeat_interleave(length)
+    sequences = experts.Sequences(numbers, 3, "") if over == "sequence" else None
+    assert block.by_sequence == (sequences is not None)
+    report = block(x, sequences).report
+    _, choice, logits, scores = dense_mixture(block, spec, x)
+    shares = scores / scores.sum(-1, keepdim=True)
+    if over == "previous":
+        balance = length * 3 * (block.router.usage @ shares.mean(0))
+    else:
+        rows = zip(choice.double().split(length), shares.split(length))
+        balance = sum(length * chosen.count * (c.mean(0) / chosen.top_k) @ s.mean(0) for c, s in rows)
+    square = logits.exp().sum(-1).log().square().sum()
+    wanted = [0.25 * balance, *torch.autograd.grad(0.25 * balance + z_loss * square, [x, block.router.weight])]
+    found = [report.statistics["balance"][0], *torch.autograd.grad(report.objective, [x, block.router.weight])]
+    for one, other in zip(found, wanted):
+        torch.testing.assert_close(one, other)
+    assert ("z_loss" in report.statistics) == (z_loss > 0)
+    assert {name: len(value) for name, value in report.statistics.items()} == block.reports
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    load=st.lists(st.integers(0, 2**40), min_size=1, max_size=8).filter(any),
+    skipped=st.booleans(),
+    start=st.floats(-1, 1, width=32),
+)
+def test_biases_move_towards_equal_load(load, skipped, start):
+    """By the sign alone, also where the mean is no number of the machine; and not in a skipped step."""
+    router = experts.Router(ExpertsSpec(count=len(load), bias_rate=0.25, balance=1.0, balance_over="previous"), 8)
+    router.balance.fill_(start)
+    router.usage.fill_(start)
+    router.rebalance(torch.tensor(load, dtype=torch.float64), torch.tensor(float(skipped)))
+    total = sum(load)
+    moves = [(count * len(load) < total) - (count * len(load) > total) for count in load]
+    expected = torch.full((len(load),), start)
+    if not skipped:
+        torch.testing.assert_close(router.usage, torch.tensor([count * len(load) / total for count in load]))
+        expected = (expected.double() + 0.25 * torch.tensor(moves)).float()
+    else:
+        assert torch.equal(router.usage, expected)
+    assert torch.equal(router.balance, expected)
 
 
 # Recompute, deferred gradients, initial weights, Muon.
@@ -192,15 +312,17 @@ POLICIES = {
     ("policy", "compiled"), [*((policy, False) for policy in POLICIES), ("full", True), ("products", True)]
 )
 def test_recompute_does_not_choose_again(policy, compiled, monkeypatch):
-    """A second choice for the same tokens would be another."""
-    spec, tokens, calls = with_experts(groups=2, top_groups=1), torch.randint(0, 61, (2, 12)), []
+    """A second choice for the same tokens would be another. Losses of the router count once."""
+    spec = with_experts(groups=2, top_groups=1, balance=0.1, z_loss=0.1, bias_rate=0.1)
+    spec.feed_forward.bias = True
+    tokens, calls = torch.randint(0, 61, (2, 12)), []
     plain, model, topk = build(spec), build(spec), Tensor.topk
     apply_recompute(model, ActivationConfig(**POLICIES[policy]))
     if compiled:
         torch._dynamo.reset()
         for layer in model.layers.values():
             layer.run = torch.compile(layer.run, backend="aot_eager_decomp_partition", dynamic=False)
-    plain(tokens, tokens)[0].backward()
+    objective_of(plain, tokens).backward()
 
     def changing(self: Tensor, k: int, dim: int) -> Any:
         values, indices = topk(self, k, dim)
@@ -210,7 +332,7 @@ def test_recompute_does_not_choose_again(policy, compiled, monkeypatch):
         return torch.return_types.topk((values, indices))
 
     monkeypatch.setattr(Tensor, "topk", changing)
-    model(tokens, tokens)[0].backward()
+    objective_of(model, tokens).backward()
     assert calls == [24] * spec.depth
     for (name, one), other in zip(model.named_parameters(), plain.parameters()):
         torch.testing.assert_close(one.grad, other.grad, msg=lambda text, name=name: f"{name}: {text}")
@@ -226,13 +348,14 @@ def test_what_would_choose_again_is_refused():
 
 
 def test_deferred_gradients_are_those_of_one_pass():
-    spec = with_experts(shared_width=8, shared_gate=True)
+    spec = with_experts(shared_width=8, shared_gate=True, router_bias=True, balance=0.1, z_loss=0.1)
+    spec.feed_forward.bias = True
     tokens = torch.randint(0, 61, (2, 12))
     plain, model, deferred = build(spec), build(spec), DeferredGrads()
-    plain(tokens, tokens)[0].backward()
+    objective_of(plain, tokens).backward()
     model.defer(deferred)
     deferred.active = True
-    model(tokens, tokens)[0].backward()
+    objective_of(model, tokens).backward()
     waiting = [name for name, parameter in model.named_parameters() if parameter.grad is None]
     assert {f"layers.1.feed_forward.experts.{name}.weight" for name in ("gate", "up", "down")} <= {*waiting}
     deferred.take()()
@@ -270,10 +393,14 @@ WRONG = {
     "top_k in groups": ({"groups": 3, "top_k": 3}, ["top_k=3", "2 experts in 1 of 3 groups"]),
     "top2 of one": ({"groups": 6, "top_groups": 2, "group_score": "top2"}, ["group_score=top2", "group_score=max"]),
     "gate without block": ({"shared_gate": True}, ["shared_gate=true", "shared_width"]),
+    "load without loss": ({"balance_over": "previous"}, ["balance_over=previous", "experts.balance"]),
 }
 BLOCKS = {
     "kind": ({"kind": "plain"}, ["kind=plain", "gated"]),
-    "bias": ({"bias": True}, ["bias", "count=0"]),
+    "activation": (
+        {"kind": "plain", "activation": "clamped_swiglu", "experts": {"count": 0}},
+        ["activation=clamped_swiglu", "kind=plain", "kind=gated"],
+    ),
     "width": ({"width": 28}, ["width=28", "multiple of 8", "32"]),
 }
 
@@ -284,7 +411,7 @@ def test_a_wrong_mixture_is_refused_with_the_way_out(case):
     spec = with_experts(**fields) if case in WRONG else spec_of(feed_forward=fields)
     (problem,) = spec.check()
     assert all(word in problem for word in words), problem
-    dense = spec_of(overrides={"0:2": {"feed_forward": {"experts": {"count": 0}}}}, feed_forward={"bias": True})
+    dense = spec_of(overrides={"0:2": {"feed_forward": {"experts": {"count": 0}}}}, feed_forward={"width": 28})
     assert not dense.check()
 
 

@@ -44,6 +44,8 @@ FAMILIES = (
     "pythia_160m",
     "qwen2_7b",
     "qwen3_8b",
+    "deepseek_v2_lite",
+    "deepseek_v3",
 )
 POLICIES: dict[str, dict[str, Any]] = {
     "none": {},
@@ -101,14 +103,24 @@ def tp(request, monkeypatch) -> Iterator[int]:
     dist.destroy_process_group()
 
 
-def passes(name: str, tp: int, policy: ActivationConfig) -> tuple[int, Counter]:
-    """Bytes that the first layer holds after its forward pass, and collectives of both passes."""
+def one_layer(name: str) -> ModelSpec:
+    """The first layer alone. Values of latent attention have the size of keys, as the kernel that is patched in wants
+    it."""
     spec = shipped(name)
     spec.depth = 1
+    if spec.attention.kind == "latent":
+        spec.overrides = {"0": spec.overrides.popitem()[1]}
+        spec.attention.latent.value_dim = spec.attention.latent.head_dim
+    return spec
+
+
+def passes(name: str, tp: int, policy: ActivationConfig) -> tuple[int, Counter]:
+    """Bytes that the first layer holds after its forward pass, and collectives of both passes."""
+    spec = one_layer(name)
     with torch.device("meta"):
         model = Transformer(spec)
         x = torch.empty(LENGTH // tp, spec.width, requires_grad=True)
-        angles = torch.empty(1, LENGTH, 1, spec.layer(0).attention.head_dim // 2)
+        angles = torch.empty(1, LENGTH, 1, spec.layer(0).attention.rotary_dim // 2)
     shard_model(model, init_device_mesh("cpu", (tp,)))
     apply_recompute(model, policy)
     gc.collect()
@@ -123,26 +135,27 @@ def passes(name: str, tp: int, policy: ActivationConfig) -> tuple[int, Counter]:
     return held, noted.sent, noted.products
 
 
-def planned_collectives(spec: ModelSpec, tp: int, policy: ActivationConfig) -> Counter:
-    """By the bytes of the whole tensor, as many as the layer's predicted seconds are of one."""
+def collective_seconds(spec: ModelSpec, tp: int, policy: ActivationConfig, sent: Counter) -> tuple[float, float]:
+    """The layer's predicted seconds of collectives, and those that the tensors `sent` take: bytes -> how often."""
     sizes = {"batch__sequence_length": LENGTH, "batch__micro_size": 1, "batch__accumulation": 1}
     config = settings(spec, precision__compute="fp32", parallel__tp=tp, **sizes)
-    config.activation, whole = policy, ELEMENT * LENGTH * spec.width
+    config.activation = policy
     layout = resolve_layout(config, tp, spec)
-    one = RingTimes.of(h200(), layout.plan, "tp").seconds(whole)
-    seconds = time_units(config, layout, h200()).units[1].collectives["tensor"]
-    return Counter({whole: round(seconds / one, 6)} if tp > 1 else {})
+    ring = RingTimes.of(h200(), layout.plan, "tp")
+    seconds = time_units(config, layout, h200()).units[1].collectives["tensor"] if tp > 1 else 0.0
+    return seconds, sum(count * ring.seconds(size) for size, count in sent.items())
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_layers_over_ranks_hold_and_send_what_is_planned(name, tp):
     for label, options in POLICIES.items():
-        policy, spec = ActivationConfig(**options), shipped(name)
+        policy, spec = ActivationConfig(**options), one_layer(name)
         held, sent, products = passes(name, tp, policy)
-        spec.depth = 1
         (layer,) = model_programs(spec, LENGTH, tp, ELEMENT)
         (left,) = left_by_recompute([layer], policy)
         assert (left.saved + left.eager.saved) * LENGTH / held == pytest.approx(1, abs=0.005), label
         repeated = sum(share for operation, share in left.again.items() if operation != "attention")
         assert products == 3 * len(layer.gemms) + repeated + len(left.eager.again), label
-        assert sent == planned_collectives(spec, tp, policy), label
+        planned, taken = collective_seconds(spec, tp, policy, sent)
+        # The key that all heads share is gathered by itself, and planned as a part of the latent vectors.
+        assert planned == pytest.approx(taken, rel=0.03 if spec.attention.kind == "latent" else 1e-6), label

@@ -67,7 +67,7 @@ def gradients(
         group = ContextGroup(context, rank, None, Threads("threads", rank, ranks, meeting))
         own = group.own(LENGTH, CPU)
         query, key, value = (x[:, :, own].requires_grad_() for x in inputs)
-        mask = group.build_mask(None, LENGTH, window, 0.0, CPU)
+        mask = group.build_mask(None, LENGTH, window, False, CPU)
         attend_gathered(query, key, value, mask, SIZE**-0.5, 0.0).backward(gradient[:, :, own])
         return [key.grad, value.grad]
 

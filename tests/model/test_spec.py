@@ -15,12 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.flop_counter import FlopCounterMode
 
-from trainer.config.model import AttentionSpec, ModelSpec, NormSpec
+from trainer.config.model import AttentionSpec, LatentSpec, ModelSpec, NormSpec
 from trainer.hf.agreement import find_disagreement, shrink_model, with_few_layers
 from trainer.hf.config import config_from_spec, first_difference, spec_from_config
+from trainer.model import attention
 from trainer.model.attention import build_mask, causal_attention
 from trainer.model.initial import initial_std, initialize_model, parameter_infos
 from trainer.model.loss import LinearCrossEntropy, LossSettings
@@ -51,7 +53,13 @@ PUBLISHED = {
     "gemma2_9b": 9_241_705_984,
     "phi3_mini": 3_821_079_552,
     "tinyllama_1b": 1_100_048_384,
+    "gpt_oss_20b": 20_914_757_184,
+    "gpt_oss_120b": 116_829_156_672,
+    "deepseek_v2_lite": 15_706_484_224,
+    "deepseek_v3": 671_026_404_352,
 }
+ACTIVE = {"gpt_oss_20b": 3.61e9, "gpt_oss_120b": 5.13e9}
+"""Parameters that a token meets, without the embedding, as published."""
 SHIPPED = sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml"))
 
 
@@ -88,6 +96,8 @@ def test_shipped_models(name: str) -> None:
     assert spec.name == name and spec.check() == []
     count = cost.parameter_counts(spec)["total"]
     assert count == PUBLISHED.get(name, count)
+    active = cost.parameter_counts(spec)["matmul"]
+    assert active == pytest.approx(ACTIVE.get(name, active), rel=1e-3)
     config = json.loads(json.dumps(config_from_spec(spec)))
     assert first_difference(spec, spec_from_config(config)) is None
     assert find_disagreement(spec, {**config, "pad_token_id": None}) is None
@@ -260,35 +270,56 @@ def test_a_tied_head_stays_tied_when_the_model_leaves_the_meta_device() -> None:
     assert model.head.weight is model.embedding.weight and "head.weight" not in dict(model.named_parameters())
 
 
-def dense_attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float, cap: float) -> Tensor:
+def dense_attention(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, seen: Tensor, scale: float, cap: float
+) -> Tensor:
     """The definition, one query at a time. seen: bool [batch, length, length]."""
     batch, heads, length, _ = query.shape
-    result, group = torch.zeros_like(query), heads // key.shape[1]
+    result, group = query.new_zeros(batch, heads, length, value.shape[3]), heads // key.shape[1]
     for b in range(batch):
         for h in range(heads):
             for i in range(length):
                 keys = seen[b, i].nonzero()[:, 0]
                 scores = key[b, h // group, keys] @ query[b, h, i] * scale
                 scores = cap * torch.tanh(scores / cap) if cap else scores
-                result[b, h, i] = torch.softmax(scores, 0) @ value[b, h // group, keys]
+                scores = scores if sinks is None else torch.cat([scores, sinks[h, None]])
+                result[b, h, i] = torch.softmax(scores, 0)[: len(keys)] @ value[b, h // group, keys]
     return result
 
 
 @pytest.mark.parametrize("window", [0, 1, 5, 12])
 @pytest.mark.parametrize("cap", [0.0, 1.5])
 @pytest.mark.parametrize("packed", [False, True])
-def test_attention_against_its_definition(window: int, cap: float, packed: bool) -> None:
+@pytest.mark.parametrize("sunk", [False, True])
+@pytest.mark.parametrize("value_dim", [4, 3])
+@pytest.mark.parametrize("flex", [False, True])
+def test_attention_against_its_definition(
+    window: int, cap: float, packed: bool, sunk: bool, value_dim: int, flex: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its gradients. flex: by FlexAttention, as on a GPU; eager, where torch can compute gradients on CPUs too."""
+    if flex:
+        monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+        monkeypatch.setattr(attention, "compiled_flex", lambda: flex_attention.flex_attention)
+        monkeypatch.setattr(attention, "mask_of", attention.block_mask)
     torch.manual_seed(0)
     length = 12
-    query, key, value = (torch.randn(2, heads, length, 4, dtype=torch.float64) for heads in (4, 2, 2))
+    shapes = ((4, 4), (2, 4), (2, value_dim))
+    inputs = [torch.randn(2, heads, length, size, dtype=torch.float64) for heads, size in shapes]
+    inputs += [torch.randn(4, dtype=torch.float64)] * sunk
+    query, key, value, sinks = [*(x.requires_grad_() for x in inputs), None][:4]
     documents = torch.tensor([[0] * 5 + [1] * 7, [0] * 12]) if packed else None
     index = torch.arange(length)
     distance = index[:, None] - index[None, :]
     seen = ((distance >= 0) & (distance < (window or length))).expand(2, -1, -1)
     if packed:
         seen = seen & (documents[:, :, None] == documents[:, None, :])
-    ours = causal_attention(query, key, value, build_mask(documents, length, window, cap, CPU), 0.7, cap)
-    torch.testing.assert_close(ours, dense_attention(query, key, value, seen, 0.7, cap), rtol=1e-12, atol=1e-12)
+    mask = build_mask(documents, length, window, cap > 0 or sunk, CPU)
+    assert isinstance(mask, BlockMask if flex else Tensor) or mask is None and window in (0, 12) and not packed
+    ours = causal_attention(query, key, value, mask, 0.7, cap, sinks)
+    wanted, gradient = dense_attention(query, key, value, sinks, seen, 0.7, cap), torch.randn_like(query)
+    torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=1e-12)
+    for one, other in zip(*(torch.autograd.grad(x, inputs, gradient) for x in (ours, wanted))):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize(
@@ -297,6 +328,7 @@ def test_attention_against_its_definition(window: int, cap: float, packed: bool)
         small(),
         small(learned_positions=True, attention__positions="none"),
         small(attention__window=4, attention__soft_cap=2.0, logit_soft_cap=3.0),
+        small(attention__sinks=True),
     ],
 )
 def test_packed_documents_equal_separate_ones(spec: ModelSpec) -> None:
@@ -371,6 +403,9 @@ def test_flops_of_shipped_models_against_torchs_counter(name: str) -> None:
     attention, one = spec.attention, spec.layer(0).attention
     attention.heads, attention.kv_heads, attention.head_dim = 2 * one.heads // one.kv_heads, 2, 16
     attention.window, spec.feed_forward.width = min(attention.window, 8), 84
+    if attention.kind == "latent":  # values of the size of keys, since a CPU pads them
+        rank, attention.kv_heads = attention.latent.q_rank, attention.heads
+        attention.latent = LatentSpec(min(rank, 20), kv_rank=24, nope_dim=10, rope_dim=6, value_dim=16)
     assert counted(spec) == cost.flops_per_token(spec, 24, causal=False) * 48
 
 

@@ -50,6 +50,13 @@ def test_plans_match_one_process(world, measured):
     assert not failed, "\n".join(failed)
 
 
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_routers_have_fp32_weights_in_every_plan(world, measured):
+    results = [result for result in measured(world)["cases"] if "experts" in result["case"]["family"]]
+    types = {result["plan"]: result["routers"] for result in results if "compile" not in result["case"]}
+    assert types == dict.fromkeys(types, ["torch.float32"]) and len(types) >= {1: 2, 2: 16, 4: 9}[world]
+
+
 def test_recompute_changes_no_bit(measured):
     results = [result for result in measured(2)["cases"] if result["case"].get("bits")]
     plain = {
@@ -77,7 +84,8 @@ def test_an_overflow_of_one_rank_skips_the_step_on_all(measured):
 @pytest.mark.parametrize("world", [2, 4])
 def test_first_gradients_in_fp8_are_those_of_one_process_in_fp8(world, measured):
     """Later ones are of weights that differ in the last bit, which rounding to eight bits enlarges."""
-    results = [result for result in measured(world)["cases"] if "float8" in result["case"]]
+    cases = measured(world)["cases"]
+    results = [one for one in cases if "float8" in one["case"] and one["case"]["precision"] == "fp32"]
     assert len(results) >= {2: 4, 4: 2}[world]
     for result in results:
         loss, norm, gradient, where = result["errors"]["steps"][0]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.config import Config
-from trainer.config.model import AttentionSpec, FeedForwardSpec, ModelSpec
+from trainer.config.model import AttentionSpec, FeedForwardSpec, LatentSpec, ModelSpec
 from trainer.data.batches import MicroBatch
 from trainer.distributed.collectives import TensorGroup
 from trainer.hf.config import assign_field
@@ -37,6 +37,9 @@ def spec_of(family: str) -> ModelSpec:
     """A model with one small layer and everything that its architecture implies."""
     spec = ModelSpec(family=family, vocab_size=VOCABULARY, width=32, depth=1, max_length=LENGTH)
     spec.attention, spec.feed_forward = AttentionSpec(heads=2, kv_heads=1), FeedForwardSpec(width=64)
+    if FAMILIES[family].fixed.get("attention.kind") == "latent":
+        sizes = LatentSpec(q_rank=24, kv_rank=24, nope_dim=8, rope_dim=8, value_dim=8)
+        spec.attention.kv_heads, spec.attention.latent = 2, sizes
     for path, value in FAMILIES[family].fixed.items():
         assign_field(spec, path, value(spec) if callable(value) else value)
     for path in FAMILIES[family].fields.get("attention_bias", ()):

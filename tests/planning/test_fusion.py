@@ -173,6 +173,20 @@ def test_what_a_run_says_of_its_ways():
     assert said(2, *narrow) == {} and "gather=true" in said(1, *narrow)["without effect"]
 
 
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("name", ["llama3_8b", "mixtral_8x7b", "qwen15_moe_a2_7b", "deepseek_v2_lite", "deepseek_v3"])
+def test_each_product_of_a_layer_is_counted_in_each_pass(name, tp, apart):
+    """Those of experts and to latent vectors too, which have no collective."""
+    link = TensorGroupLink(ranks=tp, collective=1.0, copied=1.0, call=0.0, adding=0.0, hidden=1.0)
+    for layer in model_programs(shipped(name), 8192, tp, 2):
+        products, for_weights = dict.fromkeys(layer.gemms, 5.0), dict.fromkeys(layer.gemms, 3.0)
+        again = recompute_effect(layer, 0, ActivationConfig(mode="full"), compiled=True).again
+        took = layer_passes(lambda _: OVERLAP_MODELS["off"](link), layer, products, for_weights, again, apart)
+        assert took.forward.products == 5 * len(layer.gemms) and took.backward.products == 8 * len(layer.gemms)
+        assert took.again.products == 5 * sum(name in layer.gemms for name in again)
+
+
 @pytest.mark.parametrize("apart, backward, calls", [(False, 2, 10), (True, 4, 12)])
 def test_what_is_open_of_a_layer(apart, backward, calls):
     """Without tp_overlap, in collectives: all four forward; backward the two gathers before the products of gradients,
@@ -181,7 +195,7 @@ def test_what_is_open_of_a_layer(apart, backward, calls):
     products, hides = dict.fromkeys(layer.gemms, 5.0), {"call": 0.0, "adding": 0.0, "hidden": 1.0}
     link = TensorGroupLink(ranks=2, collective=1.0, copied=1.0, **hides)
     again = recompute_effect(layer, 0, ActivationConfig(mode="selective", save=["attention"]), compiled=True).again
-    took = layer_passes(OVERLAP_MODELS["off"](link), layer, products, products, again, apart)
+    took = layer_passes(lambda _: OVERLAP_MODELS["off"](link), layer, products, products, again, apart)
     assert (took.forward.exposed, took.backward.exposed, took.again.exposed) == (4, backward, 2)
     assert took.moved == calls + 2 and took.again.products == 5 * 5  # q, k, v, gate, up
     assert took.backward.products == 2 * took.forward.products == 2 * 7 * 5

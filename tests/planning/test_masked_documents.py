@@ -9,7 +9,7 @@ from support.reference import changed
 
 from trainer.config import Config
 from trainer.model.attention import block_mask, first_seen
-from trainer.planning.documents import DocumentLengths, computed_keys, document_ranges, fit_documents, mean_keys
+from trainer.planning.documents import DocumentLengths, computed_keys, document_ranges, fit_documents
 from trainer.planning.estimate.timing import time_units
 from trainer.planning.resolve import config_problems, resolve_layout
 
@@ -43,9 +43,9 @@ def test_keys_are_those_of_the_blocks_of_real_masks(documents, window, length):
         seen += (places + 1 - first).sum().item()
     if len(parts) <= 200:
         assert computed_keys(length, window, documents, 128) == pytest.approx(blocks * 128**2 / length / len(sequences))
-        assert mean_keys(length, window, documents) == pytest.approx(seen / length / len(sequences))
+        assert computed_keys(length, window, documents, 1) == pytest.approx(seen / length / len(sequences))
     else:
-        exact = computed_keys(length, window, documents, 128), mean_keys(length, window, documents)
+        exact = computed_keys(length, window, documents, 128), computed_keys(length, window, documents, 1)
         found = blocks * 128**2 / length / len(sequences), seen / length / len(sequences)
         assert found == pytest.approx(exact, rel=0.3)
 
@@ -55,9 +55,9 @@ def test_documents_are_as_long_as_they_are_said_to_be():
     assert sum(sizes) / len(sizes) == pytest.approx(3000, rel=0.03)
     assert sorted(sizes)[len(sizes) // 2] == pytest.approx(2000, rel=0.03)
     keys = sum(size * (size + 1) / 2 for size in sizes) / sum(sizes)
-    assert mean_keys(2**20, 0, SHORT) == pytest.approx(keys, rel=0.01)
+    assert computed_keys(2**20, 0, SHORT, 1) == pytest.approx(keys, rel=0.01)
     for documents in (SHORT, DocumentLengths(500.0, 500.0), DocumentLengths(18900.0, 8100.0)):
-        again = fit_documents(documents.mean, mean_keys(2**17, 0, documents), 2**17)
+        again = fit_documents(documents.mean, computed_keys(2**17, 0, documents, 1), 2**17)
         assert tuple(again) == pytest.approx(tuple(documents), rel=0.05)
 
 

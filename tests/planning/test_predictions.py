@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from statistics import mean
 
 import pytest
@@ -16,7 +15,6 @@ from trainer.parallel.pipeline.plan import layer_costs
 from trainer.planning.estimate.memory import find_peaks, programs_of
 from trainer.planning.estimate.plans import rank_plans
 from trainer.planning.estimate.rates import RingTimes
-from trainer.planning.estimate.report import build_memory_timeline
 from trainer.planning.estimate.step import GIB
 from trainer.planning.estimate.timing import communication_seconds, time_units
 from trainer.planning.hardware import load_hardware
@@ -291,16 +289,6 @@ def test_memory_has_the_states_of_the_start_up_table(predicted):
         for peak, state in zip(one.ranks, states, strict=True):
             assert (peak.categories["parameters"], peak.categories["optimizer"]) == (state.parameters, state.optimizer)
             assert peak.categories["gradients"] <= state.gradients * 1.2 + 2e9, name
-
-
-def test_the_course_of_memory_has_the_peak_and_no_gap(predicted):
-    for name, one in predicted.items():
-        stretches = build_memory_timeline(one)
-        held = [sum(part.categories.values()) for part in stretches]
-        assert max(held) == pytest.approx(one.fullest.allocated, rel=1e-9), name
-        assert stretches[0].start == 0 and stretches[-1].end == one.seconds
-        assert all(abs(before.end - after.start) < 1e-9 for before, after in pairwise(stretches))
-        assert held[-1] < max(held)
 
 
 @pytest.mark.parametrize("kind, size", [("classic", 8.0), ("average8", 2 + 8 / 256)])

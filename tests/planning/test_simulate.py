@@ -7,7 +7,6 @@ from dataclasses import replace
 from itertools import accumulate
 
 import pytest
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -371,13 +370,7 @@ def test_stages_sum_their_layers_embedding_and_head():
             layers.stage(wrong)
 
 
-def test_costs_go_through_yaml_and_are_checked():
-    layers = replace(layer_costs(LLAMA, 256, 1, 2), transfer=1e-3, unshard=(1.0,) * (LLAMA.depth + 2))
-    assert LayerCosts.from_dict(yaml.safe_load(yaml.safe_dump(layers.to_dict()))) == layers
-    stage = layers.stage((range(0, 1), range(1, 2)))
-    assert StageCosts.from_dict(yaml.safe_load(yaml.safe_dump(stage.to_dict()))) == stage
-    with pytest.raises(ValueError, match="unknown costs \\['g'\\]"):
-        StageCosts.from_dict({"g": 1})
+def test_costs_are_checked():
     with pytest.raises(ValueError, match="w has 1 entries, f has 2"):
         StageCosts((1, 1), (1, 1), (1,), (1, 1), (1, 1))
     with pytest.raises(ValueError, match="must not be negative"):

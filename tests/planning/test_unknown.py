@@ -14,7 +14,7 @@ from trainer.commands.estimate import main
 from trainer.data.corpus import open_corpus
 from trainer.data.lengths import documents_in, with_lengths
 from trainer.observe.report import predict_run
-from trainer.planning.documents import USUAL, mean_keys
+from trainer.planning.documents import USUAL, computed_keys
 from trainer.planning.estimate.step import SHORTEST
 from trainer.planning.hardware import load_hardware
 from trainer.planning.resolve import resolve_layout
@@ -105,7 +105,7 @@ def test_a_corpus_at_hand_is_measured(texts):
     mean = 0.9 * 101 + 0.1 * 1001
     seen = (0.9 * 101**2 + 0.1 * 1001**2) / mean / 2
     assert found.mean == pytest.approx(mean, rel=0.02)
-    assert 0.85 * seen < mean_keys(4096, 0, found) < seen  # those that sequences end in are cut
+    assert 0.85 * seen < computed_keys(4096, 0, found, 1) < seen  # those that sequences end in are cut
     measured = with_lengths(config).data.documents
     assert (measured.mean, measured.median) == tuple(found)
     world = SimpleNamespace(device=torch.device("cpu"))

@@ -304,8 +304,6 @@ def test_templates_are_compared_on_one_axis(drawn, tmp_path, capsys):
         "4",
         "--microbatches",
         "8",
-        "--costs",
-        "1,1.5,0.5",
         "--out",
         str(out),
         "--trace",
@@ -412,8 +410,6 @@ SIZE = ["--ranks", "4", "--microbatches", "8"]
         (["--schedule", "1f1b", "--ranks", "4", "--microbatches", "0"], ["--microbatches"]),
         (["--schedule", "1f1b", "--ranks", "4", "--microbatches", "many"], ["microbatches=many must be"]),
         (["--schedule", "zb_v", *SIZE, "--chunks", "3"], ["--chunks"]),
-        (["--schedule", "1f1b", *SIZE, "--costs", "1,2"], ["--costs 1,2", "F,I,W"]),
-        (["--schedule", "1f1b", *SIZE, "--costs", "1,0,nan"], ["--costs", "positive"]),
         (["--schedule", "1f1b", *SIZE, "--smooth", "3"], ["--smooth is no option of trainer plot"]),
         (["run", "--what"], ["--what is no option of trainer plot"]),
         ([], ["give a RUN, or --schedule"]),
@@ -422,7 +418,7 @@ SIZE = ["--ranks", "4", "--microbatches", "8"]
         (["--schedule", "1f1b", *SIZE, "--out", "x.png", "--trace", "/dev/null/x.json"], ["--trace", "cannot write"]),
         (["run", "--schedule", "1f1b", *SIZE], ["not both"]),
         (["run", "--ranks", "4"], ["--ranks goes with --schedule"]),
-        *((["run", f"--{name}", "0"], [f"--{name} goes with --schedule"]) for name in ("ranks", "chunks", "costs")),
+        *((["run", f"--{name}", "0"], [f"--{name} goes with --schedule"]) for name in ("ranks", "chunks")),
     ],
 )
 def test_what_cannot_be_drawn_exits_with_2(arguments, words, tmp_path, monkeypatch, capsys):

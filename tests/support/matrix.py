@@ -352,6 +352,7 @@ FLOAT8 = [
         {"float8": "mixed", "gather": True, "dp": 2, "stage": 3, "tied": True, "compile": "graphs"},
         {"float8": "tensorwise", "gather": True, "dp": 4, "shard": 2, "stage": 2, "recompute": "full"},
         {"float8": "tensorwise", "gather": True, "dp": 2, "stage": 3, "pp": 2, "schedule": "zb_v", "offload": True},
+        {"float8": "tensorwise", "gather": True, "dp": 2, "stage": 3, "family": "all experts", "precision": "bf16"},
         {"float8": "rowwise", "tp": 2, "recompute": "full", "bias": True},
         {"float8": "tensorwise", "pp": 2, "schedule": "zb_v", "tied": True},
         {"float8": "rowwise_with_gw_hp", "cp": 2, "way": "allgather zigzag", "stage": 2, "recompute": "tiles"},
@@ -402,6 +403,10 @@ EXPERTS = [
         {"dp": 2, "tp": 2, "stage": 3, "offload": True, "optimizer": "muon"},
         {"tp": 2, "pp": 2, "schedule": "zb_h1", "recompute": "full", "micro_batches": 3},
         {"dp": 2, "pp": 2, "stage": 3, "schedule": "zb_v", "micro_batches": 3, "tied": True},
+        {"family": "gpt_oss", "tp": 2, "recompute": "selective"},
+        {"family": "gpt_oss", "dp": 2, "stage": 3, "attention": "documents", "recompute": "modules"},
+        {"family": "gpt_oss", "cp": 2, "way": "ulysses", "stage": 2, "kv_heads": 1},
+        {"family": "gpt_oss", "pp": 2, "schedule": "zb_v", "micro_batches": 3, "recompute": "full"},
     )
 ]
 """Experts beside a dense layer. In 16 bits a token may go to another expert than in fp32, so most of these cases send
@@ -431,15 +436,55 @@ EXPERT_PARALLEL = [
 ]
 """Experts that data-, context- or tensor-parallel ranks share. Of two experts each token has one, so that ranks may
 receive nothing."""
+LATENT = [
+    PLAIN | {"family": "latent"} | more
+    for more in (
+        {"dp": 2, "stage": 3, "precision": "bf16", "recompute": "selective"},
+        {"tp": 2, "recompute": "selective", "attention": "documents"},
+        {"tp": 2, "tp_overlap": "copy_engine", "recompute": "full", "bias": False},
+        {"tp": 2, "float8": "rowwise", "bias": False, "recompute": "modules"},
+        {"cp": 2, "way": "allgather zigzag", "stage": 3, "micro_batches": 3},
+        {"cp": 2, "way": "ulysses", "stage": 1, "recompute": "full"},
+        {"pp": 2, "schedule": "zb_v", "precision": "fp16", "tied": True, "micro_batches": 3},
+        {"dp": 2, "tp": 2, "stage": 3, "optimizer": "muon"},
+        {"tp": 2, "pp": 2, "schedule": "zb_h1", "micro_batches": 3},
+    )
+]
+"""Keys and values from latent vectors, with and without latent vectors of queries."""
+
+
+BALANCED = [
+    PLAIN | {"family": "balanced experts"} | more
+    for more in (
+        {"micro_batches": 6, "recompute": "selective"},
+        {"dp": 2, "stage": 3, "recompute": "full", "micro_batches": 3},
+        {"dp": 2, "stage": 1, "offload": True},
+        {"tp": 2, "recompute": "full", "micro_batches": 8},
+        {"cp": 2, "way": "ulysses", "stage": 2, "attention": "documents", "recompute": "modules"},
+        {"pp": 2, "schedule": "zb_v", "recompute": "full", "micro_batches": 3, "precision": "fp16"},
+        {"pp": 2, "schedule": "zb_h1", "micro_batches": 6, "tied": True},
+        {"cp": 2, "way": "allgather zigzag", "tp": 2, "recompute": "selective", "stage": 3},
+        {"cp": 4, "way": "hybrid zigzag", "stage": 1, "attention": "documents"},
+        {"dp": 2, "pp": 2, "schedule": "interleaved", "stage": 2, "micro_batches": 3},
+        {"dp": 2, "tp": 2, "stage": 3, "shard": 1, "precision": "fp16", "recompute": "full"},
+    )
+]
+"""Biases, and losses over sequences and over the previous step. Counts of tokens are sums over all ranks and
+micro-batches, and those of a sequence over the ranks that share it: with three sequences in a micro-batch, two
+tensor-parallel ranks hold half of the second one each."""
 
 
 COMPILED_EXPERTS = [
-    EXPERTS[0] | {"compile": "graphs", "dp": 2, "stage": 3, "recompute": "full"},
+    BALANCED[0] | {"compile": "graphs", "dp": 2, "stage": 3, "recompute": "full"},
     EXPERTS[0] | {"compile": "graphs", "pp": 2, "schedule": "zb_v", "recompute": "selective"},
-    EXPERTS[0] | {"compile": "graphs", "tp": 2, "recompute": "selective"},
+    BALANCED[0] | {"compile": "graphs", "tp": 2},
     EXPERT_PARALLEL[0] | {"compile": "graphs", "stage": 3, "recompute": "selective", "ep_dispatch": "alltoall"},
     EXPERT_PARALLEL[0] | {"compile": "graphs", "stage": 1, "recompute": "selective", "ep_dispatch": "allgather"},
+    EXPERTS[0] | {"family": "gpt_oss", "compile": "graphs", "dp": 2, "stage": 3, "recompute": "selective"},
 ]
+
+
+COMPILED_LATENT = [LATENT[1] | {"compile": "graphs", "attention": "causal"}]
 
 
 def cases(processes: int, compiled: bool, gpus: bool = False) -> list[Case]:
@@ -447,7 +492,19 @@ def cases(processes: int, compiled: bool, gpus: bool = False) -> list[Case]:
     chosen = [*data_parallel(processes)] if processes <= 4 else []
     chosen += [
         case
-        for case in [*sample(), *CONTEXT, *QUANTISED, *FLOAT8, *MUON, *FUSED, *COPIED, *EXPERTS, *EXPERT_PARALLEL]
+        for case in [
+            *sample(),
+            *CONTEXT,
+            *QUANTISED,
+            *FLOAT8,
+            *MUON,
+            *FUSED,
+            *COPIED,
+            *EXPERTS,
+            *EXPERT_PARALLEL,
+            *LATENT,
+            *BALANCED,
+        ]
         if world(case) == processes
     ]
     if processes == 2:
@@ -458,7 +515,7 @@ def cases(processes: int, compiled: bool, gpus: bool = False) -> list[Case]:
             if recompute == "none" or (place + number) % 4 < 2
         ]
         chosen += [case | {"recompute": "layers", "bits": True} for case in RECOMPUTED[1:4]]
-        chosen += COMPILED + COMPILED_EXPERTS if compiled else []
+        chosen += COMPILED + COMPILED_EXPERTS + COMPILED_LATENT if compiled else []
         chosen += IN_KERNELS if gpus else []
     if processes == 4:
         chosen.append(PLAIN | {"dp": 2, "tp": 2, "stage": 1, "precision": "fp16", "overflow": True})

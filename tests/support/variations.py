@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
 
-from trainer.config.model import ModelSpec
+from trainer.config.model import LatentSpec, ModelSpec
 from trainer.config.typed import Setting, list_settings
 from trainer.hf.config import assign_field
 from trainer.hf.families import FAMILIES
@@ -17,13 +17,21 @@ FIELDS = {setting.path: setting for setting in list_settings(ModelSpec()) if set
 LAYER_FIELDS = [path for path in FIELDS if path.split(".")[0] in ("attention", "feed_forward", "norm")]
 
 
+LATENT = "attention.latent."
+OF_HEADS = ("attention.kv_heads", "attention.head_dim", "attention.qk_norm", "attention.rope.fraction")
+"""Fields of latent attention alone, and those that it has no use for."""
+
+
 def small(family: str, **changes: Any) -> ModelSpec:
     """A tiny spec with the values that the architecture implies. changes: by path, two underscores for a dot."""
     spec = ModelSpec(family=family, vocab_size=61, width=32, depth=2, max_length=64)
     spec.attention.heads, spec.feed_forward.width = 4, 40
-    if FAMILIES[family].stacked_rules:
+    if any("experts" in rule.theirs for rule in FAMILIES[family].layer_rules):
         spec.feed_forward.experts.count = 4
         spec.feed_forward.experts.shared_width = 24 if family == "qwen2_moe" else 0
+    if FAMILIES[family].shared_experts:
+        spec.feed_forward.experts.shared_width = 80
+        spec.attention.latent = LatentSpec(q_rank=12, kv_rank=20, nope_dim=12, rope_dim=8, value_dim=16)
     for path, value in changes.items():
         assign_field(spec, path.replace("__", "."), value)
     imply(spec)
@@ -65,9 +73,11 @@ def variations(spec: ModelSpec, path: str) -> Iterator[ModelSpec]:
             if not FIELDS[path].choices:
                 return
     alone = FIELDS[path].choices and len(FIELDS[path].choices) == 1
-    # Experts are gated, and have no biases; one group has no other number of best groups.
+    # Experts are gated; one group has no other number of best groups. Latent attention has sizes of
+    # its own.
     fixed = spec.feed_forward.experts.count or path.startswith("feed_forward.experts.")
-    assert found or alone or fixed, f"no legal variation of model.{path}"
+    fixed = fixed or path in OF_HEADS if spec.attention.kind == "latent" else fixed or path.startswith(LATENT)
+    assert found or alone or fixed or spec.check(), f"no legal variation of model.{path}"
 
 
 def candidates(setting: Setting, value: Any) -> list[Any]:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.checkpoints import read_tensors
 from torch import nn
 
 import trainer
-from trainer.checkpointing.loading import read_tensors
 from trainer.config import ConfigError
 from trainer.optim.optimizer import WeightAverage
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.checkpoints import read_tensors
 from support.corpora import MARKED, chat_tokenizer
 
 import trainer
-from trainer.checkpointing.loading import read_tensors
 from trainer.checkpointing.manifest import list_checkpoints
 from trainer.config import ConfigError, register
 from trainer.observe import metrics

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from support.checkpoints import read_tensors
 from support.corpora import sources_of_runs
 from support.launch import WORKERS, launch, warm_python
 from transformers import AutoModelForCausalLM
@@ -20,7 +21,6 @@ from workers.parallel_runs import CHAINS, COMMON, FIRST, LEG, PLANS, STOPPED, TR
 
 import trainer
 import trainer.training.run
-from trainer.checkpointing.loading import read_tensors
 from trainer.cluster.node import free_ports
 from trainer.commands import export, plot, train
 from trainer.config import ConfigError
@@ -137,6 +137,13 @@ def test_any_plan_resumes_any_other(root, alone, four, two, name):
     for leg, seen in enumerate(legs, start=1):
         assert_equal(seen, whole, FIRST + leg * LEG)
         assert seen["ids"] == whole["ids"][FIRST + (leg - 1) * LEG : FIRST + leg * LEG], leg
+        for line, expected in zip(seen["experts"], whole["experts"]):
+            assert line == (pytest.approx(expected, rel=2e-6) if name == "tied" else dict.fromkeys(expected))
+    kept = [read_tensors(root / f"{run}/checkpoints/step-{STEPS:08d}") for run in (name, f"chain_{name}")]
+    routers = [key for key in kept[0] if ".router." in key and key.startswith("model.") and "weight" not in key]
+    assert len(routers) == (8 if name == "tied" else 0) and all(
+        torch.equal(kept[0][key], kept[1][key]) for key in routers
+    )
     assert_continued(legs, whole)
 
 

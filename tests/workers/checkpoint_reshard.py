@@ -11,12 +11,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from checkpoint_values import FSDP_NAMES, expected, linear
+from support.checkpoints import read_tensors
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from trainer.checkpointing.checkpointer import Checkpointer
-from trainer.checkpointing.loading import load_tensors, read_tensors
+from trainer.checkpointing.loading import load_tensors
 from trainer.checkpointing.manifest import read_manifest, step_folder
 from trainer.checkpointing.retention import find_resume
 from trainer.config import CheckpointConfig, ConfigError

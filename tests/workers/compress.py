@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.checkpoints import read_tensors
 from support.launch import fork, leave
 from support.matrix import PLAIN, SEQUENCES, Case
 from support.reference import random_batch, rows, settings
@@ -28,7 +29,6 @@ from workers.plans import LENGTH, Worlds, config_of, spec_of
 import trainer
 import trainer.training.run
 import trainer.training.trainer
-from trainer.checkpointing.loading import read_tensors
 from trainer.checkpointing.manifest import list_checkpoints, read_manifest, write_manifest
 from trainer.config import Config, GenerateConfig
 from trainer.config.model import ModelSpec

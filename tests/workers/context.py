@@ -22,6 +22,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from support.generation import generate_tokens
 from support.launch import fork, leave
 from support.reference import tiny_spec
 from torch import Tensor
@@ -33,7 +34,7 @@ from trainer.config import ActivationConfig, Config
 from trainer.config.model import ModelSpec
 from trainer.distributed.collectives import TensorGroup
 from trainer.distributed.mesh import World, join_world
-from trainer.generate.sampling import SamplingOptions, generate_tokens
+from trainer.generate.sampling import SamplingOptions
 from trainer.generate.sharded_model import ShardedModel, kv_group
 from trainer.model import context_attention
 from trainer.model.cache import KVCache
@@ -74,7 +75,7 @@ MASKS: dict[str, dict[str, Any]] = {  # window: beyond the run of tokens that a 
     "documents": {"documents": True, "rope": LONGROPE},
     "window": {"window": 1},
     "longer window": {"window": 2},
-    "cap": {"soft_cap": 2.0},
+    "cap": {"soft_cap": 2.0, "sinks": True},
     "all": {"documents": True, "window": 0, "soft_cap": 2.0, "rope": {"scaling": "dynamic", "factor": 4.0}},
 }
 
@@ -222,7 +223,7 @@ def measure(worlds: dict[int, World]) -> list[dict[str, Any]]:
     for case in cases():
         mask, world = MASKS[case.mask], worlds[case.size]
         attention = {"window": case.window, "soft_cap": mask.get("soft_cap", 0.0), "kv_heads": case.kv_heads}
-        attention["rope"] = mask.get("rope", {})
+        attention |= {"rope": mask.get("rope", {}), "sinks": mask.get("sinks", False)}
         data = "documents" in mask, case.batch, case.length
         kind, key = str(attention), str((attention, data))
         if kind not in models:
@@ -351,7 +352,7 @@ def generated(worlds: dict[int, World]) -> list[dict[str, Any]]:
     of a row that a rank holds."""
     results, generator = [], torch.Generator().manual_seed(2)
     prompts = [torch.randint(0, 61, (length,), generator=generator).tolist() for length in (1, 9, 60)]
-    for mask, changes in {"causal": {}, "window": {"window": 5}, "cap": {"soft_cap": 2.0}}.items():
+    for mask, changes in {"causal": {}, "window": {"window": 5}, "cap": {"soft_cap": 2.0, "sinks": True}}.items():
         spec = tiny_spec(max_length=90, attention=changes | {"kv_heads": 2})
         model = build(spec)
         keep_buffers(model, CPU)

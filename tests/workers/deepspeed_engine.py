@@ -145,7 +145,8 @@ WORLDS = Worlds()
 
 def build(config: Config, case: dict[str, Any], depth: int = 4) -> tuple[TrainState, Iterator[list[MicroBatch]]]:
     """The state, and the steps of this data-parallel rank."""
-    blocks = {"width": 40, "experts": {"count": case["experts"]}} if "experts" in case else {}
+    balanced = {"count": case.get("experts", 0), "bias_rate": 0.01, "balance": 0.2, "z_loss": 0.01}
+    blocks = {"width": 40, "experts": balanced} if "experts" in case else {}
     spec = tiny_spec(tied=case.get("tied", False), depth=depth, init={"std": 0.05}, feed_forward=blocks)
     plan = resolve_plan(config.parallel, dist.get_world_size(), spec, case.get("node"))
     batch = BatchPlan(LENGTH, SEQUENCES, SEQUENCES // plan.dp // case["micro"], case["micro"])
@@ -193,7 +194,7 @@ def parity(name: str, case: dict[str, Any], references: dict[str, Any]) -> dict[
                 base, state.spec, batches, torch.device("cpu"), compute=DTYPES[compute]
             )
     expected = references[*model, "fp32"]
-    plain = None if kind == "fp32" else compare_runs(references[*model, kind], expected)
+    plain = None if kind == "fp32" else compare_runs(references[*model, kind], expected, kind)
     return dataclasses.asdict(judge_plan(name, [], kind, seen, expected, plain)) | {"their_norms": theirs}
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from support.checkpoints import read_tensors
 from support.launch import fork, leave
 
 import trainer
 from trainer import option, register
-from trainer.checkpointing.loading import read_tensors
 from trainer.commands.parity import main as compare_plans
 from trainer.config import ConfigError
 from trainer.distributed.mesh import join_world

@@ -116,6 +116,10 @@ TRAINED = {
     "tied": {
         "model.tied": True,
         "model.feed_forward.experts.count": 4,
+        "model.feed_forward.experts.bias_rate": 0.01,
+        "model.feed_forward.experts.balance": 0.1,
+        "model.feed_forward.experts.balance_over": "previous",
+        "model.feed_forward.experts.z_loss": 0.01,
         "optimizer.name": "muon",
         "optimizer.muon.compute": "fp32",
         "optimizer.ema.decay": 0.8,
@@ -206,6 +210,7 @@ def run(folder: Path, steps: int, watched: Watched | None = None, **changes: Any
         "losses": [line["loss"] for line in lines],
         "norms": [line["grad_norm"] for line in lines],
         "bubbles": [line["bubble"] for line in lines],
+        "experts": [{name: line[name] for name in line if name.startswith("experts/")} for line in lines],
         "samples": [json.loads(line) for line in (result.folder / SAMPLES).read_text().splitlines()],
         "eval": {line["step"]: line["eval_loss"] for line in result.metrics if "eval_loss" in line},
         "by_name": [{name: line[name] for name in BY_NAME if name in line} for line in result.metrics],

@@ -31,12 +31,14 @@ from support.reference import random_batch, rows, settings, tiny_spec
 from support.schedules import merge_backward
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from trainer.config import Config, Float8Config
 from trainer.config.model import ModelSpec
 from trainer.data.batches import MicroBatch
 from trainer.distributed.mesh import World, join_world, local_device
 from trainer.distributed.tensors import local_regions, local_values
+from trainer.model.experts import WideLinear
 from trainer.model.initial import InitialWeights, parameter_infos
 from trainer.model.loss import IGNORE
 from trainer.optim.optimizer import Optimizer
@@ -96,10 +98,40 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "-1": {"feed_forward": {"experts": GROUPED_EXPERTS}},
         },
     },
+    "balanced experts": {
+        "feed_forward": {
+            "width": 40,
+            "experts": {"count": 6, "top_k": 2, "bias_rate": 0.02, "balance": 0.2, "z_loss": 0.02},
+        },
+        "overrides": {"-1": {"feed_forward": {"experts": GROUPED_EXPERTS | {"balance_over": "previous"}}}},
+    },
     "all experts": {"feed_forward": {"width": 40, "experts": {"count": 3, "top_k": 3, "normalise": False}}},
     "eight experts": {"feed_forward": {"width": 40, "experts": GROUPED_EXPERTS | {"shared_width": 20}}},
     "two experts": {"feed_forward": {"width": 40, "experts": {"count": 2, "top_k": 1, "normalise": False}}},
+    "gpt_oss": {
+        "attention": {"output_bias": True, "sinks": True, "window": 5},
+        "pattern": [{}, {"attention": {"window": 0}}],
+        "feed_forward": {
+            "width": 40,
+            "bias": True,
+            "activation": "clamped_swiglu",
+            "experts": {"count": 6, "top_k": 2, "router_bias": True},
+        },
+    },
+    "latent": {
+        "attention": {
+            "kind": "latent",
+            "kv_heads": 0,
+            "qk_norm": "none",
+            "latent": {"q_rank": 16, "kv_rank": 14, "nope_dim": 6, "rope_dim": 4, "value_dim": 8},
+            "rope": {"scaling": "yarn", "factor": 4.0, "original_length": 16, "mscale": 0.7, "mscale_all_dim": 1.0},
+        },
+        "overrides": {"1": {"attention": {"latent": {"q_rank": 0}}}},
+    },
     "gemma": {"norm": {"placement": "both", "offset": 1.0}, "embedding_scale": 24**0.5, "logit_soft_cap": 5.0},
+}
+LATENT_IN_FLOAT8 = {
+    "attention": {"latent": {"q_rank": 32, "kv_rank": 32, "nope_dim": 16, "rope_dim": 16, "value_dim": 16}}
 }
 RECOMPUTE = {
     "none": {},
@@ -120,6 +152,7 @@ def spec_of(case: Case, device: torch.device) -> ModelSpec:
     # FlexAttention on a GPU wants heads of a power of two.
     for changes in (
         FAMILIES[case["family"]],
+        LATENT_IN_FLOAT8 if case["family"] == "latent" and "float8" in case else {},
         windows if case["attention"] == "window_cap" else {},
         {"width": 64} if device.type == "cuda" else {},
         {"width": 64, "feed_forward": {"width": 96}} if "float8" in case else {},
@@ -253,12 +286,22 @@ def measure(chosen: list[Case], worlds: Worlds, device: torch.device, folder: Pa
         data = batches(case, spec, device, world.data.get_local_rank(), plan.dp, case["micro_batches"])
         graphs = case.get("compile") == "graphs" and device.type == "cpu"
         counters.clear()
+        routers: set[str] = set()
+
+        def note_type(module: nn.Module, _: Any) -> None:
+            if isinstance(module, WideLinear):
+                routers.add(str(module.weight.dtype))
+
+        watch = None if "compile" in case else register_module_forward_pre_hook(note_type)
         try:
             with patch.object(torch, "compile", partial(compile, backend=GRAPHS)) if graphs else nullcontext():
                 seen = train_plan(config, spec, plan, pipeline, world, data)
         except Exception as error:
             error.add_note(f"in the case {describe(case)}")
             raise
+        finally:
+            if watch is not None:
+                watch.remove()
         if plan.cp == 1 or device.type == "cpu":  # a GPU's kernel for the last queries is not compiled
             assert not counters["graph_break"], f"{describe(case)}: compiled in parts: {dict(counters['graph_break'])}"
         if world.rank == 0:
@@ -281,12 +324,14 @@ def measure(chosen: list[Case], worlds: Worlds, device: torch.device, folder: Pa
                     else compare_runs(
                         train_reference(base, spec, batches(case, spec, device), device, compute=DTYPES[kind]),
                         references[key],
+                        kind,
                     )
                 )
             result = judge_plan(describe(case), [], kind, seen, references[key], plain[key + kind])
             results.append(
                 dataclasses.asdict(result)
                 | {"case": case, "digest": digest(seen), "seconds": time.perf_counter() - started}
+                | {"routers": sorted(routers)}
             )
         if "compile" in case or number == 1:
             gc.freeze()  # what was imported and compiled stays: after each case the collector would look at it again

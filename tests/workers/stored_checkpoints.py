@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from support.checkpoints import read_tensors
 from support.launch import leave
 
 from trainer.checkpointing.checkpointer import Checkpointer
-from trainer.checkpointing.loading import read_tensors
 from trainer.checkpointing.remote import CheckpointUploader, FetchNeeded
 from trainer.config import CheckpointConfig
 from trainer.distributed.mesh import join_world

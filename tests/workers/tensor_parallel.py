@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from functorch.compile import make_boxed_func
+from support.generation import generate_tokens
 from support.launch import CAN_COMPILE, fork, leave
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
@@ -31,7 +32,7 @@ from trainer.distributed.copy_engine import CopyEngineGroup
 from trainer.distributed.mesh import World, join_world
 from trainer.distributed.symmetric_memory import buffers_of
 from trainer.distributed.tensors import local_values
-from trainer.generate.sampling import SamplingOptions, generate_tokens
+from trainer.generate.sampling import SamplingOptions
 from trainer.generate.sharded_model import place_saved
 from trainer.model.initial import initialize_model
 from trainer.model.layers import Linear
@@ -411,11 +412,15 @@ class Noting(SamplingOptions):
 def generate(tp: int) -> dict:
     """Of a model from a checkpoint over all processes, of which `tp` share layers, by how many share kept keys: whether
     tokens are those of one process, likeliest and drawn; the largest difference of a logit; what this rank holds of the
-    layers' parameters, in bytes of bf16 each, and of 100 slots for keys."""
+    dense layer's parameters, in bytes of bf16 each, and of 100 slots for keys. The other layer has experts."""
     spec = spec_of(**UNEVEN, depth=2, max_length=90, init={"std": 0.3})
+    experts = {"count": 5, "top_k": 2, "bias_rate": 0.1}
+    spec.overrides = {"1": {"feed_forward": {"kind": "gated", "bias": False, "width": 24, "experts": experts}}}
     model = Transformer(spec)
     initialize_model(model, spec, 0, CPU)
+    biases = model.layers["1"].feed_forward.router.balance.copy_(torch.eye(5)[3])
     whole = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    whole["layers.1.feed_forward.router.balance"] = biases
     saved = SavedModel(Path(), spec, whole.__getitem__, None, None)
     results, expected = {}, None
     for processes, cp in ((1, 1), *((4, cp) for cp in (1, 2, 4) if tp * cp <= 4)):
@@ -424,12 +429,17 @@ def generate(tp: int) -> dict:
         prompts, ways = [[1, 2, 3], [4] * 61, [5]], (Noting(), Noting(1.0, top_k=20))
         found = [generate_tokens(placed, prompts, 6, sampling) for sampling in ways], torch.stack(Noting.seen)
         expected = expected or found
-        in_bf16 = place_saved(saved, CPU, "bf16", tp, 4, cp).stages[0].layers if processes > 1 else model.layers
-        held = sum(local_values(parameter).nbytes for parameter in in_bf16.parameters())
+        layers = model.layers
+        if processes > 1:
+            in_bf16 = place_saved(saved, CPU, "bf16", tp, 4, cp)
+            layers = in_bf16.stages[0].layers
+            assert layers["1"].feed_forward.router.weight.dtype == torch.float32
+            generate_tokens(in_bf16, prompts, 1, SamplingOptions())
+        held = sum(local_values(parameter).nbytes for parameter in layers["0"].parameters())
         results[str(cp)] = {
             "same": found[0] == expected[0],
             "worst": ((found[1] - expected[1]).abs().max() / found[1].abs().max()).item(),
-            "held": held / sum(2 * parameter.numel() for parameter in model.layers.parameters()),
+            "held": held / sum(2 * parameter.numel() for parameter in model.layers["0"].parameters()),
             "slots": placed.cache(1, 100).of("0", torch.empty(1, 1, 0, 4))[0].shape[2],
         }
     return results

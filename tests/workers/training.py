@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from support.checkpoints import read_tensors
 from support.launch import fork, leave
 
 import trainer
 import trainer.training.trainer
-from trainer.checkpointing.loading import read_tensors
 from trainer.config import ConfigError
 from trainer.distributed.mesh import join_world
 from trainer.planning.features import resolve_plan

@@ -35,7 +35,7 @@ from trainer.data.tokens import parse_points
 from trainer.distributed.mesh import gather_objects
 from trainer.distributed.tensors import Fragment
 from trainer.optim.optimizer import PREFIX as EMA
-from trainer.planning.parameters import declare_parameters
+from trainer.planning.parameters import declare_parameters, router_shapes
 from trainer.util.objects import hide_secrets, is_url
 from trainer.util.reading import shorten_foreign
 
@@ -190,14 +190,6 @@ def load_tensors(path: Path, tensors: dict[str, Tensor | Fragment]) -> None:
     # In two steps: nothing is overwritten unless all ranks have found everything they need.
     contents, reads = run_together(plan)
     run_together(lambda: contents.fill(reads))
-
-
-def read_tensors(path: Path, names: list[str] | None = None) -> dict[str, Tensor]:
-    """Whole tensors of the checkpoint folder `path` on the CPU: all, or those in `names`. Needs no process group."""
-    contents = CheckpointContents(path)
-    if missing := [name for name in names or () if name not in contents.names]:
-        raise ConfigError(f"{path} has no tensor {_first(missing)}")
-    return contents.read(contents.names if names is None else names)
 
 
 class SaveFailed(Exception):
@@ -405,6 +397,7 @@ def open_saved(checkpoint: str, weights: str = "trained") -> SavedModel:
                     "weights=ema out"
                 )
         check_model(contents, spec, prefix)
+        unaveraged = router_shapes(spec)
         generation = read_generation(path, contents.manifest) or {}
         begin = read_begin(path, contents.manifest)
     except DamagedCheckpoint as damage:
@@ -412,7 +405,9 @@ def open_saved(checkpoint: str, weights: str = "trained") -> SavedModel:
         raise ConfigError(f"checkpoint={checkpoint}: {damage}{way_out}") from None
 
     def tensor(name: str) -> Tensor:
-        return contents.read([prefix + name])[prefix + name]
+        # Biases of routers are not averaged, so those of the last step go with the average.
+        stored = ("model." if name in unaveraged else prefix) + name
+        return contents.read([stored])[stored]
 
     return SavedModel(path, spec, tensor, tokenizer if tokenizer.is_dir() else None, run, generation, begin)
 
@@ -464,8 +459,8 @@ def open_transformers(folder: str, weights: str) -> SavedModel:
 
 
 def check_model(contents: CheckpointContents, spec: ModelSpec, prefix: str) -> None:
-    """Raises DamagedCheckpoint unless a checkpoint holds the parameters of `spec`, with names behind `prefix`. Checks
-    before memory is allocated."""
+    """Raises DamagedCheckpoint unless a checkpoint holds the parameters of `spec`, with names behind `prefix`, and what
+    its routers keep besides. Checks before memory is allocated."""
     where = contents.path / MANIFEST
     # A manifest may claim any depth. Declaring the parameters of a billion layers would take all memory.
     if spec.depth > len(contents.names):
@@ -474,6 +469,7 @@ def check_model(contents: CheckpointContents, spec: ModelSpec, prefix: str) -> N
         )
     try:
         wanted = {prefix + name: info.shape for name, info in declare_parameters(spec).items()}
+        wanted |= {f"model.{name}": shape for name, shape in router_shapes(spec).items()}
     except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
         raise DamagedCheckpoint(f"{where}: an impossible model: {format_foreign(str(error))}") from None
     stored = {name: tensor for name in wanted if (tensor := contents.find(name)) is not None}

@@ -136,7 +136,7 @@ class FetchNeeded(Exception):
             publish_checkpoint(written, target)
 
         try:
-            with explain_errors("run.dir", target.parent):
+            with explain_errors(target.parent):
                 wanted = world.agree(fetch_manifest)
                 world.together(fetch_share)
                 world.agree(publish)

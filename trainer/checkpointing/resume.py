@@ -20,7 +20,7 @@ from trainer.checkpointing.retention import (
     list_everywhere,
 )
 from trainer.config import CheckpointConfig, Config, ConfigError
-from trainer.config.model import ModelSpec
+from trainer.config.model import LOSS_OF_EXPERTS, ModelSpec
 from trainer.config.typed import flatten_values
 from trainer.planning.plan import BatchPlan
 
@@ -144,6 +144,10 @@ def fitting_manifest(
         raise ConfigError(f"checkpoint.resume={config.checkpoint.resume}: {damage}; {WAY_OUT}") from None
     problems = []
     saved, mine = flatten_values(manifest["spec"]), flatten_values(spec.to_dict())
+    for name in mine:
+        # The step of the biases may change, but not whether there are biases.
+        if name.endswith(LOSS_OF_EXPERTS) or name.endswith("experts.bias_rate") and saved.get(name) and mine[name]:
+            saved[name] = mine[name]
     differing = [
         name for name in mine if name.partition(".")[0] not in ("name", "init") and saved.get(name) != mine[name]
     ]

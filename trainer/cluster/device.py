@@ -21,6 +21,7 @@ from trainer.config.model import AttentionSpec
 from trainer.config.registry import ATTENTION
 from trainer.distributed.mesh import World
 from trainer.model.attention import causal_attention, first_seen, kernel_priority, mask_of
+from trainer.model.experts import cast_model
 from trainer.model.initial import initialize_model, parameter_infos
 from trainer.model.loss import loss_terms
 from trainer.model.stage import split_report
@@ -201,7 +202,7 @@ class DeviceProbe:
     def _attention(self, name: str, layers: Sequence[AttentionSpec], rate: float) -> MeasuredWork:
         """Of the first layer that has a mask, for a masked kernel, or else of the first layer."""
         masked = name == "block_mask"
-        spec = next((one for one in layers if masked and (one.window or one.soft_cap)), layers[0])
+        spec = next((one for one in layers if masked and (one.window or one.changes_softmax)), layers[0])
         window, cap = (spec.window, spec.soft_cap) if masked else (0, 0.0)
         documents, tp = documents_of(self.config.data) if masked else None, self.layout.plan.tp
         heads, groups = max(1, spec.heads // tp), max(1, spec.kv_heads // tp)
@@ -221,12 +222,15 @@ class DeviceProbe:
         query = self.random(sequences, heads, length, spec.head_dim)
         query = (query[:, :, length // 2 :] if name == "last_queries" else query).detach().requires_grad_()
         key, value = (self.random(sequences, groups, length, spec.head_dim).requires_grad_() for _ in "kv")
+        inputs = (query, key, value)
+        if masked and spec.sinks:
+            inputs += (self.random(heads).requires_grad_(),)
         mask = self._mask(sequences, length, window, documents) if masked else None
         gradient = self.random(*query.shape)
 
         def both() -> Any:
-            out = causal_attention(query, key, value, mask, spec.scale, cap)
-            return torch.autograd.grad(out, (query, key, value), gradient)
+            out = causal_attention(*inputs[:3], mask, spec.scale, cap, *inputs[3:])
+            return torch.autograd.grad(out, inputs, gradient)
 
         return MeasuredWork(work(computed_in(mask, length) if masked else keys()), self.watch.seconds(both, limit))
 
@@ -291,7 +295,7 @@ class DeviceProbe:
             compile_layers(model, deferring=False)
         model.to_empty(device=self.device)
         initialize_model(model, layout.spec, config.run.seed, self.device)
-        model.to(self.dtype)
+        cast_model(model, self.dtype)
         keep_buffers(model, self.device)
         return model
 

@@ -34,12 +34,11 @@ class EstimateOptions(RecipeOptions):
     tokens: float = option(0.0, "a budget of tokens: days and device hours that it takes", range="[0, inf)")
     out: str = option("", "writes the settings of the fastest plan that fits for sure there, as a recipe")
     json: str = option("", "writes all numbers there")
-    plot: str = option("", "draws the schedule there, with the memory of the fullest rank over the step")
 
     def list_problems(self) -> Iterator[str]:
         if self.top and self.plans != "all":
             yield f"top={self.top} is how many of all plans are shown; set plans=all, or leave it out"
-        for name in ("out", "json", "plot"):
+        for name in ("out", "json"):
             yield from missing_folder(name, getattr(self, name))
 
 
@@ -108,11 +107,6 @@ def print_estimates(found: list[StepEstimate], title: str, options: EstimateOpti
     if options.out:
         settings = changed_settings(chosen.config, base)
         write_atomic(Path(options.out), report.format_recipe(settings, report.format_prediction(chosen)))
-    if options.plot:
-        from trainer.plots.estimate import draw_estimate
-
-        draw_estimate(chosen, Path(options.plot))
-        print(options.plot)
 
 
 def shapes_of(one: StepEstimate) -> list[ShapeAdvice]:

@@ -92,11 +92,13 @@ def check_alike(models: list[SavedModel], names: list[str]) -> None:
 
 def describe_weights(spec: ModelSpec) -> dict[str, Any]:
     """What a spec says of parameters and of what is computed with them, however it says so."""
+    from trainer.config.model import LOSS_OF_EXPERTS
     from trainer.config.typed import flatten_values
 
     whole = {key: value for key, value in spec.to_dict().items() if key not in UNTRAINED_FIELDS}
     layers = {str(index): dataclasses.asdict(spec.layer(index)) for index in range(spec.depth)}
-    return flatten_values(whole | {"layers": layers})
+    facts = flatten_values(whole | {"layers": layers})
+    return {name: value for name, value in facts.items() if not name.endswith(LOSS_OF_EXPERTS)}
 
 
 main = Command(

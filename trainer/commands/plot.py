@@ -16,25 +16,20 @@ class PlotOptions:
     runs: list[str] = option([], "folder of a run with a pipeline, whose schedule is drawn, planned above measured")
     schedule: list[str] = option(
         [],
-        "without a run, one panel each: a template (1f1b, interleaved, zb_v, ...), greedy (planned for --costs), or a "
+        "without a run, one panel each: a template (1f1b, interleaved, zb_v, ...), greedy, or a "
         "file in the CSV format of torch.distributed.pipelining, such as RUN/schedule/schedule.csv",
     )
     ranks: int | None = option(None, "pipeline ranks of the templates")
     microbatches: int | None = option(None, "micro-batches of the templates")
     chunks: int | None = option(None, "stages on a rank; by default the template's")
-    costs: str = option(
-        "",
-        "F,I,W: time that a rank takes for one micro-batch's forward, input gradient and weight gradient, shared by "
-        "its chunks; a full backward takes I + W; '': 1,1,1",
-    )
     out: str = option("", "picture to write, .png, .svg, .pdf, ...; '': RUN/schedule.png, or ./schedule.png")
     trace: str = option("", "also write the timelines as a trace for ui.perfetto.dev or chrome://tracing (.json)")
 
     def list_problems(self) -> Iterator[str]:
         if bool(self.runs) == bool(self.schedule):
             yield "give a RUN or --schedule, not both" if self.runs else "give a RUN, or --schedule"
-        for name in () if self.schedule else ("ranks", "microbatches", "chunks", "costs"):
-            if getattr(self, name) not in (None, ""):
+        for name in () if self.schedule else ("ranks", "microbatches", "chunks"):
+            if getattr(self, name) is not None:
                 yield f"--{name} goes with --schedule"
 
 
@@ -46,7 +41,7 @@ def run(options: PlotOptions) -> None:
     out, trace = (Path(path) if path else None for path in (options.out, options.trace))
     if options.schedule:
         degrees = options.ranks, options.microbatches, options.chunks
-        written = draw_templates(options.schedule, *degrees, options.costs, out, trace)
+        written = draw_templates(options.schedule, *degrees, out, trace)
     else:
         written = draw_run([Path(run) for run in options.runs], out, trace)
     print(*written, sep="\n")

@@ -39,8 +39,8 @@ class AchievedConfig:
     )
     block_mask: float = option(
         0.69,
-        "the same of attention with documents, windows, soft caps, or in order of blocks, over all keys of blocks of "
-        "which some are seen (CPUs: over all keys); that of an H200 until it is measured",
+        "the same of attention with documents, windows, soft caps, sinks, or in order of blocks, over all keys of "
+        "blocks of which some are seen (CPUs: over all keys); that of an H200 until it is measured",
         range="(0, inf)",
     )
     memory: float = option(NEEDED, "share of the memory's bandwidth that fused kernels reach", range="(0, 1]")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +60,10 @@ class RopeSpec:
     )
     long_factor: list[float] = option([], "longrope scaling: the same in longer sequences", range="(0, inf)")
 
+    def temperature(self, weight: float) -> float:
+        """YaRN's temperature (section 3.4) with a weight of log(factor), as DeepSeek defines it."""
+        return 0.1 * weight * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
     def check(self, size: int) -> list[str]:
         """What is wrong with the scaling of `size` rotated dimensions."""
         path, found = "model.attention.rope", []
@@ -101,11 +106,65 @@ SCALING_FIELDS = {
 """`RopeSpec.scaling` -> the fields that it reads, besides theta and fraction."""
 
 
+LATENT_EPS = 1e-6
+"""The eps of the norms of latent vectors. DeepSeek's code and transformers use it whatever rms_norm_eps is."""
+
+
+@dataclass
+class LatentSpec:
+    """Multi-head latent attention (arXiv 2405.04434, section 2.1). Keys and values of all heads are projections of one
+    latent vector for each token. A key consists of a part without positions, of its own head, and a rotated part that
+    all heads share."""
+
+    q_rank: int = option(0, "size of the latent vector of queries; 0 means that they have none", range="[0, inf)")
+    kv_rank: int = option(512, "size of the latent vector of keys and values", range="[1, inf)")
+    nope_dim: int = option(128, "dimensions of a query and key head without positions", range="[1, inf)")
+    rope_dim: int = option(64, "rotated dimensions of a query head, and of the key of all heads", range="[2, inf)")
+    value_dim: int = option(128, "dimensions of a value head, at most nope_dim + rope_dim", range="[1, inf)")
+
+    @property
+    def head_dim(self) -> int:
+        """Dimensions of a query and key head."""
+        return self.nope_dim + self.rope_dim
+
+    def check(self, a: AttentionSpec) -> list[str]:
+        """What is wrong with the attention block `a`, whose latent vectors these are."""
+        path = "model.attention"
+        unused = {
+            f"head_dim={a.head_dim}": (a.head_dim != self.head_dim, f"head_dim={self.head_dim}, or 0"),
+            f"qk_norm={a.qk_norm}": (a.qk_norm != "none", "qk_norm=none"),
+            f"rope.fraction={a.rope.fraction}": (a.rope.fraction != 1, "rope.fraction=1"),
+        }
+        found = [
+            f"{path}.{given} contradicts {path}.kind=latent, whose heads {path}.latent describes; set {path}.{legal}"
+            for given, (wrong, legal) in unused.items()
+            if wrong
+        ]
+        if a.kv_heads != a.heads:
+            found.append(
+                f"{path}.kv_heads={a.kv_heads} differs from {path}.heads={a.heads}, and {path}.kind=latent has keys "
+                f"for each head; set {path}.kv_heads=0"
+            )
+        for name in ("kv_rank", "nope_dim", "rope_dim", "value_dim"):
+            if getattr(self, name) < 1:
+                found.append(f"{path}.latent.{name}={getattr(self, name)} must be positive")
+        if self.q_rank < 0:
+            found.append(f"{path}.latent.q_rank={self.q_rank} must be positive, or 0 for none")
+        if self.rope_dim % 2:
+            found.append(f"{path}.latent.rope_dim={self.rope_dim} must be even")
+        if self.value_dim > self.head_dim:
+            found.append(
+                f"{path}.latent.value_dim={self.value_dim} is above nope_dim + rope_dim; legal: up to {self.head_dim}"
+            )
+        return found or (a.rope.check(self.rope_dim) if a.positions == "rope" else [])
+
+
 @dataclass
 class AttentionSpec:
     """Causal self-attention with grouped key-value heads."""
 
     kind: str = option("softmax", "attention block", ATTENTION)
+    latent: LatentSpec = option(LatentSpec(), "sizes of kind=latent")
     heads: int = option(8, "query heads")
     kv_heads: int = option(0, "key-value heads; 0 means as many as query heads")
     head_dim: int = option(0, "dimensions per head; 0 means width / heads")
@@ -118,16 +177,52 @@ class AttentionSpec:
         0, "sliding window: a token sees itself and the window - 1 tokens before it; 0 means all", unit="tokens"
     )
     soft_cap: float = option(0.0, "scores become cap * tanh(scores / cap); 0 means off (Gemma 2: 50)")
-    scale: float = option(0.0, "factor on the scores; 0 means head_dim ** -0.5")
+    sinks: bool = option(
+        False, "each head has a learned logit that joins the denominator of its softmax and has no value (GPT-OSS)"
+    )
+    scale: float = option(
+        0.0,
+        "factor on the scores; 0 means head_dim ** -0.5, for kind=latent with yarn scaling multiplied by the square of "
+        "what mscale_all_dim gives",
+    )
     positions: str = option(
         "rope", "rotary positions, or none (learned positions are a field of the model)", ("rope", "none")
     )
     rope: RopeSpec = option(RopeSpec(), "rotary frequencies")
     settings: dict[str, Any] = option({}, "settings of a registered kind, by its name", registry=ATTENTION)
 
+    @property
+    def changes_softmax(self) -> bool:
+        """Whether the weights of the keys are more than a softmax of scaled scores. Kernels of plain attention cannot
+        compute them."""
+        return bool(self.soft_cap or self.sinks)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head of which `rope.fraction` is rotated."""
+        return self.latent.rope_dim if self.kind == "latent" else self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Dimensions of a value head."""
+        return self.latent.value_dim if self.kind == "latent" else self.head_dim
+
+    def resolve(self, width: int) -> None:
+        """Replaces zeros by what they mean in a residual stream of `width`."""
+        latent = self.kind == "latent"
+        self.kv_heads = self.kv_heads or self.heads
+        self.head_dim = self.head_dim or (self.latent.head_dim if latent else width // max(self.heads, 1))
+        if not self.scale:
+            self.scale = max(self.head_dim, 1) ** -0.5
+            if latent and self.rope.scaling == "yarn":
+                self.scale *= self.rope.temperature(self.rope.mscale_all_dim) ** 2
+
 
 EXPERT_ALIGNMENT = 8
 """The grouped GEMM of GPUs reads rows at multiples of 16 bytes, which are 8 elements in 16 bits."""
+
+LOSS_OF_EXPERTS = ("experts.balance", "experts.balance_over", "experts.z_loss")
+"""Ends of the names of fields that change how a model is trained, and not what it computes."""
 
 MOST_EXPERTS = 4_096
 """Experts of a layer: published models have some hundred. Each is drawn, read and written by itself."""
@@ -158,6 +253,35 @@ class ExpertsSpec:
     shared_gate: bool = option(
         False, "the output of the shared block is multiplied by a sigmoid of the token (Qwen2-MoE)"
     )
+    router_bias: bool = option(False, "bias on the router's logits (GPT-OSS)")
+    bias_rate: float = option(
+        0.0,
+        "each step moves an expert's bias, which is added to its score for the choice alone, by so much towards equal "
+        "load (DeepSeek-V3: 1e-3); 0 means no bias",
+        range="[0, inf)",
+    )
+    balance: float = option(
+        0.0,
+        "factor of a loss that is 1 a token where all experts have equal load, and more otherwise; 0 means none",
+        range="[0, inf)",
+    )
+    balance_over: str = option(
+        "sequence",
+        "the tokens whose load the balance loss is about: those of the same sequence, or those of the previous step",
+        ("sequence", "previous"),
+    )
+    z_loss: float = option(
+        0.0,
+        "factor of the squared log-normaliser of the router's logits (ST-MoE: 1e-3); 0 means none",
+        range="[0, inf)",
+    )
+
+    @property
+    def buffers(self) -> list[str]:
+        """What a router keeps of the load of its experts: `balance`, biases, and `usage`, the load in the previous
+        step."""
+        previous = self.balance > 0 and self.balance_over == "previous"
+        return ["balance"] * (self.bias_rate > 0) + ["usage"] * previous
 
     def check(self, width: int, block: FeedForwardSpec) -> list[str]:
         """What is wrong with the experts of `block` in a residual stream of `width`."""
@@ -168,10 +292,6 @@ class ExpertsSpec:
             found.append(
                 f"{path}.count={self.count}: experts are gated, and model.feed_forward.kind={block.kind}; set "
                 "model.feed_forward.kind=gated, or count=0"
-            )
-        if block.bias:
-            found.append(
-                f"{path}.count={self.count}: experts have no biases; set model.feed_forward.bias=false, or count=0"
             )
         for name, size in (("model.width", width), ("model.feed_forward.width", block.width)):
             if size % EXPERT_ALIGNMENT:
@@ -191,16 +311,25 @@ class ExpertsSpec:
             found.append(f"{path}.group_score=top2 needs two experts in a group; set group_score=max, or fewer groups")
         if self.shared_gate and not self.shared_width:
             found.append(f"{path}.shared_gate=true needs a shared block; set {path}.shared_width, or shared_gate=false")
+        if self.balance_over != "sequence" and not self.balance:
+            found.append(
+                f"{path}.balance_over={self.balance_over} has no effect without a balance loss; set {path}.balance, or "
+                "balance_over=sequence"
+            )
         return found
 
 
 @dataclass
 class FeedForwardSpec:
-    """Feed-forward block: `gated` is down(act(gate(x)) * up(x)) (SwiGLU, GeGLU), `plain` is down(act(up(x)))."""
+    """Feed-forward block: `gated` is down(act(gate(x)) * up(x)) (SwiGLU, GeGLU), `plain` is down(act(up(x))). With
+    clamped_swiglu (GPT-OSS), `gated` is down(g * sigmoid(1.702 g) * (u + 1)), where g is gate(x), at most 7, and u is
+    up(x), within -7 and 7."""
 
     kind: str = option("gated", "feed-forward block", FEED_FORWARD)
     width: int = option(1024, "hidden width; of each expert, where there are experts")
-    activation: str = option("silu", "non-linearity", ("silu", "gelu", "gelu_tanh", "relu"))
+    activation: str = option(
+        "silu", "non-linearity; clamped_swiglu needs a gate", ("silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu")
+    )
     bias: bool = option(False, "bias on the projections")
     experts: ExpertsSpec = option(ExpertsSpec(), "experts instead of one block")
     settings: dict[str, Any] = option({}, "settings of a registered kind, by its name", registry=FEED_FORWARD)
@@ -218,7 +347,7 @@ class NormSpec:
 
 @dataclass
 class InitSpec:
-    """Initial weights. Norm weights start at one (less the offset), biases at zero."""
+    """Initial weights. Norm weights start at one (less the offset), biases and sinks at zero."""
 
     std: float = option(0.02, "standard deviation of matrices; 0 means sqrt(2 / (5 width)) (GPT-NeoX small init)")
     truncate: float = option(0.0, "values are drawn within this many standard deviations; 0 means no limit")
@@ -250,7 +379,7 @@ class ModelSpec:
         "transformers architecture that the model is exported as",
         (
             *("llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox", "olmo2", "gemma2", "phi3"),
-            *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe"),
+            *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v2", "deepseek_v3"),
         ),
     )
     vocab_size: int = option(4096, "rows of the token embedding", unit="tokens")
@@ -287,10 +416,7 @@ class ModelSpec:
         changes += [change for where, change in self.overrides.items() if index in layer_range(where, self.depth)]
         for change in changes:
             assign_fields(layer, {block: fields for block, fields in change.items() if block != "repeat"}, "model")
-        a = layer.attention
-        a.kv_heads = a.kv_heads or a.heads
-        a.head_dim = a.head_dim or self.width // max(a.heads, 1)
-        a.scale = a.scale or max(a.head_dim, 1) ** -0.5
+        layer.attention.resolve(self.width)
         return layer
 
     def check(self) -> list[str]:
@@ -312,6 +438,13 @@ class ModelSpec:
             a, found = layer.attention, []
             if a.heads < 1:
                 found.append(f"model.attention.heads={a.heads} must be positive")
+            elif a.kind == "latent":
+                found += a.latent.check(a)
+            elif a.latent != LatentSpec():
+                found.append(
+                    f"model.attention.latent is for model.attention.kind=latent, and the kind is {a.kind}; leave it "
+                    "out, or set model.attention.kind=latent"
+                )
             elif a.head_dim * a.heads != self.width and self.attention.head_dim == 0:
                 legal = [n for n in list_divisors(self.width) if n <= 128 and (self.width // n) % 2 == 0]
                 found.append(
@@ -336,6 +469,11 @@ class ModelSpec:
                 found += a.rope.check(int(a.head_dim * a.rope.fraction))
             if layer.feed_forward.width < 1:
                 found.append(f"model.feed_forward.width={layer.feed_forward.width} must be positive")
+            elif layer.feed_forward.kind == "plain" and layer.feed_forward.activation == "clamped_swiglu":
+                found.append(
+                    "model.feed_forward.activation=clamped_swiglu needs a gate, and model.feed_forward.kind=plain has "
+                    "none; set model.feed_forward.kind=gated, or another activation"
+                )
             elif layer.feed_forward.experts.count:
                 found += layer.feed_forward.experts.check(self.width, layer.feed_forward)
             if found:

@@ -105,6 +105,6 @@ SCHEDULES = KindRegistry("learning-rate schedule", ("cosine", "wsd", "linear", "
 SOURCES = KindRegistry("data source", ("stdlib", "text", "jsonl", "parquet", "hub", "chat", "tokens"))
 LOSS_TERMS = KindRegistry("loss term")
 OPTIMIZERS = KindRegistry("optimizer", ("adamw", "lion", "sgd", "muon"))
-ATTENTION = KindRegistry("attention block", ("softmax",))
+ATTENTION = KindRegistry("attention block", ("softmax", "latent"))
 FEED_FORWARD = KindRegistry("feed-forward block", ("gated", "plain"))
 REGISTRIES = (CALLBACKS, METRICS, SINKS, SCHEDULES, SOURCES, LOSS_TERMS, OPTIMIZERS, ATTENTION, FEED_FORWARD)

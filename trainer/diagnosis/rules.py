@@ -276,20 +276,22 @@ BUBBLES = {
 """Titles, by part."""
 
 
-def checkpoint_costs(profile: StepProfile, evidence: RunEvidence) -> RunCost | None:
-    without = profile.without(lambda account: account.spent("checkpoint"))
-    said = [
-        f"saves stop training for {format_duration(profile.mean(lambda a: a.spent('checkpoint')))} a step on average"
-    ]
-    share = profile.share("checkpoint")
-    return _cost("checkpoint", "", RUNTIME, "saving checkpoints", profile, without, THRESHOLDS.checkpoint, said, share)
+def pause_costs(term: str, title: str, said: str, limit: float) -> Rule:
+    """The rule for a pause of training between steps. said: what takes the time, with its verb."""
+
+    def find_pause(profile: StepProfile, evidence: RunEvidence) -> RunCost | None:
+        def cost(account: TimeBreakdown) -> float:
+            return account.spent(term)
+
+        told = [f"{said} {format_duration(profile.mean(cost))} a step on average"]
+        share = profile.share(term)
+        return _cost(term, "", RUNTIME, title, profile, profile.without(cost), limit, told, share)
+
+    return find_pause
 
 
-def evaluation_costs(profile: StepProfile, evidence: RunEvidence) -> RunCost | None:
-    without = profile.without(lambda account: account.spent("evaluation"))
-    said = [f"evaluations take {format_duration(profile.mean(lambda a: a.spent('evaluation')))} a step on average"]
-    share = profile.share("evaluation")
-    return _cost("evaluation", "", RUNTIME, "evaluating", profile, without, THRESHOLDS.evaluation, said, share)
+checkpoint_costs = pause_costs("checkpoint", "saving checkpoints", "saves stop training for", THRESHOLDS.checkpoint)
+evaluation_costs = pause_costs("evaluation", "evaluating", "evaluations take", THRESHOLDS.evaluation)
 
 
 def memory_capacity(profile: StepProfile, evidence: RunEvidence) -> RunCost | None:

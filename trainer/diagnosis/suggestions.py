@@ -278,6 +278,9 @@ ALIGNED = 16
 HEADS = (32, 64, 96, 128, 256)
 """Sizes of heads that flash attention computes without padding (FlashAttention-2 and -3)."""
 
+NARROW_VALUES = (192, 128)
+"""Sizes of query and value heads that cuDNN's attention takes as they are (DeepSeek)."""
+
 FILLED, WAVES = 0.95, 0.85
 """Shares of tiles and of waves below which a shape is spoken of."""
 
@@ -338,7 +341,12 @@ def _setting(name: str) -> str:
     block, _, matrix = name.partition(".")
     if block == "feed_forward" and not matrix.endswith("down"):
         return f"model.feed_forward.{'experts.shared_width' if matrix.startswith('shared') else 'width'}"
-    return {"q": "model.attention.heads"}.get(matrix, "model.attention.kv_heads" if matrix in "kv" else "model.width")
+    settings = {
+        **dict.fromkeys(("q", "q_b", "kv_b"), "model.attention.heads"),
+        **dict.fromkeys("kv", "model.attention.kv_heads"),
+        **{name: f"model.attention.latent.{name[:-2]}_rank" for name in ("q_a", "kv_a")},
+    }
+    return settings.get(matrix, "model.width")
 
 
 def _filling(product: GEMMShape, tp: int, element: int, tokens: int, units: int | None) -> Iterator[ShapeAdvice]:
@@ -377,12 +385,14 @@ def _filling(product: GEMMShape, tp: int, element: int, tokens: int, units: int 
 
 def _heads(spec: ModelSpec, plan: Plan, share: float) -> Iterator[ShapeAdvice]:
     """Of each kind of attention. share: of attention in the model's arithmetic."""
-    for size, keys in {(layer.attention.head_dim, layer.attention.kv_heads) for layer in layer_specs(spec)}:
-        if size not in HEADS:
+    kinds = {(a.head_dim, a.value_dim, a.kv_heads, a.kind) for a in (layer.attention for layer in layer_specs(spec))}
+    for size, value_size, keys, kind in sorted(kinds):
+        if size not in HEADS and (size, value_size) != NARROW_VALUES:
             above = min((one for one in HEADS if one > size), default=0)
             cost = f"is padded to {above}" if above else "is more than flash attention takes"
             waste = share * (1 - size / above if above else 1.0)
-            yield ShapeAdvice("model.attention.head_dim", f"a head of {size} {cost}; {_or(HEADS)} are not", waste)
+            setting = f"model.attention.{'latent.nope_dim' if kind == 'latent' else 'head_dim'}"
+            yield ShapeAdvice(setting, f"a head of {size} {cost}; {_or(HEADS)} are not", waste)
         if plan.tp > keys:
             yield ShapeAdvice(
                 "parallel.tp",

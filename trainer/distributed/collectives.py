@@ -147,6 +147,20 @@ class ReduceScatterSum(torch.autograd.Function):
         return None, ctx.group.wait(ctx.group.gather(gradient))
 
 
+class GatherTokens(torch.autograd.Function):
+    """This rank's tokens [tokens / t, ...] -> all tokens [tokens, ...]. Each rank uses the result for its own heads or
+    experts, so in backward the gradients of all ranks are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, group: TensorGroup, x: Tensor) -> Tensor:
+        ctx.group = group
+        return group.wait(group.gather(x))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple:
+        return None, ctx.group.wait(ctx.group.scatter_sum(gradient))
+
+
 class AllReduceSum(torch.autograd.Function):
     """The sum over ranks. Every rank uses the result, so in backward the gradients of all ranks are summed too."""
 

@@ -223,7 +223,6 @@ class NodeShardedKVGroup(ShardedKVGroup):
     they cannot, they gather."""
 
     def combine(self, attended: Tensor, logsum: Tensor, dtype: torch.dtype) -> Tensor:
-        pass
         from trainer.kernels import decode
 
         rows, heads, _, dim = attended.shape

@@ -59,8 +59,7 @@ def stage_edges(placement: tuple[int, ...]) -> set[Edge]:
 class PipelineChannels:
     """Point-to-point transfers of one pipeline. The messages of an edge arrive in the order in which they were sent.
 
-    ranks: pipeline rank -> global rank. store: where the ranks find each other, None for that of the default process
-    group. All ranks of the pipeline construct, extend and close it together.
+    ranks: pipeline rank -> global rank. All ranks of the pipeline construct, extend and close it together.
     """
 
     def __init__(
@@ -68,14 +67,13 @@ class PipelineChannels:
         ranks: Iterable[int],
         edges: Iterable[Edge],
         device: torch.device,
-        store: dist.Store | None = None,
         timeout: timedelta = timedelta(minutes=20),
     ):
         self.ranks, self.device, self.timeout = tuple(ranks), device, timeout
         self.rank = self.ranks.index(dist.get_rank())
         # All pipelines of the run share this prefix: a failure in one breaks the others through data parallelism, and
         # they have to find its cause.
-        self._store = dist.PrefixStore(f"pipeline/{next(_numbers)}", store or c10d_internals.default_store())
+        self._store = dist.PrefixStore(f"pipeline/{next(_numbers)}", c10d_internals.default_store())
         self.failures = FailureStore(self._store)
         self._known: set[Edge] = set()
         self._links: dict[Edge, _EdgeEnd] = {}

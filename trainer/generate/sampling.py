@@ -192,18 +192,3 @@ class TokenGenerator:
         self.active[:rows] = torch.tensor(self.running, dtype=torch.int64, device=self.model.device)
         self.started = True
         return self.model.logits(torch.tensor(padded, device=self.model.device), self.cache)
-
-
-def generate_tokens(
-    model: ShardedModel,
-    prompts: Sequence[Sequence[int]],
-    count: int,
-    sampling: SamplingOptions,
-    stop_ids: Collection[int] = (),
-) -> list[list[int]]:
-    """What follows each of `prompts`, which are not empty: up to `count` tokens, or those before one of `stop_ids`."""
-    generation = TokenGenerator(model, prompts, count, sampling, stop_ids)
-    with model.inference():
-        for _ in generation:
-            pass
-    return [tokens[len(prompt) :] for tokens, prompt in zip(generation.tokens, prompts)]

@@ -18,6 +18,7 @@ from trainer.distributed.fused_kernels import NodeShardedKVGroup, ShardedKVGroup
 from trainer.distributed.mesh import World, join_world
 from trainer.distributed.p2p import PipelineChannels
 from trainer.model.cache import BLOCK, KVCache
+from trainer.model.experts import Router, cast_model
 from trainer.model.initial import fill_parameters
 from trainer.model.layers import Layer, keep_here
 from trainer.model.stage import Stage
@@ -150,9 +151,11 @@ def place_saved(
     if processes == tp == cp == 1:
         with torch.device("meta"):
             model = Transformer(saved.spec)
-        model.to(compute).to_empty(device=device)
+        cast_model(model, compute)
+        model.to_empty(device=device)
         keep_buffers(model, device)
         fill_parameters(model, value)
+        fill_routers(model, saved)
         return ShardedModel(saved.spec, {0: model.eval()}, device, compute)
     config = Config()
     config.parallel.tp, config.parallel.cp, config.precision.compute = tp, cp, dtype
@@ -167,14 +170,23 @@ def place_saved(
     alone = replace(plan, cp=1)
     model = parallelize(config, saved.spec, range(saved.spec.depth), alone, world, FrozenEngine(config, alone, world))
     fill_parameters(model, value)
+    fill_routers(model, saved)
     return ShardedModel(saved.spec, {0: model.eval()}, device, compute, tp, world=world, sequence=kv_group(world))
+
+
+def fill_routers(model: Stage, saved: SavedModel) -> None:
+    """Sets what the routers of experts keep besides parameters."""
+    for name, module in model.named_modules():
+        for key, buffer in module.named_buffers(recurse=False) if isinstance(module, Router) else ():
+            buffer.copy_(saved.tensor(f"{name}.{key}"))
 
 
 class FrozenEngine(FSDP):
     """Parameters that are never trained: in the compute type, and no engine around layers that no ranks share."""
 
     def shard(self, model: Stage) -> None:
-        model.to(DTYPES[self.config.precision.compute])
+        cast_model(model, DTYPES[self.config.precision.compute])
+        model.requires_grad_(False)  # else FSDP wants one type of all parameters of a layer
         if self.plan.shard > 1:
             super().shard(model)
 

@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 from trainer.config import ConfigError, typed
-from trainer.config.model import DEEPEST, SCALING_FIELDS, LayerSpec, ModelSpec, RopeSpec
+from trainer.config.model import DEEPEST, LOSS_OF_EXPERTS, SCALING_FIELDS, LayerSpec, ModelSpec, RopeSpec
 from trainer.config.typed import flatten_values
 from trainer.hf.families import ACTIVATIONS, FAMILIES, ModelFamily
 from trainer.util.reading import shorten_foreign
@@ -45,7 +45,8 @@ ROPE_NAMES = {
 OPTIONAL = ("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim")
 """Fields of `RopeSpec` that rope_parameters may lack; null and 0 stand there for what is the default here."""
 UNSUPPORTED = {
-    "quantization_config": "quantised weights are not supported; supported: fp32, bf16, fp16",
+    "quantization_config": "quantised weights are not supported; supported: fp32, bf16, fp16, and mxfp4 of gpt_oss "
+    "(DeepSeek's repositories have inference/fp8_cast_bf16.py, which writes bf16; then remove quantization_config)",
     "transformers_weights": "weights in another file than model.safetensors are not supported; rename the file",
     "per_layer_config": "options of single layers are not supported; supported: the same options for all layers",
 }
@@ -84,8 +85,7 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
     spec.feed_forward.width = spec.feed_forward.width or 4 * spec.width  # GPT-2's n_inner: null
     if family.rope:
         spec.attention.rope = rope_from_config(config, family, problems)
-    if family.dense_layers:
-        spec.overrides = dense_layers(config, spec.depth)
+    read_mixture(config, family, spec, problems)
     windows = windows_from_config(config, family, spec.depth, problems)
     if len(set(windows)) == 1:
         spec.attention.window = windows[0]
@@ -104,22 +104,52 @@ def rename_options(config: dict[str, Any]) -> dict[str, Any]:
     return {renamed.get(key, key): value for key, value in config.items()}
 
 
-def dense_layers(config: dict[str, Any], depth: int) -> dict[str, Any]:
-    """`overrides` of a spec for the layers without experts, which are dense blocks of intermediate_size."""
-    named, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step") or 1
-    dense = [index for index in range(depth) if index in named or (index + 1) % step or not config["num_experts"]]
-    block = {"width": config["intermediate_size"], "experts": {"count": 0}}
-    return {str(index): {"feed_forward": block} for index in dense}
+def read_mixture(config: dict[str, Any], family: ModelFamily, spec: ModelSpec, problems: list[str]) -> None:
+    """Sets what several options of a family with experts say together: layers without experts, the width of the shared
+    block, and groups of experts."""
+    experts = spec.feed_forward.experts
+    if family.dense_layers:
+        block = {"width": config["intermediate_size"], "experts": {"count": 0}}
+        spec.overrides = {str(index): {"feed_forward": block} for index in dense_layers(config, family, spec.depth)}
+    if family.shared_experts:
+        if not (shared := config[family.shared_experts]):
+            problems.append(f"{family.shared_experts}={shared} is not supported; supported: at least 1")
+        experts.shared_width = (shared or 0) * spec.feed_forward.width
+    if family.grouped_by:
+        method = config.get("topk_method")
+        if method == "greedy":
+            experts.groups = experts.top_groups = 1
+        elif method != family.grouped_by:
+            problems.append(
+                f"topk_method={format_option(method)} is not supported; supported: greedy, {family.grouped_by}"
+            )
 
 
-def dense_options(spec: ModelSpec) -> dict[str, Any]:
-    """The options that name the layers without experts: the inverse of `dense_layers`."""
-    if not FAMILIES[spec.family].dense_layers:
-        return {}
+def dense_layers(config: dict[str, Any], family: ModelFamily, depth: int) -> list[int]:
+    """The layers without experts."""
+    if family.dense_layers == "first_k_dense_replace":
+        return list(range(min(config[family.dense_layers] or 0, depth)))
+    named, step = config.get(family.dense_layers) or [], config.get("decoder_sparse_step") or 1
+    return [index for index in range(depth) if index in named or (index + 1) % step or not config["num_experts"]]
+
+
+def mixture_options(spec: ModelSpec) -> dict[str, Any]:
+    """The inverse of `read_mixture`. What the family cannot express is lost."""
+    family, options = FAMILIES[spec.family], dict[str, Any]()
     blocks = [spec.layer(index).feed_forward for index in range(spec.depth)]
     dense = [index for index, block in enumerate(blocks) if not block.experts.count]
-    width = blocks[dense[0] if dense else 0].width
-    return {"mlp_only_layers": dense, "decoder_sparse_step": 1, "intermediate_size": width}
+    common = next((block for block in blocks if block.experts.count), blocks[0])
+    if family.dense_layers:
+        options["intermediate_size"] = blocks[dense[0] if dense else 0].width
+    if family.dense_layers == "first_k_dense_replace":
+        options[family.dense_layers] = len(dense)
+    elif family.dense_layers:
+        options |= {family.dense_layers: dense, "decoder_sparse_step": 1}
+    if family.shared_experts:
+        options[family.shared_experts] = max(1, common.experts.shared_width // common.width)
+    if family.grouped_by:
+        options["topk_method"] = family.grouped_by if common.experts.groups > 1 else "greedy"
+    return options
 
 
 def common_layer(layers: list[LayerSpec]) -> LayerSpec:
@@ -163,7 +193,7 @@ def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
         config[key] = encode_option(path, attrgetter(path)(common))
     if family.rope:
         config.update(rope_to_config(layer.attention.rope, family))
-    config |= dense_options(spec)
+    config |= mixture_options(spec)
     windows = [layer.attention.window for layer in layers]
     if family.windows != "none":
         config["sliding_window"] = max(windows) or (spec.max_length if family.window_needed else None)
@@ -205,7 +235,8 @@ def layer_facts(spec: ModelSpec, index: int) -> dict[str, Any]:
     return {
         key: value
         for key, value in facts.items()
-        if not key.startswith("attention.rope.") or rope and key.removeprefix("attention.rope.") in used
+        if not key.endswith(LOSS_OF_EXPERTS)
+        and (not key.startswith("attention.rope.") or rope and key.removeprefix("attention.rope.") in used)
     }
 
 
@@ -228,17 +259,17 @@ def decode_option(path: str, value: Any) -> Any:
     if path == "attention.scale":
         return float(value) ** -0.5
     if value is None:
-        return 0
+        return 1 if path.endswith("groups") else 0
     return float(value) if path.endswith(("eps", "std", "soft_cap")) else value
 
 
 def encode_option(path: str, value: Any) -> Any:
     """A field's value as config.json holds it: the inverse of `decode_option`."""
     if path == "feed_forward.activation":
-        return next(theirs for theirs, ours in ACTIVATIONS.items() if ours == value)
+        return next((theirs for theirs, ours in ACTIVATIONS.items() if ours == value), "silu")
     if path == "attention.scale":
         return round(value**-2)  # an integer in transformers
-    return None if path.endswith("soft_cap") and not value else value
+    return None if path.endswith(("soft_cap", "q_rank")) and not value else value
 
 
 def rope_from_config(config: dict[str, Any], family: ModelFamily, problems: list[str]) -> RopeSpec:

@@ -6,7 +6,7 @@ tensors. Every name below is checked against transformers by the tests of logits
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -16,16 +16,19 @@ class ModuleRule:
 
     Several modules are joined along their outputs, in order.
     per_head: the rows of the modules alternate head by head (GPT-NeoX) instead of following one another.
+    interleaved: they alternate row by row (GPT-OSS).
     transposed: weights are stored [inputs, outputs] (GPT-2's Conv1D).
+    bare: the name of the weight has no suffix, and that of the bias ends in `_bias`.
     A `*` in `theirs` is the number of an expert: the matrices of one expert are apart in the files, and ours hold those
-    of all. stacked: one tensor without a suffix holds the matrices of all experts, [experts, outputs, inputs].
+    of all. Without it, a tensor holds the matrices of all experts, [experts, outputs, inputs].
     """
 
     theirs: str
     ours: tuple[str, ...]
     per_head: bool = False
+    interleaved: bool = False
     transposed: bool = False
-    stacked: bool = False
+    bare: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,14 @@ class ModelFamily:
         memory.
     needed: options that must not be null, of those that transformers does not refuse by name.
     renamed: options that some versions of transformers write under another name, by that name.
-    dense_layers: some layers can be dense, which decoder_sparse_step and mlp_only_layers name; intermediate_size is
-        their width.
+    dense_layers: the option that says which layers are dense, of width intermediate_size: mlp_only_layers (beside
+        decoder_sparse_step) or first_k_dense_replace; empty where none can be.
+    shared_experts: the option that counts the experts that make up the shared block.
+    grouped_by: the value of topk_method with which a token uses the experts of some groups; with `greedy` it uses all.
+    zeros: buffers in layers of experts, by name within the layer, and the buffers of ours that they are. They have to
+        be zero.
+    predicts: files can hold further layers, which predict further tokens and are not read.
+    quantised: `quant_method` of the published files whose weights are read all the same: `weights.dequantise_mxfp4`.
     """
 
     architecture: str
@@ -63,7 +72,12 @@ class ModelFamily:
     stacked_rules: tuple[ModuleRule, ...] = ()
     needed: tuple[str, ...] = ()
     renamed: dict[str, str] = field(default_factory=dict)
-    dense_layers: bool = False
+    dense_layers: str = ""
+    shared_experts: str = ""
+    grouped_by: str = ""
+    zeros: dict[str, str] = field(default_factory=dict)
+    predicts: bool = False
+    quantised: str = ""
 
 
 ACTIVATIONS = {
@@ -120,8 +134,8 @@ EXPERTS = (
     ModuleRule("mlp.experts.*.down_proj", ("feed_forward.experts.down",)),
 )
 STACKED_EXPERTS = (
-    ModuleRule("mlp.experts.gate_up_proj", ("feed_forward.experts.gate", "feed_forward.experts.up"), stacked=True),
-    ModuleRule("mlp.experts.down_proj", ("feed_forward.experts.down",), stacked=True),
+    ModuleRule("mlp.experts.gate_up_proj", ("feed_forward.experts.gate", "feed_forward.experts.up"), bare=True),
+    ModuleRule("mlp.experts.down_proj", ("feed_forward.experts.down",), bare=True),
 )
 ROUTER = (ModuleRule("mlp.gate", ("feed_forward.router",)),)
 SHARED = (
@@ -132,6 +146,20 @@ SHARED = (
 )
 TOP_K = {"num_experts_per_tok": "feed_forward.experts.top_k"}
 CHOICE = {**TOP_K, "num_experts": "feed_forward.experts.count", "norm_topk_prob": "feed_forward.experts.normalise"}
+LATENT = (
+    ModuleRule("self_attn.q_proj", ("attention.q",)),
+    ModuleRule("self_attn.q_a_proj", ("attention.q_a",)),
+    ModuleRule("self_attn.q_a_layernorm", ("attention.q_norm",)),
+    ModuleRule("self_attn.q_b_proj", ("attention.q_b",)),
+    ModuleRule("self_attn.kv_a_proj_with_mqa", ("attention.kv_a",)),
+    ModuleRule("self_attn.kv_a_layernorm", ("attention.kv_norm",)),
+    ModuleRule("self_attn.kv_b_proj", ("attention.kv_b",)),
+)
+SHARED_EXPERTS = (
+    ModuleRule("mlp.shared_experts.gate_proj", ("feed_forward.shared.gate",)),
+    ModuleRule("mlp.shared_experts.up_proj", ("feed_forward.shared.up",)),
+    ModuleRule("mlp.shared_experts.down_proj", ("feed_forward.shared.down",)),
+)
 FUSED_QKV = ("attention.q", "attention.k", "attention.v")
 
 
@@ -161,22 +189,54 @@ def mixture_like(
     router: tuple[ModuleRule, ...] = ROUTER,
     others: tuple[ModuleRule, ...] = (),
     without: tuple[str, ...] = (),
+    attention: tuple[ModuleRule, ...] = QKV,
     **differences: Any,
 ) -> ModelFamily:
     """A family with experts. others: rules of what its layers have besides. without: options of Llama that it has
     not."""
-    rules = QKV + OUTPUT + PRE_NORM + others
+    rules = attention + OUTPUT + PRE_NORM + others
     family = llama_like(
         architecture,
         fields,
         rules + router + experts,
-        stacked_rules=rules + ROUTER + STACKED_EXPERTS,
+        stacked_rules=() if experts[0].bare else rules + ROUTER + STACKED_EXPERTS,
         written={"output_router_logits": False, **differences.pop("written", {})},
         **differences,
     )
     for option in without:
         del family.fields[option]
     return family
+
+
+def latent_like(architecture: str, fields: dict, fixed: dict, required: dict, **differences: Any) -> ModelFamily:
+    """A family of DeepSeek's, with latent attention. fields, fixed, required: beside those that all have."""
+    return mixture_like(
+        architecture,
+        {
+            **BIAS,
+            **TOP_K,
+            "q_lora_rank": "attention.latent.q_rank",
+            "kv_lora_rank": "attention.latent.kv_rank",
+            "qk_nope_head_dim": "attention.latent.nope_dim",
+            "qk_rope_head_dim": "attention.latent.rope_dim",
+            "v_head_dim": "attention.latent.value_dim",
+            "moe_intermediate_size": "feed_forward.width",
+            "n_routed_experts": "feed_forward.experts.count",
+            "n_group": "feed_forward.experts.groups",
+            "topk_group": "feed_forward.experts.top_groups",
+            "routed_scaling_factor": "feed_forward.experts.scale",
+            **fields,
+        },
+        attention=LATENT,
+        others=SHARED_EXPERTS + GATED + DOWN,
+        without=("intermediate_size", "head_dim"),
+        fixed={"attention.kind": "latent", **fixed},
+        required={"moe_layer_freq": 1, **required},
+        dense_layers="first_k_dense_replace",
+        shared_experts="n_shared_experts",
+        needed=("num_experts_per_tok", "first_k_dense_replace", *differences.pop("needed", ())),
+        **differences,
+    )
 
 
 FAMILIES: dict[str, ModelFamily] = {
@@ -246,7 +306,7 @@ FAMILIES: dict[str, ModelFamily] = {
         windows="layers",
         window_needed=True,
         written={"use_sliding_window": True},
-        dense_layers=True,
+        dense_layers="mlp_only_layers",
     ),
     "qwen3_moe": mixture_like(
         "Qwen3MoeForCausalLM",
@@ -258,7 +318,7 @@ FAMILIES: dict[str, ModelFamily] = {
         fixed={"attention.qk_norm": "head"},
         windows="all",
         written={"use_sliding_window": True},
-        dense_layers=True,
+        dense_layers="mlp_only_layers",
     ),
     "olmoe": mixture_like(
         "OlmoeForCausalLM",
@@ -267,6 +327,41 @@ FAMILIES: dict[str, ModelFamily] = {
         without=("head_dim",),
         fixed={"attention.qk_norm": "full"},
         required={"clip_qkv": None},
+    ),
+    "gpt_oss": mixture_like(
+        "GptOssForCausalLM",
+        {**TOP_K, **BIAS, "num_local_experts": "feed_forward.experts.count"},
+        tuple(replace(rule, transposed=True, interleaved=True) for rule in STACKED_EXPERTS),
+        (ModuleRule("mlp.router", ("feed_forward.router",)),),
+        others=(ModuleRule("self_attn.sinks", ("attention.sinks",), bare=True),),
+        without=("hidden_act",),
+        fixed={
+            "attention.sinks": True,
+            "feed_forward.activation": "clamped_swiglu",
+            "feed_forward.bias": True,
+            "feed_forward.experts.router_bias": True,
+        },
+        required={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        windows="layers",
+        window_needed=True,
+        quantised="mxfp4",
+    ),
+    "deepseek_v2": latent_like(
+        "DeepseekV2ForCausalLM",
+        {},
+        {"feed_forward.experts.normalise": False},
+        {"scoring_func": "softmax", "norm_topk_prob": False, "mlp_bias": False},
+        grouped_by="group_limited_greedy",
+    ),
+    "deepseek_v3": latent_like(
+        "DeepseekV3ForCausalLM",
+        {"norm_topk_prob": "feed_forward.experts.normalise"},
+        {"feed_forward.experts.score": "sigmoid", "feed_forward.experts.group_score": "top2"},
+        {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": True},
+        written={"num_nextn_predict_layers": 0},
+        needed=("n_group", "topk_group"),
+        zeros={"mlp.gate.e_score_correction_bias": "feed_forward.router.balance"},
+        predicts=True,
     ),
     "gemma2": ModelFamily(
         "Gemma2ForCausalLM",

@@ -105,6 +105,9 @@ def complete_config(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
             f"transformers takes model_type={raw['model_type']!r} for {config['model_type']!r}, not supported, "
             f"because of options that are not its own: {on_one_line(', '.join(foreign))}; supported: leaving them out"
         )
+    family, quantised = FAMILIES[config["model_type"]], config.get("quantization_config") or {}
+    if family.quantised and quantised.get("quant_method") == family.quantised:
+        del config["quantization_config"]  # the weights show which tensors it is about
     return rename_options(config)
 
 

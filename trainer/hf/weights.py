@@ -27,6 +27,18 @@ BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.(masked_)?b
 STORED = ("F32", "BF16", "F16", "F64")
 """Types of tensors that are weights as they stand."""
 
+PACKED = ("_blocks", "_scales")
+"""What the names of the two tensors of a tensor in MXFP4 end with."""
+
+MXFP4_BLOCK = 32
+"""Numbers that share a scale."""
+
+E2M1 = torch.tensor([sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)])
+"""The value of each code of 4 bits: a sign, two bits of exponent, one of mantissa."""
+
+E2M1_PAIRS = torch.stack([E2M1.repeat(16), E2M1.repeat_interleave(16)], 1)
+"""The two values of each byte, of its lower half and of its upper half: [256, 2]."""
+
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 """The file of a model's weights, and the file that names several."""
 
@@ -43,31 +55,35 @@ SAVE = "save the model with transformers' save_pretrained, which writes safetens
 class CheckpointEntry:
     """One tensor of a transformers checkpoint (`theirs`), and the parameters that it holds (`ours`).
 
+    joined: the dimension along which the parameters are joined: 1 where they are stacks of experts.
     groups: 1 where the parameters follow one another; the number of heads where their rows alternate head by head, or
-    of experts in a stack. expert: the one whose matrix it is, where the parameters hold those of all.
+    of rows where they alternate row by row. expert: the one whose matrix it is, where the parameters hold those of all.
     """
 
     theirs: str
     ours: tuple[str, ...]
-    groups: int
-    transposed: bool
-    stacked: bool = False
+    groups: int = 1
+    transposed: bool = False
+    joined: int = 0
     expert: int | None = None
 
     def join(self, parts: list[Tensor]) -> Tensor:
         """Parameters -> checkpoint tensor."""
         if self.expert is not None:
             parts = [part[self.expert] for part in parts]
-        whole = torch.cat([part.unflatten(0, (self.groups, -1)) for part in parts], 1).flatten(0, 1)
-        return whole.t().contiguous() if self.transposed else whole
+        row = self.joined
+        whole = torch.cat([part.unflatten(row, (self.groups, -1)) for part in parts], row + 1).flatten(row, row + 1)
+        return whole.mT.contiguous() if self.transposed else whole
 
     def take(self, whole: Tensor, name: str, infos: Mapping[str, ParameterInfo]) -> Tensor:
         """Checkpoint tensor -> the parameter `name`, or the matrix of one expert of it."""
-        if self.stacked:
-            return whole.split([infos[part].shape[1] for part in self.ours], 1)[self.ours.index(name)]
-        rows = [self.part(infos[part])[0] // self.groups for part in self.ours]
-        whole = whole.t() if self.transposed else whole
-        return whole.unflatten(0, (self.groups, -1)).split(rows, 1)[self.ours.index(name)].flatten(0, 1)
+        return self.take_rows(whole.mT if self.transposed else whole, name, infos)
+
+    def take_rows(self, whole: Tensor, name: str, infos: Mapping[str, ParameterInfo]) -> Tensor:
+        """The rows of the parameter `name` of a tensor that is not transposed."""
+        row = self.joined
+        rows = [self.part(infos[part])[row] // self.groups for part in self.ours]
+        return whole.unflatten(row, (self.groups, -1)).split(rows, row + 1)[self.ours.index(name)].flatten(row, row + 1)
 
     def part(self, info: ParameterInfo) -> tuple[int, ...]:
         """Shape of what it holds of a parameter."""
@@ -75,10 +91,12 @@ class CheckpointEntry:
 
     def shape(self, infos: Mapping[str, ParameterInfo]) -> tuple[int, ...]:
         """Shape of the checkpoint tensor."""
-        parts, joined = [self.part(infos[name]) for name in self.ours], 1 if self.stacked else 0
+        parts = [self.part(infos[name]) for name in self.ours]
         shape = list(parts[0])
-        shape[joined] = sum(part[joined] for part in parts)
-        return tuple(shape[::-1] if self.transposed else shape)
+        shape[self.joined] = sum(part[self.joined] for part in parts)
+        if self.transposed:
+            shape[-2:] = shape[:-3:-1]
+        return tuple(shape)
 
 
 def list_entries(spec: ModelSpec, infos: Mapping[str, ParameterInfo], stacked: bool = False) -> list[CheckpointEntry]:
@@ -109,18 +127,25 @@ def find_entries(
     if "*" in theirs:
         experts = range(infos[ours[0]].shape[0])
         return [
-            CheckpointEntry(f"{theirs.replace('*', str(number))}.{kind}", ours, 1, False, expert=number)
-            for number in experts
+            CheckpointEntry(f"{theirs.replace('*', str(number))}.{kind}", ours, expert=number) for number in experts
         ]
-    return [
-        CheckpointEntry(
-            theirs if rule.stacked else f"{theirs}.{kind}",
-            ours,
-            groups=spec.attention.heads if rule.per_head else 1,
-            transposed=rule.transposed and kind == "weight",
-            stacked=rule.stacked,
-        )
-    ]
+    joined = int(infos[ours[0]].stacked)
+    groups = infos[ours[0]].shape[joined] if rule.interleaved else spec.attention.heads if rule.per_head else 1
+    name = theirs + {"weight": "", "bias": "_bias"}[kind] if rule.bare else f"{theirs}.{kind}"
+    return [CheckpointEntry(name, ours, groups, rule.transposed and kind == "weight", joined)]
+
+
+def list_zeros(spec: ModelSpec, infos: Mapping[str, ParameterInfo]) -> dict[str, tuple[str, int]]:
+    """The buffers of a checkpoint that have to be zero: name there -> name of ours, and its elements, one for each
+    expert."""
+    family = FAMILIES[spec.family]
+    routers = {index: infos.get(f"layers.{index}.feed_forward.router.weight") for index in range(spec.depth)}
+    return {
+        f"{family.layers}{index}.{theirs}": (f"layers.{index}.{ours}", router.shape[0])
+        for index, router in routers.items()
+        if router is not None
+        for theirs, ours in family.zeros.items()
+    }
 
 
 class StoredTensors:
@@ -248,8 +273,9 @@ class HFWeights(StoredTensors):
 
     def __init__(self, folder: str | Path, spec: ModelSpec):
         super().__init__(folder, spec)
+        self.spec = spec
         self.infos = declare_parameters(spec)
-        names = [rule.theirs for rule in self.family.stacked_rules if rule.stacked]
+        names = [rule.theirs for rule in self.family.stacked_rules if rule.bare]
         stacked = any(name.endswith(tuple(names)) for name in self.files) if names else False
         self.entries: dict[str, list[CheckpointEntry]] = {}
         for entry in list_entries(spec, self.infos, stacked):
@@ -260,42 +286,107 @@ class HFWeights(StoredTensors):
     def __call__(self, name: str, info: ParameterInfo) -> Tensor:
         """The whole fp32 parameter `name`."""
         name = "embedding.weight" if self.tied and name == "head.weight" else name
-        parts = [entry.take(self.read(entry), name, self.infos).float() for entry in self.entries[name]]
+        parts = [self.read_part(entry, name) for entry in self.entries[name]]
         return parts[0] if self.entries[name][0].expert is None else torch.stack(parts)
 
-    def read(self, entry: CheckpointEntry) -> Tensor:
-        stored = self.stored_name(entry.theirs)
+    def read_part(self, entry: CheckpointEntry, name: str) -> Tensor:
+        """What a checkpoint tensor holds of a parameter, in fp32."""
+        if not self.is_packed(entry):
+            return entry.take(self.read(entry.theirs), name, self.infos).float()
+        # By experts: indices of the values take several times the memory of the packed ones.
+        packed = [entry.take_rows(self.read(entry.theirs + part), name, self.infos) for part in PACKED]
+        return torch.stack([dequantise_mxfp4(blocks, scales) for blocks, scales in zip(*packed)])
+
+    def is_packed(self, entry: CheckpointEntry) -> bool:
+        """Whether a tensor is stored in MXFP4, as two tensors."""
+        return bool(self.family.quantised) and self.stored_name(entry.theirs + PACKED[0]) in self.files
+
+    def stored_shapes(self, entry: CheckpointEntry) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+        """Name -> shape and possible types of the stored tensors that a tensor of the model is made of."""
+        shape = entry.shape(self.infos)
+        if not self.is_packed(entry):
+            return {entry.theirs: (shape, STORED)}
+        *rows, inputs, outputs = shape
+        if inputs % MXFP4_BLOCK:
+            raise self.error(
+                f"{entry.theirs + PACKED[0]} holds blocks of {MXFP4_BLOCK} numbers, but config.json asks for rows of "
+                f"{inputs}; {SAVE}"
+            )
+        scales = (*rows, outputs, inputs // MXFP4_BLOCK)
+        return {
+            entry.theirs + name: (size, ("U8",)) for name, size in zip(PACKED, ((*scales, MXFP4_BLOCK // 2), scales))
+        }
+
+    def read(self, name: str) -> Tensor:
+        stored = self.stored_name(name)
         try:
             return self.open(self.files[stored]).get_tensor(stored)
         except (SafetensorError, OSError) as error:
             raise self.error(f"{self.files[stored]}: {stored} cannot be read: {error}") from error
 
     def check(self) -> None:
-        shapes = {e.theirs: e.shape(self.infos) for entries in self.entries.values() for e in entries}
-        stored = {self.stored_name(name) for name in shapes}
+        shapes = {
+            name: facts
+            for entries in self.entries.values()
+            for entry in entries
+            for name, facts in self.stored_shapes(entry).items()
+        }
         allowed = {self.head} if self.tied else set()
         problems = []
         if buffers := [name for name in self.files if BUFFERS.search(name)]:
             self.note(f"{format_names(buffers)} not read, as config.json says what they hold")
+        zeros = {name: ((size,), STORED) for name, (_, size) in list_zeros(self.spec, self.infos).items()}
+        shapes |= zeros
+        if predicting := self.list_predicting():
+            self.note(
+                f"{format_names(predicting)} not read: the layers behind the {self.spec.depth} of the model predict "
+                "further tokens"
+            )
+        stored = {self.stored_name(name) for name in shapes}
         if missing := [name for name in shapes if self.stored_name(name) not in self.files]:
             problems.append(f"{format_names(missing)} missing from the weights")
-        if extra := [name for name in self.files if name not in stored | allowed | {*buffers}]:
+        if extra := [name for name in self.files if name not in stored | allowed | {*buffers, *predicting}]:
             problems.append(
                 f"{format_names(extra)} in the weights, but not part of the model that config.json describes"
             )
-        for name, shape in shapes.items():
+        for name, facts in shapes.items():
             name = self.stored_name(name)
             if name in self.files:
-                problems += self.differences(name, shape)
+                problems += self.differences(name, *facts)
+        if not problems and (biased := [name for name in zeros if self.stored_slice(self.stored_name(name))[:].any()]):
+            problems.append(
+                f"{format_names(biased)} not zero: a bias of the choice of experts is not supported; supported: zeros"
+            )
         if problems:
             raise ConfigError([self.message(problem) for problem in problems[:5]])
 
-    def differences(self, name: str, shape: tuple[int, ...]) -> Iterator[str]:
+    def list_predicting(self) -> list[str]:
+        """The tensors of layers behind the last one that predict further tokens."""
+        if not self.family.predicts:
+            return []
+        layers: dict[str, list[str]] = {}
+        for name in self.files:
+            where, number, *_ = f"{name.removeprefix(self.family.base)}..".split(".")
+            if where == "layers" and number.isdecimal() and int(number) >= self.spec.depth:
+                layers.setdefault(number, []).append(name)
+        # Each has this projection, of a hidden state beside an embedding. A layer without it is one that config.json
+        # does not count.
+        return [name for names in layers.values() if any("eh_proj" in name for name in names) for name in names]
+
+    def differences(self, name: str, shape: tuple[int, ...], types: tuple[str, ...]) -> Iterator[str]:
         stored = self.stored_slice(name)
         if (found := tuple(stored.get_shape())) != shape:
             yield f"{self.files[name]}: {name} has shape {list(found)}, but config.json asks for {list(shape)}"
-        if (kind := stored.get_dtype()) not in STORED:
-            yield f"{self.files[name]}: {name} holds {kind}; supported: {', '.join(STORED)}"
+        if (kind := stored.get_dtype()) not in types:
+            yield f"{self.files[name]}: {name} holds {kind}; supported: {', '.join(types)}"
+
+
+def dequantise_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """The fp32 values of MXFP4 (OCP Microscaling Formats 1.0): each block of 32 numbers in e2m1 has a power of two.
+
+    blocks: uint8 [..., blocks, 16], two numbers in a byte, the first one in its lower half. scales: uint8 [...,
+    blocks], exponents plus 127. Result: [..., 32 blocks]."""
+    return torch.ldexp(E2M1_PAIRS[blocks.int()].flatten(-2), scales[..., None].int() - 127).flatten(-2)
 
 
 def format_names(names: list[str]) -> str:
@@ -316,11 +407,15 @@ def write_weights(
 
     infos = declare_parameters(spec)
     content = {e.theirs: e for e in list_entries(spec, infos)}
-    shapes = {name: torch.empty(e.shape(infos), dtype=dtype, device="meta") for name, e in content.items()}
+    zeros = {name: torch.zeros(size) for name, (_, size) in list_zeros(spec, infos).items()}
+    shapes = {name: torch.empty(e.shape(infos), dtype=dtype, device="meta") for name, e in content.items()} | zeros
     split = split_torch_state_dict_into_shards(shapes, max_shard_size=shard_size)
     read_once = lru_cache(1)(lambda name: read(name).detach().cpu().to(dtype))  # the experts of a matrix come in turn
     for file, names in split.filename_to_tensors.items():
-        tensors = {name: content[name].join([read_once(part) for part in content[name].ours]) for name in names}
+        tensors = {
+            name: zeros[name] if name in zeros else content[name].join([read_once(part) for part in content[name].ours])
+            for name in names
+        }
         save_file(tensors, folder / file, {"format": "pt"})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}

@@ -1,8 +1,8 @@
 """Scaled dot-product attention with causal, sliding-window and document masks.
 
 A query sees a contiguous run of keys that ends with its own. A mask says where each query's run begins. Plain causal
-attention goes to the fastest kernel of the device. Windows, documents and soft caps go to FlexAttention on a GPU (a
-block mask, never N x N scores or masks), and to a dense mask on a CPU.
+attention goes to the fastest kernel of the device. Windows, documents, soft caps and sinks go to FlexAttention on a GPU
+(a block mask, never N x N scores or masks), and to a dense mask on a CPU.
 """
 
 from __future__ import annotations
@@ -141,25 +141,45 @@ def device_capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
+@torch.compiler.assume_constant_result
+def takes_narrow_values(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> bool:
+    """Whether cuDNN's attention takes value heads that are smaller than query heads: on Hopper and newer, and of the
+    sizes of DeepSeek (192 and 128). Flash attention wants heads of one size."""
+    sizes = (head_dim, head_dim, value_dim)
+    options = {"device": device, "dtype": dtype, "requires_grad": True}
+    query, key, value = (torch.empty(1, 1, 128, size, **options) for size in sizes)
+    parameters = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, True, False)
+    return torch.backends.cuda.can_use_cudnn_attention(parameters)
+
+
 def attend_plain(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Causal attention where the last query sees all keys. Shapes: `causal_attention`."""
-    if not query.is_cuda:  # the CPU's flash attention takes all shapes and types
+    size, narrow = query.shape[3], value.shape[3]
+    if not query.is_cuda:  # the CPU's flash attention takes all types, and heads of any one size
+        return attend_fitted(query, key, value, scale, KernelFit(query.dtype, size, flash=True))
+    if (
+        narrow < size
+        and query.shape[2] == key.shape[2]
+        and takes_narrow_values(query.device, query.dtype, size, narrow)
+    ):
         return attend_causal(query, key, value, scale)
-    return attend_fitted(
-        query, key, value, scale, fit_kernel(device_capability(query.device), query.dtype, query.shape[3])
-    )
+    return attend_fitted(query, key, value, scale, fit_kernel(device_capability(query.device), query.dtype, size))
 
 
 def attend_fitted(query: Tensor, key: Tensor, value: Tensor, scale: float, fit: KernelFit) -> Tensor:
     """`attend_plain` by a kernel whose inputs are first changed to what `fit` says."""
-    size, dtype, copies = query.shape[3], query.dtype, query.shape[1] // key.shape[1]
+    size, dtype, copies = value.shape[3], query.dtype, query.shape[1] // key.shape[1]
     if copies > 1 and not fit.flash:
         key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
     query, key, value = (x.to(fit.dtype) for x in (query, key, value))
-    if fit.head_dim > size:
-        # Zeros add nothing to scores; the padded columns of the values are cut off from the result.
-        query, key, value = (F.pad(x, (0, fit.head_dim - size)) for x in (query, key, value))
+    # Zeros add nothing to scores; the padded columns of the values are cut off from the result.
+    query, key, value = (pad_heads(x, fit.head_dim) for x in (query, key, value))
     return attend_causal(query, key, value, scale, fit.flash and query.is_cuda)[..., :size].to(dtype)
+
+
+def pad_heads(x: Tensor, size: int) -> Tensor:
+    """Heads [..., at most size] with zeros behind them: [..., size]."""
+    return F.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x
 
 
 def attend_causal(query: Tensor, key: Tensor, value: Tensor, scale: float, flash: bool = False) -> Tensor:
@@ -199,22 +219,22 @@ def last_queries(queries: int, keys: int) -> CausalBias:
     return bias
 
 
-def build_mask(documents: Tensor | None, length: int, window: int, soft_cap: float, device: torch.device) -> Any:
+def build_mask(documents: Tensor | None, length: int, window: int, changed: bool, device: torch.device) -> Any:
     """The mask of one kind of layer for one micro-batch: None (plain causal), a BlockMask (GPU) or a bool tensor (CPU).
 
     documents: int [batch, length], the number of each token's document, or None. window: number of keys that a query
-    sees, including its own; 0 for all. A window that spans the whole sequence is none. soft_cap: of the scores, 0 for
-    none.
+    sees, including its own; 0 for all. A window that spans the whole sequence is none. changed: whether the layer has
+    a soft cap or sinks (`AttentionSpec.changes_softmax`).
     """
-    if is_plain(documents, length, window, soft_cap):
+    if is_plain(documents, length, window, changed):
         return None
     places = torch.arange(length, device=device)
     return mask_of(first_seen(documents, length, window, device), places, length)
 
 
-def is_plain(documents: Tensor | None, length: int, window: int, soft_cap: float) -> bool:
-    """Whether a query sees all keys before it, with unchanged scores."""
-    return documents is None and not 0 < window < length and not soft_cap
+def is_plain(documents: Tensor | None, length: int, window: int, changed: bool) -> bool:
+    """Whether a query sees all keys before it, through a plain softmax."""
+    return documents is None and not 0 < window < length and not changed
 
 
 def first_seen(documents: Tensor | None, length: int, window: int, device: torch.device) -> Tensor:
@@ -243,28 +263,49 @@ def mask_of(first: Tensor, places: Tensor, keys: int) -> Any:
 
 
 def causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, soft_cap: float = 0.0
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    scale: float,
+    soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention. query: [batch, heads, length, head_dim]; key, value: [batch, kv_heads, length, head_dim].
+    """Causal attention. query: [batch, heads, length, head_dim]; key: [batch, kv_heads, length, head_dim]; value:
+    [batch, kv_heads, length, value_dim], where value_dim is at most head_dim.
 
-    mask: from `build_mask` for the same soft_cap. Where it is None, there may be fewer queries than keys, and the last
-    query sees all keys. Returns [batch, heads, length, head_dim].
+    mask: from `build_mask` for the same soft_cap and sinks. Where it is None, there may be fewer queries than keys, and
+    the last query sees all keys. sinks: [heads], a logit of each head that joins the denominator of its softmax.
+    Returns [batch, heads, length, value_dim].
     """
     grouped = query.shape[1] != key.shape[1]
     if mask is None:
         return attend_plain(query, key, value, scale)
     if not isinstance(mask, Tensor):
         score_mod = partial(cap_score, cap=soft_cap) if soft_cap else None
-        return flex_attention()(
-            query, key, value, score_mod=score_mod, block_mask=mask, scale=scale, enable_gqa=grouped
-        )
-    if not soft_cap:
+        options = dict(score_mod=score_mod, block_mask=mask, scale=scale, enable_gqa=grouped)
+        if sinks is None:
+            return flex_attention()(query, key, value, **options)
+        attended, more = flex_attention()(query, key, value, **options, return_aux=lse_request())
+        return scale_by_sinks(attended, more.lse, sinks)
+    if not soft_cap and sinks is None:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
-    # torch's fused kernels have no soft cap, so on a CPU the scores are computed in plain operators.
+    # torch's fused kernels have neither soft cap nor sinks, so on a CPU the scores are computed in plain operators.
     repeat = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
-    scores = cap_score(query @ key.transpose(-1, -2) * scale, cap=soft_cap).masked_fill(~mask, float("-inf"))
-    return torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype) @ value
+    scores = query @ key.transpose(-1, -2) * scale
+    scores = (cap_score(scores, cap=soft_cap) if soft_cap else scores).masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)], -1)
+    weights = torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    return weights[..., : key.shape[2]].to(query.dtype) @ value
+
+
+def scale_by_sinks(attended: Tensor, logsum: Tensor, sinks: Tensor) -> Tensor:
+    """The result of attention [batch, heads, length, head_dim] with sinks [heads] in the denominators of its softmax.
+    logsum: of the scores of each query, [batch, heads, length]. A sink multiplies a denominator e^logsum by 1 + e^(sink
+    - logsum)."""
+    return (attended * torch.sigmoid(logsum - sinks[:, None])[..., None]).to(attended.dtype)
 
 
 def cap_score(score: Tensor, *_: Any, cap: float) -> Tensor:
@@ -277,6 +318,13 @@ def kernel_priority(deterministic: bool) -> contextlib.AbstractContextManager:
     `deterministic` the fastest one that has a deterministic backward pass."""
     order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     return sdpa_kernel(order if deterministic else [SDPBackend.CUDNN_ATTENTION, *order], set_priority=True)
+
+
+def lse_request() -> Any:
+    """Asks FlexAttention for the log-sum-exp of the scores."""
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    return AuxRequest(lse=True)
 
 
 def flex_attention() -> Callable:

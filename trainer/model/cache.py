@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.distributed.fused_kernels import ShardedKVGroup
+from trainer.distributed.fused_kernels import ShardedKVGroup, merge_attention
 from trainer.model.attention import build_mask, cap_score, causal_attention
 
 BLOCK = 64
@@ -106,19 +106,19 @@ class CachedPass(NamedTuple):
     contexts: bool
     positions: Tensor
     lengths: Tensor
-    masks: dict[tuple[int, float], Any]
+    masks: dict[tuple[int, bool], Any]
 
-    def mask(self, layer: str, window: int, soft_cap: float) -> Any:
+    def mask(self, layer: str, window: int, changed: bool) -> Any:
         """What a layer's attention is given for a mask."""
-        kind = window, soft_cap
+        kind = window, changed
         if kind not in self.masks:
             self.masks[kind] = self.build(*kind)
         mask = self.masks[kind]
         return CachedMask(self, layer, mask, window) if self.cache.keeps else mask
 
-    def build(self, window: int, soft_cap: float) -> Any:
+    def build(self, window: int, changed: bool) -> Any:
         if self.contexts:
-            return build_mask(None, len(self.positions), window, soft_cap, self.cache.device)
+            return build_mask(None, len(self.positions), window, changed, self.cache.device)
         return None if self.cache.fused else self.cache.visible(self.positions, window)
 
     def last(self, x: Tensor) -> Tensor:
@@ -139,26 +139,47 @@ class CachedMask(NamedTuple):
 
 
 def attend_cached(
-    query: Tensor, key: Tensor, value: Tensor, cached: CachedMask, scale: float, soft_cap: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cached: CachedMask,
+    scale: float,
+    soft_cap: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`causal_attention` for new tokens, whose keys and values are kept, among them and all that were kept before."""
     (cache, contexts, positions, *_), layer, mask, window = cached
     if contexts:
         cache.fill(layer, key, value)
-        return causal_attention(query, key, value, mask, scale, soft_cap)
+        return causal_attention(query, key, value, mask, scale, soft_cap, sinks)
     keys, values = cache.put(layer, key, value, positions)
     if cache.fused:
         from trainer.kernels import decode
 
         place = positions[:, 0], scale, soft_cap, window, cache.rank, cache.ranks
-        parts = decode.attend_kv_parts(query, keys, values, *place)
-        together = decode.combine_parts if cache.group is None else cache.group.combine
-        return together(*parts, query.dtype)
-    if cache.group is None and not soft_cap:  # heads that share keys are queries of one head: no copies of keys
+        parts, combine = decode.attend_kv_parts(query, keys, values, *place), decode.combine_parts
+    elif cache.group is None and not soft_cap and sinks is None:
+        # Heads that share keys are queries of one head: no copies of keys.
         grouped = query.reshape(len(query), keys.shape[1], -1, query.shape[3])
         return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale).view_as(query)
-    attended, logsum = attend_kv(query, keys, values, mask, scale, soft_cap)
-    return attended.to(query.dtype) if cache.group is None else cache.group.combine(attended, logsum, query.dtype)
+    else:
+        parts, combine = attend_kv(query, keys, values, mask, scale, soft_cap), combine_parts
+    if sinks is not None:
+        parts = add_sinks(*parts, sinks if cache.rank == 0 else torch.full_like(sinks, -math.inf))
+    return (combine if cache.group is None else cache.group.combine)(*parts, query.dtype)
+
+
+def combine_parts(attended: Tensor, logsum: Tensor, dtype: torch.dtype) -> Tensor:
+    """Parts of attention together: [rows, heads, parts, head_dim] and [rows, heads, parts] -> [rows, heads, 1,
+    head_dim]."""
+    return merge_attention(attended, logsum)[0].to(dtype)
+
+
+def add_sinks(attended: Tensor, logsum: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Parts of attention, and one more: the sinks [heads], whose values are zero. Of ranks that share the slots, one
+    adds them, and the others add -inf."""
+    logits = sinks.to(logsum.dtype)[:, None].expand(len(logsum), -1, 1)
+    return F.pad(attended, (0, 0, 0, 1)), torch.cat([logsum, logits], 2)
 
 
 def attend_kv(

@@ -105,7 +105,7 @@ class ContextGroup:
         return self.plan.outer - 1 - place if row % 2 else place
 
     def build_mask(
-        self, documents: Tensor | None, length: int, window: int, soft_cap: float, device: torch.device
+        self, documents: Tensor | None, length: int, window: int, changed: bool, device: torch.device
     ) -> SharedMask:
         """Like `attention.build_mask`, for shared sequences. documents: of whole sequences."""
         size, runs, halo = self.plan.run(length), self.runs(length), None
@@ -113,12 +113,12 @@ class ContextGroup:
         first, whole = first_seen(documents, length, window, device), (0, length)
         # After the exchange of heads a rank has whole sequences, so the ordinary mask applies.
         if self.keys is None:
-            parts = [HaloPart(whole, whole, build_mask(documents, length, window, soft_cap, device))]
+            parts = [HaloPart(whole, whole, build_mask(documents, length, window, changed, device))]
         elif before := self.plan.fetched(window, length):
             parts, halo = self._halo_parts(first, before, size, runs), self._halo(before, size, length, device)
         # Each run sees all keys before it, so attention takes a prefix of the keys and runs without a mask. Small
         # blocks would make too many kernels.
-        elif is_plain(documents, length, window, soft_cap) and self.plan.order != "blocks":
+        elif is_plain(documents, length, window, changed) and self.plan.order != "blocks":
             parts = [self._early_part(first, number, run, size) for number, run in enumerate(runs)]
         else:
             mine = order.view(self.plan.outer, -1)[self.keys.rank]
@@ -308,33 +308,47 @@ class KVRegather:
 
 
 def attend_together(
-    query: Tensor, key: Tensor, value: Tensor, shared: SharedMask, scale: float, soft_cap: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    shared: SharedMask,
+    scale: float,
+    soft_cap: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`causal_attention` for this rank's queries among the keys of whole sequences. All tensors are [batch, heads,
     tokens of this rank, head_dim]."""
     heads = shared.group.heads
     if heads is not None:
         query, key, value = to_heads(heads, query, key, value)
-    attended = attend_gathered(query, key, value, shared, scale, soft_cap)
+        sinks = None if sinks is None else sinks.chunk(heads.size)[heads.rank]
+    attended = attend_gathered(query, key, value, shared, scale, soft_cap, sinks)
     return attended if heads is None else to_tokens(heads, attended)
 
 
 def attend_gathered(
-    query: Tensor, key: Tensor, value: Tensor, shared: SharedMask, scale: float, soft_cap: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    shared: SharedMask,
+    scale: float,
+    soft_cap: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`attend_together` after heads have been exchanged: only keys have to be gathered."""
     group = shared.group.keys
 
-    def run(query: Tensor, both: Tensor) -> Tensor:
+    def run(query: Tensor, both: Tensor, sinks: Tensor | None) -> Tensor:
         """both: keys, then values, [tokens, batch, 2 x kv_heads, head_dim]."""
-        return attend_parts(query, *both.permute(1, 2, 0, 3).chunk(2, 1), shared.parts, scale, soft_cap)
+        return attend_parts(query, *both.permute(1, 2, 0, 3).chunk(2, 1), shared.parts, scale, soft_cap, sinks)
 
     if group is None:
-        return attend_parts(query, key, value, shared.parts, scale, soft_cap)
+        return attend_parts(query, key, value, shared.parts, scale, soft_cap, sinks)
     if shared.halo is not None:
-        return run(query, HaloFetch.apply(group, shared.halo, pack_kv(key, value)))
+        return run(query, HaloFetch.apply(group, shared.halo, pack_kv(key, value)), sinks)
     count = divide_heads(key.shape[1], shared.group.plan.groups)
     keys, values, queries = key.chunk(count, 1), value.chunk(count, 1), query.chunk(count, 1)
+    of_queries = [None] * count if sinks is None else sinks.chunk(count)
     parts = [pack_kv(keys[number], values[number]) for number in range(count)]
     again = None
     if shared.again and parts[0].requires_grad and not torch.compiler.is_compiling():
@@ -356,7 +370,7 @@ def attend_gathered(
             ahead = send(number + 1)
         whole = KVAllGather.apply(group, again, number, shared.order, shared.inverse, copies, started)
         with contextlib.nullcontext() if again is None else again.instead_of(whole, number):
-            attended.append(run(queries[number], whole))
+            attended.append(run(queries[number], whole, of_queries[number]))
     return attended[0] if count == 1 else torch.cat(attended, 1)
 
 
@@ -367,7 +381,13 @@ def pack_kv(key: Tensor, value: Tensor) -> Tensor:
 
 
 def attend_parts(
-    query: Tensor, key: Tensor, value: Tensor, parts: Sequence[HaloPart], scale: float, soft_cap: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    parts: Sequence[HaloPart],
+    scale: float,
+    soft_cap: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of runs of queries, each with the keys that it needs."""
     attended = [
@@ -378,6 +398,7 @@ def attend_parts(
             part.mask,
             scale,
             soft_cap,
+            sinks,
         )
         for part in parts
     ]

@@ -19,11 +19,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.distributed.collectives import GROUPS, ReduceScatterSum, TensorGroup
+from trainer.distributed.collectives import GROUPS, GatherTokens, ReduceScatterSum, TensorGroup
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(rows sorted by expert [rows, width], the weight of each row [rows], ends of the experts' rows int32 [experts]) ->
 the experts' outputs, multiplied by the weights: [rows, width]."""
+
+
+def cast_result(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """The result of an autograd function's forward in another type. A cast to the same type must not be the last
+    operation there: the compiler of torch 2.11 takes the gradient of its result for zero."""
+    return value if value.dtype is dtype else value.to(dtype)
 
 
 def inverse_order(order: Tensor) -> Tensor:
@@ -53,10 +59,7 @@ def spread_tokens(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
 
 def gather_rows(rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
     """Rows sorted by expert -> for each token the sum of its own, added in fp32 or wider: [tokens, width]."""
-    total = rows[places].sum(1, dtype=torch.promote_types(rows.dtype, torch.float32))
-    # A cast to the same type must not be called: the compiler of torch 2.11 would take the gradient of its result, the
-    # last of an autograd function's forward, for zero.
-    return total if total.dtype is rows.dtype else total.to(rows.dtype)
+    return cast_result(rows[places].sum(1, dtype=torch.promote_types(rows.dtype, torch.float32)), rows.dtype)
 
 
 class SpreadTokens(torch.autograd.Function):
@@ -208,20 +211,6 @@ class AllToAll(SharedDispatch):
         # The weights travel too: what is kept for their gradient is then as narrow as an expert, see `Experts.compute`.
         rows = compute(rows, SendRows.apply(weights.flatten()[order], *travel), own_ends)
         return GatherRows.apply(ReturnRows.apply(rows, *travel), order, places)
-
-
-class GatherTokens(torch.autograd.Function):
-    """Each rank's x [tokens, ...] -> that of all ranks, [ranks tokens, ...]. The gradient of an all-gather is a
-    reduce-scatter."""
-
-    @staticmethod
-    def forward(ctx: Any, group: TensorGroup, x: Tensor) -> Tensor:
-        ctx.group = group
-        return group.wait(group.gather(x))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple:
-        return None, ctx.group.wait(ctx.group.scatter_sum(gradient))
 
 
 @torch.library.custom_op("trainer::select_choices", mutates_args=())

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from trainer.config.model import ExpertsSpec
-from trainer.model.dispatch import Dispatch
+from trainer.config.model import EXPERT_ALIGNMENT, ExpertsSpec
+from trainer.distributed.collectives import GROUPS
+from trainer.model.dispatch import Dispatch, cast_result
 from trainer.model.initial import DeclaredModule
 from trainer.model.linear import DeferredGrads, accumulate_gradients, detach_weights, number_layer, weight_views
+from trainer.model.stage import BlockReport
 
 
 @torch.library.custom_op("trainer::choose_experts", mutates_args=())
@@ -42,6 +44,42 @@ def _(scores: Tensor, top_k: int, groups: int, top_groups: int, best: int) -> Te
     return scores.new_empty((*scores.shape[:-1], top_k), dtype=torch.int64)
 
 
+def count_choices(keys: Tensor, size: int) -> Tensor:
+    """How often each number below `size` is in `keys`: int64 [size]."""
+    # Not `bincount`, which makes the host wait for the device, and has no fixed shape for the compiler.
+    return keys.new_zeros(size).index_add_(0, keys, torch.ones_like(keys))
+
+
+class Sequences(NamedTuple):
+    """Which sequence each of this rank's tokens belongs to.
+
+    numbers: int64 [tokens], from 0 to `count` - 1. groups: keys of `GROUPS`, one a line: the tensor- and
+    context-parallel ranks that hold the other tokens of these sequences.
+    """
+
+    numbers: Tensor
+    count: int
+    groups: str
+
+
+@torch.library.custom_op("trainer::count_by_sequence", mutates_args=())
+def count_by_sequence(chosen: Tensor, numbers: Tensor, count: int, groups: str, experts: int) -> Tensor:
+    """How often the tokens of each sequence chose each expert, whichever rank holds them: fp32 [sequences, experts].
+
+    chosen: int64 [tokens, top_k]. numbers, count, groups: see `Sequences`. This is one operator so that recompute can
+    save its result instead of communicating again.
+    """
+    counts = count_choices((numbers[:, None] * experts + chosen).flatten(), count * experts).float()
+    for key in groups.splitlines():
+        counts = GROUPS[key].wait(GROUPS[key].sum(counts))
+    return counts.view(count, experts)
+
+
+@count_by_sequence.register_fake
+def _(chosen: Tensor, numbers: Tensor, count: int, groups: str, experts: int) -> Tensor:
+    return chosen.new_empty(count, experts, dtype=torch.float32)
+
+
 class WideProduct(torch.autograd.Function):
     """x W^T computed in fp32, or in the operands' type if that is wider. x: [tokens, inputs]; weight: [outputs,
     inputs]. Backward keeps the operands in their own types."""
@@ -60,33 +98,115 @@ class WideProduct(torch.autograd.Function):
 
 
 class WideLinear(DeclaredModule):
-    """A small projection of tokens in fp32: the router, or the gate of a shared block. weight: [outputs, inputs]."""
+    """A small projection of tokens in fp32: the router, or the gate of a shared block. weight: [outputs, inputs]; bias:
+    [outputs]."""
 
-    def __init__(self, inputs: int, outputs: int):
+    def __init__(self, inputs: int, outputs: int, bias: bool = False):
         super().__init__()
         self.declare("weight", (outputs, inputs), ("experts", "embed"), "matrix")
+        self.biased = bias
+        if bias:
+            self.declare("bias", (outputs,), ("experts",), "bias")
 
     def forward(self, x: Tensor) -> Tensor:
-        return WideProduct.apply(x, self.local("weight"))
+        y = WideProduct.apply(x, self.local("weight"))
+        return y + self.local("bias") if self.biased else y
+
+
+def cast_model(model: nn.Module, dtype: torch.dtype) -> None:
+    """Casts the parameters of a model, those of `WideLinear` to fp32 at least."""
+    model.to(dtype)
+    for module in model.modules():
+        if isinstance(module, WideLinear):
+            module.to(torch.promote_types(dtype, torch.float32))
+
+
+class Routing(NamedTuple):
+    """What a router says of tokens: the numbers of their experts and the weights of the experts' outputs, [tokens,
+    top_k]; and what they follow from, [tokens, experts]."""
+
+    chosen: Tensor
+    weights: Tensor
+    logits: Tensor
+    scores: Tensor
 
 
 class Router(WideLinear):
-    """Chooses the experts of each token and their weights, in fp32."""
+    """Chooses the experts of each token and their weights, in fp32, and balances the load of the experts.
+
+    balance: fp32 [experts], added to the scores for the choice alone (Wang et al., arXiv 2408.15664). usage: fp32
+    [experts], the load of each expert in the previous step over the mean load, for a loss that balances the global
+    batch (Qiu et al., arXiv 2501.11873). Both are buffers that checkpoints hold, begin with zeros, and are None where
+    the spec does not use them.
+    """
+
+    balance: Tensor | None
+    usage: Tensor | None
 
     def __init__(self, spec: ExpertsSpec, width: int):
-        super().__init__(width, spec.count)
+        super().__init__(width, spec.count, spec.router_bias)
         self.spec = spec
+        for name in ("balance", "usage"):
+            self.register_buffer(name, torch.zeros(spec.count) if name in spec.buffers else None)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x: [tokens, width]. Returns the numbers of the experts and the weights of their outputs: [tokens, top_k]."""
+    def reset_buffers(self) -> None:
+        for buffer in self.buffers():
+            buffer.zero_()
+
+    def forward(self, x: Tensor) -> Routing:
+        """x: [tokens, width]."""
         spec, logits = self.spec, super().forward(x)
         scores = logits.softmax(-1) if spec.score == "softmax" else logits.sigmoid()
+        ranked = scores.detach() if self.balance is None else scores.detach() + self.balance
         best = 2 if spec.group_score == "top2" else 1
-        chosen = choose_experts(scores.detach(), spec.top_k, spec.groups, spec.top_groups, best)
+        chosen = choose_experts(ranked, spec.top_k, spec.groups, spec.top_groups, best)
         weights = scores.gather(-1, chosen)
         if spec.normalise:
             weights = weights / weights.sum(-1, keepdim=True)
-        return chosen, weights if spec.scale == 1 else weights * spec.scale
+        return Routing(chosen, weights if spec.scale == 1 else weights * spec.scale, logits, scores)
+
+    @property
+    def reports(self) -> dict[str, int]:
+        """The statistics that `report` has, with the number of values of each."""
+        spec = self.spec
+        sizes = {"load": spec.count, "balance": spec.balance > 0, "z_loss": spec.z_loss > 0, "bias": spec.bias_rate > 0}
+        return {name: int(size) for name, size in sizes.items() if size}
+
+    def report(self, routing: Routing, sequences: Sequences | None) -> BlockReport:
+        """The losses that balance the experts, and statistics: `load`, how many tokens each expert has; `balance` and
+        `z_loss`, the two losses; `bias`, the range of `balance` times the sum of `load`, since ranks and micro-batches
+        add up what they report.
+
+        For a given usage, the balance loss is linear in the scores of each token. Each rank therefore adds the terms
+        of its own tokens, and only the usage is a sum over ranks.
+        """
+        spec, (chosen, _, logits, scores) = self.spec, routing
+        statistics, losses = {"load": count_choices(chosen.flatten(), spec.count)}, []
+        if spec.balance:
+            shares = scores if spec.score == "softmax" else scores / scores.sum(-1, keepdim=True)
+            if sequences is None:
+                usage = self.usage
+            else:
+                counts = count_by_sequence(chosen, *sequences, spec.count)
+                usage = (counts / counts.mean(-1, keepdim=True))[sequences.numbers]
+            losses.append(("balance", spec.balance * (shares * usage).sum()))
+        if spec.z_loss:
+            losses.append(("z_loss", spec.z_loss * logits.logsumexp(-1).square().sum()))
+        statistics |= {name: loss.detach()[None] for name, loss in losses}
+        if self.balance is not None:
+            low, high = self.balance.aminmax()
+            statistics["bias"] = (high - low).double()[None] * chosen.numel()
+        return BlockReport(sum(loss for _, loss in losses) if losses else None, statistics)
+
+    @torch.no_grad()
+    def rebalance(self, load: Tensor, skipped: Tensor) -> None:
+        """Takes over what a step shows. load: fp64 [experts], the tokens of each expert in the whole step; the counts
+        are exact. skipped: scalar, 1 where the step's update was skipped; then nothing changes."""
+        mean, applied = load.mean(), skipped == 0
+        if self.balance is not None:
+            self.balance.add_((mean - load).sign() * applied, alpha=self.spec.bias_rate)
+        if self.usage is not None:
+            self.usage.copy_(torch.where(applied, load / mean, self.usage))
 
 
 @cache
@@ -176,37 +296,101 @@ class GroupedProduct(torch.autograd.Function):
         return to_x, *(to_weight or [None]), None, *[None] * len(numbers)
 
 
-class GroupedLinear(DeclaredModule):
-    """One projection of all experts. weight: [experts, outputs, inputs]. axes: those of (outputs, inputs)."""
+@torch.library.custom_op("trainer::sum_groups", mutates_args=())
+def sum_groups(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """The sum of each expert's rows of x [rows, outputs], each times its weight [rows]: [experts, outputs].
 
-    def __init__(self, spec: ExpertsSpec, inputs: int, outputs: int, axes: tuple[str, str], residual: bool = False):
+    It is a product with a matrix of equal columns: a GEMM adds up in fp32 in a fixed order, and needs no atomics.
+    """
+    columns = weights.to(x.dtype)[:, None].expand(-1, EXPERT_ALIGNMENT).contiguous()
+    return grouped_weight_gradient(x, columns, ends)[..., 0].contiguous()
+
+
+@sum_groups.register_fake
+def _(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(ends.shape[0], x.shape[1])
+
+
+class GroupedBias(torch.autograd.Function):
+    """y + w b_e of each expert's rows of y [rows, outputs]. bias: [experts, outputs]; weights: [rows], or None for
+    one."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, bias: Tensor, weights: Tensor | None, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(bias, ends, *([] if weights is None else [weights]))
+        added = spread_groups(bias, ends, len(y))
+        return cast_result(y + (added if weights is None else added * weights[:, None]), y.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple:
+        bias, ends, *weights = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        if not weights:
+            return gradient, sum_groups(gradient, gradient.new_ones(len(gradient)), ends), None, None
+        added = spread_groups(bias, ends, len(gradient))
+        to_weights = (gradient * added.to(weights[0].dtype)).sum(1)
+        return gradient, sum_groups(gradient, *weights, ends), to_weights, None
+
+
+def spread_groups(values: Tensor, ends: Tensor, rows: int) -> Tensor:
+    """A row of values [experts, ...] for each of the sorted rows of experts: [rows, ...]."""
+    return values[torch.searchsorted(ends, torch.arange(rows, device=ends.device, dtype=ends.dtype), right=True)]
+
+
+class GroupedLinear(DeclaredModule):
+    """One projection of all experts. weight: [experts, outputs, inputs]; bias: [experts, outputs]. axes: those of
+    (outputs, inputs)."""
+
+    def __init__(
+        self,
+        spec: ExpertsSpec,
+        inputs: int,
+        outputs: int,
+        axes: tuple[str, str],
+        residual: bool = False,
+        bias: bool = False,
+    ):
         super().__init__()
+        self.biased = bias
         self.deferred: DeferredGrads | None = None
         self.number: Tensor | None = None
         active = spec.top_k / spec.count
         self.declare("weight", (spec.count, outputs, inputs), ("experts", *axes), "matrix", residual, active=active)
+        if bias:
+            self.declare("bias", (spec.count, outputs), ("experts", axes[0]), "bias", active=active)
 
     def defer(self, deferred: DeferredGrads) -> None:
         """From now on this layer may defer weight gradients, to `deferred`."""
         self.deferred, self.number = deferred, number_layer(self)
 
-    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        """x: [rows, inputs], sorted by expert. ends: see `grouped_matmul`."""
+    def forward(self, x: Tensor, ends: Tensor, weights: Tensor | None = None) -> Tensor:
+        """x: [rows, inputs], sorted by expert. ends: see `grouped_matmul`. weights: [rows], factors on the bias, or
+        None for one."""
         numbers = [] if self.number is None else [self.number]
         (weight,) = detach_weights([self.local("weight")], numbers)
-        return GroupedProduct.apply(x, weight, ends, *numbers)
+        y = GroupedProduct.apply(x, weight, ends, *numbers)
+        if not self.biased:
+            return y
+        return GroupedBias.apply(y, self.local("bias"), weights, ends)
 
 
 class Experts(nn.Module):
-    """The experts of a layer: down(act(gate(x)) * up(x)) each."""
+    """The experts of a layer: down(gate_hidden(gate(x), up(x))) each."""
 
-    def __init__(self, spec: ExpertsSpec, width: int, inner: int, activation: Callable[[Tensor], Tensor]):
+    def __init__(
+        self,
+        spec: ExpertsSpec,
+        width: int,
+        inner: int,
+        gate_hidden: Callable[[Tensor, Tensor], Tensor],
+        bias: bool = False,
+    ):
         super().__init__()
-        self.count, self.activation = spec.count, activation
+        self.count, self.gate_hidden = spec.count, gate_hidden
         self.dispatch = Dispatch()  # set by the plan, where ranks share experts
-        self.gate = GroupedLinear(spec, width, inner, ("inner", "embed"))
-        self.up = GroupedLinear(spec, width, inner, ("inner", "embed"))
-        self.down = GroupedLinear(spec, inner, width, ("embed", "inner"), residual=True)
+        self.gate = GroupedLinear(spec, width, inner, ("inner", "embed"), bias=bias)
+        self.up = GroupedLinear(spec, width, inner, ("inner", "embed"), bias=bias)
+        self.down = GroupedLinear(spec, inner, width, ("embed", "inner"), residual=True, bias=bias)
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """x and result: [tokens, width]. chosen, weights: [tokens, top_k], as the router returns them."""
@@ -215,7 +399,7 @@ class Experts(nn.Module):
     def compute(self, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
         """The weighted outputs of this rank's experts. rows and result: [rows, width], sorted by expert; weights:
         [rows]; ends: see `grouped_matmul`."""
-        hidden = self.activation(self.gate(rows, ends)) * self.up(rows, ends)
+        hidden = self.gate_hidden(self.gate(rows, ends), self.up(rows, ends))
         # The output is linear in what `down` reads. Weighted there, rows of `inner` elements are kept for the gradient
         # of the weights, which are narrower than those of the residual stream in models of many experts.
-        return self.down((hidden * weights[:, None]).to(rows.dtype), ends)
+        return self.down((hidden * weights[:, None]).to(rows.dtype), ends, weights)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,16 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.config import ConfigError, registry
-from trainer.config.model import AttentionSpec, FeedForwardSpec, LayerSpec, NormSpec
-from trainer.distributed.collectives import AllReduceSum
-from trainer.model.attention import causal_attention
+from trainer.config.model import LATENT_EPS, AttentionSpec, FeedForwardSpec, LayerSpec, NormSpec
+from trainer.distributed.collectives import AllReduceSum, GatherTokens
+from trainer.model.attention import causal_attention, pad_heads
 from trainer.model.cache import CachedMask, attend_cached
 from trainer.model.context_attention import SharedMask, attend_together
-from trainer.model.experts import Experts, Router, WideLinear
+from trainer.model.experts import Experts, Router, Sequences, WideLinear
 from trainer.model.initial import DeclaredModule
 from trainer.model.linear import DeferredGrads, column_parallel, number_layer, row_parallel
-from trainer.model.rotary import rotate_heads
-from trainer.model.stage import BlockReport, join_reports, keep_here, split_report
+from trainer.model.rotary import rotate_heads, rotate_pairs
+from trainer.model.stage import BlockReport, ReportedOutput, join_reports, keep_here, split_report
 from trainer.precision.products import Multiply, matmul
 
 # Functions of single tokens computed for some tokens at a time, and again in backward: what lives at once is one
@@ -84,6 +85,17 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """The gate of GPT-OSS, whose inputs are clamped (arXiv 2508.10925)."""
+    gate = gate.clamp(max=7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7.0, 7.0) + 1)
+
+
+def gate_hidden(activation: str, gate: Tensor, up: Tensor) -> Tensor:
+    """What the down projection of a gated block reads."""
+    return clamped_swiglu(gate, up) if activation == "clamped_swiglu" else ACTIVATIONS[activation](gate) * up
 
 
 class Linear(DeclaredModule):
@@ -190,6 +202,9 @@ class Block(nn.Module):
     recomputed = False
     """Whether backward recomputes this block (`activation.modules`)."""
 
+    by_sequence = False
+    """For feed-forward: whether it is called with the `Sequences` of its tokens besides."""
+
     caches = False
     """For attention: whether it accepts a `CachedMask` and depends on earlier tokens through their keys and values
     alone. Otherwise generation computes the whole context for every token."""
@@ -202,6 +217,17 @@ class Block(nn.Module):
 ATTENTION_BACKENDS: dict[type, Callable[..., Tensor]] = {SharedMask: attend_together, CachedMask: attend_cached}
 """Type of a mask that says where the keys are -> function that computes attention. `causal_attention` handles all
 others."""
+
+
+class Sinks(DeclaredModule):
+    """A logit for each head, see `AttentionSpec.sinks`. weight: [heads].
+
+    Its role is that of biases, because like them it is added and starts at zero: weight decay would pull every head
+    towards the same share of attention for its sink."""
+
+    def __init__(self, heads: int):
+        super().__init__()
+        self.declare("weight", (heads,), ("heads",), "bias", units=heads)
 
 
 class Attention(Block):
@@ -222,6 +248,7 @@ class Attention(Block):
         self.k = Linear(width, keys, ("kv_heads", "embed"), spec.bias, units=spec.kv_heads)
         self.v = Linear(width, keys, ("kv_heads", "embed"), spec.bias, units=spec.kv_heads)
         self.o = Linear(queries, width, ("embed", "heads"), spec.output_bias, residual=True)
+        self.sinks = Sinks(spec.heads) if spec.sinks else None
         self.qk_norm = spec.qk_norm
         if spec.qk_norm != "none":
             per_head = spec.qk_norm == "head"
@@ -253,7 +280,63 @@ class Attention(Block):
         # Kernels take [batch, heads, length, head_dim].
         query, key, value = (y.transpose(1, 2) for y in (query, key, value))
         attend = ATTENTION_BACKENDS.get(type(mask), causal_attention)
-        attended = attend(query, key, value, mask, self.scale, self.soft_cap)
+        sinks = None if self.sinks is None else self.sinks.local("weight")
+        attended = attend(query, key, value, mask, self.scale, self.soft_cap, sinks)
+        return self.o(attended.transpose(1, 2).reshape(shape[0] * shape[1], -1))
+
+
+class LatentAttention(Block):
+    """Causal self-attention whose keys and values are projections of a small latent vector (`LatentSpec`).
+
+    Tensor-parallel ranks cut the projections to heads, and hold those to latent vectors whole. Each rank computes the
+    latent vectors of its own tokens, and what is gathered are these and not the wider residual stream.
+    """
+
+    caches = True
+
+    def __init__(self, spec: AttentionSpec, norm: NormSpec, width: int):
+        super().__init__()
+        self.latent, self.head_dim, self.scale, self.soft_cap = spec.latent, spec.head_dim, spec.scale, spec.soft_cap
+        self.rotary, latent, heads = spec.positions == "rope", spec.latent, spec.heads
+        # In the order in which they run, by which `activation.save` counts.
+        if latent.q_rank:
+            self.q_a = Linear(width, latent.q_rank, ("latent", "embed"), spec.bias)
+            self.q_b = Linear(latent.q_rank, heads * spec.head_dim, ("heads", "latent"), units=heads)
+        else:
+            self.q = Linear(width, heads * spec.head_dim, ("heads", "embed"), units=heads)
+        self.kv_a = Linear(width, latent.kv_rank + latent.rope_dim, ("latent", "embed"), spec.bias)
+        expanded = heads * (latent.nope_dim + latent.value_dim)
+        self.kv_b = Linear(latent.kv_rank, expanded, ("heads", "latent"), units=heads)
+        self.o = Linear(heads * latent.value_dim, width, ("embed", "heads"), spec.output_bias, residual=True)
+        norm = replace(norm, eps=LATENT_EPS)
+        if latent.q_rank:
+            self.q_norm = Norm(latent.q_rank, norm, "latent")
+        self.kv_norm = Norm(latent.kv_rank, norm, "latent")
+
+    def forward(self, x: Tensor, shape: tuple[int, int], rotation: tuple[Tensor, Tensor] | None, mask: Any) -> Tensor:
+        """See `Attention.forward`."""
+        latent = self.latent
+        query = self.q_b(self.q_norm(self.q_a(x))) if latent.q_rank else self.q(x)
+        query = query.view(*shape, -1, self.head_dim)
+        latents, shared = self.kv_a(x).split([latent.kv_rank, latent.rope_dim], -1)
+        expanded = self.kv_b(self.kv_norm(latents)).view(*shape, -1, latent.nope_dim + latent.value_dim)
+        if self.kv_b.group is not None:
+            shared = GatherTokens.apply(self.kv_b.group, shared)
+        shared = shared.view(*shape, 1, latent.rope_dim)
+        content, position = query.split([latent.nope_dim, latent.rope_dim], -1)
+        key, value = expanded.split([latent.nope_dim, latent.value_dim], -1)
+        if self.rotary:
+            position, shared = rotate_pairs(position, *rotation), rotate_pairs(shared, *rotation)
+        query = torch.cat([content, position], -1)
+        key = torch.cat([key, shared.expand(*key.shape[:-1], -1)], -1)
+        if attend := ATTENTION_BACKENDS.get(type(mask)):
+            value = pad_heads(
+                value, self.head_dim
+            )  # ranks exchange keys and values as one tensor, a cache has one size
+        query, key, value = (y.transpose(1, 2) for y in (query, key, value.contiguous()))
+        attended = (attend or causal_attention)(query, key, value, mask, self.scale, self.soft_cap)[
+            ..., : latent.value_dim
+        ]
         return self.o(attended.transpose(1, 2).reshape(shape[0] * shape[1], -1))
 
 
@@ -263,7 +346,7 @@ class FeedForward(Block):
 
     def __init__(self, spec: FeedForwardSpec, width: int):
         super().__init__()
-        self.activation, self.gated = ACTIVATIONS[spec.activation], spec.kind == "gated"
+        self.activation, self.gated = spec.activation, spec.kind == "gated"
         if self.gated:
             self.gate = Linear(width, spec.width, ("mlp", "embed"), spec.bias)
         self.up = Linear(width, spec.width, ("mlp", "embed"), spec.bias)
@@ -271,9 +354,8 @@ class FeedForward(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.gated:
-            return self.down(self.activation(self.up(x)))
-        gate, up = project_input(x, self.gate, self.up)
-        return self.down(self.activation(gate) * up)
+            return self.down(ACTIVATIONS[self.activation](self.up(x)))
+        return self.down(gate_hidden(self.activation, *project_input(x, self.gate, self.up)))
 
 
 class Mixture(Block):
@@ -287,25 +369,31 @@ class Mixture(Block):
     def __init__(self, spec: FeedForwardSpec, width: int):
         super().__init__()
         self.router = Router(spec.experts, width)
-        self.experts = Experts(spec.experts, width, spec.width, ACTIVATIONS[spec.activation])
+        self.experts = Experts(spec.experts, width, spec.width, partial(gate_hidden, spec.activation), spec.bias)
         self.shared = self.shared_gate = None
         if spec.experts.shared_width:
             self.shared = FeedForward(replace(spec, width=spec.experts.shared_width), width)
         if spec.experts.shared_gate:
             self.shared_gate = WideLinear(width, 1)
+        self.reports = self.router.reports
+        self.by_sequence = spec.experts.balance > 0 and spec.experts.balance_over == "sequence"
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x and result: [tokens, width], this rank's tokens."""
-        result = self.experts(x, *self.router(x))
-        if self.shared is None:
-            return result
-        shared = self.shared(x)
-        if self.shared_gate is not None:
-            shared = (self.shared_gate(x).sigmoid() * shared).to(x.dtype)
-        return result + shared
+    def forward(self, x: Tensor, sequences: Sequences | None = None) -> Any:
+        """x and result: [tokens, width], this rank's tokens. sequences: theirs, where `by_sequence`."""
+        routing = self.router(x)
+        result = self.experts(x, routing.chosen, routing.weights)
+        if self.shared is not None:
+            shared = self.shared(x)
+            if self.shared_gate is not None:
+                shared = (self.shared_gate(x).sigmoid() * shared).to(x.dtype)
+            result = result + shared
+        return ReportedOutput(result, self.router.report(routing, sequences)) if self.training else result
 
 
-ATTENTION: dict[str, Callable[[AttentionSpec, NormSpec, int], Block]] = {"softmax": Attention}
+ATTENTION: dict[str, Callable[[AttentionSpec, NormSpec, int], Block]] = {
+    "softmax": Attention,
+    "latent": LatentAttention,
+}
 FEED_FORWARD: dict[str, Callable[[FeedForwardSpec, int], Block]] = {"gated": FeedForward, "plain": FeedForward}
 """Kind of a block in the spec -> its class."""
 
@@ -358,7 +446,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, *context: Any) -> Any:
         """x and result: [tokens, width], this rank's tokens. context: what attention takes besides (shape, rotation,
-        mask)."""
+        mask), and then what the feed-forward block takes besides."""
         # Around `run`, outside of recompute and compiled code: its hooks have to see the layer's input, which
         # checkpointing saves.
         with self.keep(x):
@@ -383,7 +471,7 @@ class Layer(nn.Module):
         """The whole layer as `run` computes it without tiles. x and result: [tokens, width]. context: see `forward`."""
         between, attention_report = self.attend(x, *context)
         ff_output, feed_forward_report = split_report(
-            self.feed_forward(self.feed_forward_norm(x if self.parallel_residual else between))
+            self.feed_forward(self.feed_forward_norm(x if self.parallel_residual else between), *context[3:])
         )
         result = between + self.feed_forward_post_norm(ff_output)
         if not self.training:
@@ -392,7 +480,7 @@ class Layer(nn.Module):
 
     def attend(self, x: Tensor, *context: Any) -> tuple[Tensor, BlockReport | None]:
         """The first half of the layer: the residual stream after attention, and attention's report."""
-        attended, report = split_report(self.attention(self.attention_norm(x), *context))
+        attended, report = split_report(self.attention(self.attention_norm(x), *context[:3]))
         return x + self.attention_post_norm(attended), report
 
     def feed(self, x: Tensor) -> Tensor:

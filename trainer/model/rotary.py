@@ -141,13 +141,8 @@ def attention_factor(spec: RopeSpec) -> float:
         reach = math.log(spec.factor) / math.log(spec.original_length) if spec.factor > 1 else 0.0
         return math.sqrt(1 + reach)
     if spec.mscale and spec.mscale_all_dim:
-        return _temperature(spec.factor, spec.mscale) / _temperature(spec.factor, spec.mscale_all_dim)
-    return _temperature(spec.factor, 1.0)
-
-
-def _temperature(factor: float, scale: float) -> float:
-    """YaRN's (section 3.4), as DeepSeek scales it."""
-    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+        return spec.temperature(spec.mscale) / spec.temperature(spec.mscale_all_dim)
+    return spec.temperature(1.0)
 
 
 def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -155,6 +150,18 @@ def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     head_dim]. Heads lie side by side in the result, and so in what attention makes of it: a product takes that as it
     is."""
     half = cos.shape[-1]
-    first, second, rest = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :]
-    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+    rotated, rest = _rotate(x[..., :half], x[..., half : 2 * half], cos, sin), x[..., 2 * half :]
     return torch.cat([rotated, rest], -1) if rest.shape[-1] else rotated
+
+
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates all dimensions of each head, pairing dimension 2i with 2i + 1, which is the layout of DeepSeek's weights.
+    In the result, the first dimensions of all pairs stand before the second ones. Scores do not depend on that
+    order."""
+    return _rotate(x[..., 0::2], x[..., 1::2], cos, sin)
+
+
+def _rotate(first: Tensor, second: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The pairs (first, second), rotated in fp32: [..., 2 x pairs] in their type."""
+    dtype, first, second = first.dtype, first.float(), second.float()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(dtype)

@@ -9,7 +9,7 @@ split.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
@@ -89,13 +89,13 @@ class Stage(Protocol):
 
     It is created on the meta device. Then the plan sets loss, deferred weight gradients, recompute and compilation of
     its layers, splits it over tensor-parallel ranks (`group`), shards its layers and then the rest as units, and gives
-    it storage. Last, every module with `reset_buffers()` fills its buffers.
+    it storage. Last, every module with `reset_buffers()` fills its buffers, which stay on the computing device in fp32,
+    also where parameters do not.
 
     layers: by their number in the whole model, in order; a child of the model. depth: number of layers of the whole
     model. first, last: whether the stage has the model's first and last end. group: the tensor-parallel ranks, None
     without any. context: the ranks that share sequences (`ContextGroup`), None without any; with them the model
-    computes its own tokens of each sequence, `context.own(length)`. rotaries: modules that hold only buffers. These
-    stay on the computing device in fp32, also where parameters do not. reports: name of each statistic that layers
+    computes its own tokens of each sequence, `context.own(length)`. reports: name of each statistic that layers
     report in training -> number of its values.
     """
 
@@ -105,7 +105,6 @@ class Stage(Protocol):
     last: bool
     group: TensorGroup | None
     context: Any
-    rotaries: Iterable[nn.Module]
     reports: dict[str, int]
 
     def __call__(

@@ -15,7 +15,7 @@ from trainer.distributed.collectives import ReduceScatterSum, TensorGroup
 from trainer.model.attention import build_mask, cap_score, document_starts
 from trainer.model.cache import KVCache
 from trainer.model.context_attention import ContextGroup, without_regather
-from trainer.model.experts import GroupedLinear
+from trainer.model.experts import GroupedLinear, Sequences
 from trainer.model.initial import DeclaredModule
 from trainer.model.layers import Block, Layer, Linear, Norm
 from trainer.model.linear import DeferredGrads, column_parallel
@@ -135,17 +135,17 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleDict(
             {str(i): Layer(layer, spec.width, spec.parallel_residual) for i, layer in specs.items()}
         )
-        # Computed once in each pass and shared by layers: one rotation for each kind of RoPE, one mask for each pair of
-        # window and soft cap.
-        self.kinds: dict[str, tuple[int | None, tuple[int, float]]] = {}
+        # Computed once in each pass and shared by layers: one rotation for each kind of RoPE, one mask for each window,
+        # with and without soft caps and sinks.
+        self.kinds: dict[str, tuple[int | None, tuple[int, bool]]] = {}
         rotaries: dict[str, Rotary] = {}
         for index, layer in specs.items():
             a, rotary = layer.attention, None
             if a.positions == "rope":
-                frequencies = f"{a.rope} {a.head_dim}"
-                rotaries.setdefault(frequencies, Rotary(a.rope, a.head_dim, spec.max_length))
+                frequencies = f"{a.rope} {a.rotary_dim}"
+                rotaries.setdefault(frequencies, Rotary(a.rope, a.rotary_dim, spec.max_length))
                 rotary = list(rotaries).index(frequencies)
-            self.kinds[str(index)] = (rotary, (a.window, a.soft_cap))
+            self.kinds[str(index)] = (rotary, (a.window, a.changes_softmax))
         self.rotaries = nn.ModuleList(rotaries.values())
         if self.last:
             self.norm = Norm(spec.width, spec.norm)
@@ -217,16 +217,26 @@ class Transformer(nn.Module):
             for kind in dict.fromkeys(k for _, k in self.kinds.values())
         }
         x, reports = self.embed(tokens, positions) if self.first else hidden, {}
+        sequences = self.number_sequences(shape, tokens.device)
         for index, layer in self.layers.items():
             rotary, kind = self.kinds[index]
             rotation = None if rotary is None else rotations[rotary]
             # A recomputed layer gathers its keys again anyway. Doing it in backward too would gather them twice.
             mask = without_regather(masks[kind]) if layer.recomputes_attention else masks[kind]
-            x, reports[f"layers.{index}"] = split_report(layer(x, shape, rotation, mask))
+            more = [sequences] if layer.feed_forward.by_sequence else []
+            x, reports[f"layers.{index}"] = split_report(layer(x, shape, rotation, mask, *more))
         if self.last:
             x, reports["head"] = split_report(self.head(self.norm(x), None if targets is None else targets.flatten()))
             x = x.view(*shape, -1) if targets is None else (x[0], x[1].view(shape).sum(1))
         return join_reports(x, reports)
+
+    def number_sequences(self, shape: tuple[int, int], device: torch.device) -> Sequences:
+        """The sequences of this rank's tokens. shape: see `Attention.forward`."""
+        (count, length), group, context = shape, self.group, self.context
+        numbers = torch.arange(count * length, device=device) // length
+        groups = [group, *(() if context is None else (context.heads, context.keys))]
+        keys = "\n".join(one.key for one in groups if one is not None)
+        return Sequences(numbers if group is None else group.own(numbers), count, keys)
 
     def extend(self, tokens: Tensor, hidden: Tensor | None, cache: KVCache) -> Tensor:
         """A pass of generation. tokens: [rows, length], contexts with padding at the end; or [rows of the cache, 1],

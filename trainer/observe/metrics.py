@@ -84,6 +84,15 @@ METRICS: dict[str, str] = {
     "damaged": "rows of the training data that were left out as damaged; null without data.on_error=skip, and with a "
     "stream",
     "term/NAME": "mean per valid token of a registered term of the loss (loss.terms), which `loss` does not contain",
+    "experts/fullest": "tokens of a layer's fullest expert as a multiple of the mean of its experts, the largest of "
+    "any layer",
+    "experts/idle": "share of a layer's experts without any token in this step, the largest of any layer",
+    "experts/entropy": "entropy of the load of a layer's experts over that of equal load, 0 to 1, the smallest of any "
+    "layer",
+    "experts/balance": "mean per valid token of the balance losses of all layers with their factors, which `loss` does "
+    "not contain",
+    "experts/z_loss": "the same of the routers' z-losses",
+    "experts/bias": "largest less smallest bias of a layer's experts in this step, the largest of any layer",
     "user/NAME": "a registered metric (logging.metrics)",
     "eval_loss": "mean loss per valid token on held-out data, in nats",
     "eval_loss/NAME": "the same on one set of eval.sets, or on what is held out of one source, where there are several",

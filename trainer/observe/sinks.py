@@ -244,7 +244,7 @@ class Logger:
         if not enabled:
             return
         folder = Path(folder)
-        with explain_errors("run.dir", folder):
+        with explain_errors(folder):
             self._sinks += [JsonLines(folder, resume_step, self.event), SamplesFile(folder)]
             self._listeners.append(LogFile(folder, run.steps))
         if logging.console != "none":

@@ -33,7 +33,7 @@ ROUND = 2**25
 """Elements of whole matrices that a rank puts together at a time, unless one matrix has more."""
 
 
-def orthogonalise_matrix(matrix: Tensor, steps: int = NEWTON_SCHULZ_STEPS) -> Tensor:
+def orthogonalise_matrix(matrix: Tensor) -> Tensor:
     """The matrix with all singular values near one, by Newton-Schulz iteration in its own type: [rows, columns], or
     each matrix of a stack [experts, rows, columns]."""
     a, b, c = COEFFICIENTS
@@ -41,7 +41,7 @@ def orthogonalise_matrix(matrix: Tensor, steps: int = NEWTON_SCHULZ_STEPS) -> Te
     x = matrix.mT if tall else matrix
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=SMALLEST)
     multiply = torch.addmm if x.ndim == 2 else torch.baddbmm
-    for _ in range(steps):
+    for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.mT
         x = multiply(x, multiply(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x

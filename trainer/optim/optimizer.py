@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -98,7 +98,7 @@ def parameter_policies(
 
 
 class ParameterUpdate(NamedTuple):
-    """What a registered optimizer receives of a parameter: this rank's part of it, in fp32.
+    """What Lion, SGD and registered optimizers receive of a parameter: this rank's part of it, in fp32.
 
     gradient: unscaled and clipped. moments: by name. rate: the learning rate, number: the number of the update from 1;
     both scalar tensors.
@@ -110,6 +110,23 @@ class ParameterUpdate(NamedTuple):
     rate: Tensor
     number: Tensor
     weight_decay: float
+
+
+def update_by_lion(config: OptimizerConfig, update: ParameterUpdate) -> tuple[Tensor, dict[str, Tensor]]:
+    """The update uses beta1, the new momentum beta2 (arXiv 2302.06675, algorithm 2)."""
+    weight, gradient, moment = update.weight, update.gradient, update.moments["exp_avg"]
+    direction = torch.sign(moment.lerp(gradient, 1 - config.beta1)) + update.weight_decay * weight
+    return weight - direction * update.rate, {"exp_avg": moment.lerp(gradient, 1 - config.beta2)}
+
+
+def update_by_sgd(config: OptimizerConfig, update: ParameterUpdate) -> tuple[Tensor, dict[str, Tensor]]:
+    """Gradient descent with momentum beta1."""
+    moment = config.beta1 * update.moments["momentum"] + update.gradient
+    return update.weight - (moment + update.weight_decay * update.weight) * update.rate, {"momentum": moment}
+
+
+FORMULAS = {"lion": update_by_lion, "sgd": update_by_sgd}
+"""Optimizers that a CPU computes parameter by parameter: the weight and the moments after an update."""
 
 
 class Optimizer:
@@ -172,14 +189,11 @@ class Optimizer:
             names = [
                 name for name in names if policy.optimizer != "muon" and local_values(self.parameters[name]).numel()
             ]
-            if names and policy.optimizer in OPTIMIZERS.registered:
-                self._registered(policy, names, rate * policy.lr_scale, grad_scale, found_inf)
-            elif names and self.updates.is_cuda:
-                self._launch(policy, names, rate * policy.lr_scale, grad_scale, found_inf)
-            elif names:
-                {"adamw": self._adamw, "lion": self._lion, "sgd": self._sgd}[policy.optimizer](
-                    policy, names, rate * policy.lr_scale, grad_scale, found_inf
-                )
+            if names:
+                run = self._by_formula
+                if policy.optimizer not in OPTIMIZERS.registered:
+                    run = self._launch if self.updates.is_cuda else self._adamw if policy.optimizer == "adamw" else run
+                run(policy, names, rate * policy.lr_scale, grad_scale, found_inf)
 
     def _launch(
         self, policy: ParameterPolicy, names: list[str], rate: Tensor, grad_scale: Tensor, found_inf: Tensor
@@ -231,33 +245,12 @@ class Optimizer:
                 first[index].copy_(m[0])
                 second[index].copy_(v[0])
 
-    def _lion(
-        self, policy: ParameterPolicy, names: list[str], rate: Tensor, grad_scale: Tensor, found_inf: Tensor
-    ) -> None:
-        for name in names:
-            weight, moment, gradient = self._inputs(name, "exp_avg", grad_scale, found_inf)
-            # Lion: the update uses beta1, the new momentum beta2 (arXiv 2302.06675, algorithm 2).
-            direction = torch.sign(moment.float().lerp(gradient, 1 - self.config.beta1)) + policy.weight_decay * weight
-            weight.sub_(direction * rate * (1 - found_inf))
-            moment.copy_(
-                torch.where(found_inf > 0, moment.float(), moment.float().lerp(gradient, 1 - self.config.beta2))
-            )
-
-    def _sgd(
-        self, policy: ParameterPolicy, names: list[str], rate: Tensor, grad_scale: Tensor, found_inf: Tensor
-    ) -> None:
-        for name in names:
-            weight, moment, gradient = self._inputs(name, "momentum", grad_scale, found_inf)
-            updated = torch.where(found_inf > 0, moment.float(), self.config.beta1 * moment.float() + gradient)
-            weight.sub_((updated + policy.weight_decay * weight) * rate * (1 - found_inf))
-            moment.copy_(updated)
-
     def _muon(self, rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
         config, applied = self.config.muon, 1 - found_inf
 
         # `run` calls `direction` for each matrix, orthogonalises the whole matrices, and hands the parts to `apply`.
         def direction(name: str) -> Tensor:
-            _, moment, gradient = self._inputs(name, "momentum_buffer", grad_scale, found_inf)
+            moment, (_, gradient) = self.state[name, "momentum_buffer"], self._inputs(name, grad_scale, found_inf)
             updated = moment.float().lerp(gradient, 1 - config.momentum)
             moment.copy_(torch.where(found_inf > 0, moment.float(), updated))
             return gradient.lerp(updated, config.momentum)  # Nesterov momentum
@@ -271,22 +264,21 @@ class Optimizer:
         assert self.orthogonaliser is not None  # made where there is a matrix
         self.orthogonaliser.run(direction, apply)
 
-    def _registered(
+    def _by_formula(
         self, policy: ParameterPolicy, names: list[str], rate: Tensor, grad_scale: Tensor, found_inf: Tensor
     ) -> None:
-        # A registered optimizer need not know of skipped steps: it computes on a gradient of zero, and its results are
-        # discarded.
-        entry, number = OPTIMIZERS[policy.optimizer], self.updates + 1
-        settings = entry.chosen(self.config.settings)
+        """Lion and SGD on a CPU, and registered optimizers."""
+        # A formula need not know of skipped steps: it computes on a gradient of zero, and its results are discarded.
+        entry = OPTIMIZERS.registered.get(policy.optimizer)
+        formula: Any = entry.made if entry else FORMULAS[policy.optimizer]
+        settings = entry.chosen(self.config.settings) if entry else self.config
         for name in names:
-            weight = local_values(self.parameters[name])
-            gradient = torch.where(found_inf > 0, 0, local_values(self.parameters[name].grad) / grad_scale)
+            weight, gradient = self._inputs(name, grad_scale, found_inf)
             before = {moment: self.state[name, moment] for moment in moment_count(policy.optimizer)}
             moments = {moment: value.float() for moment, value in before.items()}
-            updated, after = entry.made(
-                settings, ParameterUpdate(weight, gradient, moments, rate, number, policy.weight_decay)
-            )
-            if set(after) != set(before):
+            update = ParameterUpdate(weight, gradient, moments, rate, self.updates + 1, policy.weight_decay)
+            updated, after = formula(settings, update)
+            if entry and set(after) != set(before):
                 raise ConfigError(
                     f"the optimizer '{entry.name}' ({entry.home}) returns the moments {', '.join(after)}, and is "
                     f"registered with {', '.join(before)}"
@@ -294,12 +286,11 @@ class Optimizer:
             for old, new in [(weight, updated), *((before[moment], after[moment]) for moment in before)]:
                 old.copy_(torch.where(found_inf > 0, old, new.to(old.dtype)))
 
-    def _inputs(self, name: str, moment: str, grad_scale: Tensor, found_inf: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Weight, one moment and gradient of a parameter, local parts. The gradient is divided by `grad_scale`, and
-        zero in a skipped step: it may hold NaN then, and a product with zero would not remove that."""
+    def _inputs(self, name: str, grad_scale: Tensor, found_inf: Tensor) -> tuple[Tensor, Tensor]:
+        """Weight and gradient of a parameter, local parts. The gradient is divided by `grad_scale`, and zero in a
+        skipped step: it may hold NaN then, and a product with zero would not remove that."""
         parameter = self.parameters[name]
-        gradient = torch.where(found_inf > 0, 0, local_values(parameter.grad) / grad_scale)
-        return local_values(parameter), self.state[name, moment], gradient
+        return local_values(parameter), torch.where(found_inf > 0, 0, local_values(parameter.grad) / grad_scale)
 
     def zero_grad(self) -> None:
         for parameter in self.parameters.values():

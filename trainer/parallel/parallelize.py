@@ -173,9 +173,11 @@ def compile_layers(model: Stage, deferring: bool) -> None:
 
 
 def keep_buffers(model: Stage, device: torch.device) -> None:
-    """Puts the buffers of rotary positions onto the device in fp32, and recomputes them. They stay with the
-    computation when parameters are offloaded. In a lower precision the frequencies would be rounded, which changes the
-    angles more the longer a sequence is; a model that was cast has rounded them already."""
-    for rotary in model.rotaries:
-        rotary.to(device, torch.float32)
-        rotary.reset_buffers()
+    """Puts the buffers of a model onto the device in fp32, and fills them. They stay with the computation when
+    parameters are offloaded. In a lower precision rotary frequencies would be rounded, which changes the angles more
+    the longer a sequence is; a model that was cast has rounded them already."""
+    for module in model.modules():
+        if hasattr(module, "reset_buffers"):
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(device, torch.float32))
+            module.reset_buffers()

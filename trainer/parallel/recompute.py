@@ -357,11 +357,11 @@ def selective_contexts(rules: Rules) -> Any:
 
 NOTHING_SAVED = partial(selective_contexts, {})
 
-ROUTED = ("choose_experts", "exchange_counts", "order_arrivals", "select_choices")
+ROUTED = ("choose_experts", "count_by_sequence", "exchange_counts", "order_arrivals", "select_choices")
 ROUTING: Rules = {getattr(torch.ops.trainer, name).default: ((-1, 1, ()),) for name in ROUTED}
-"""Saves the choice of experts and the sizes and orders that follow from it. Chosen again, a token could go to another
-expert, because scores that are nearly equal are not computed to the same bits by every kernel. Sizes would make the
-host wait again."""
+"""Saves the choice of experts and the counts, sizes and orders that follow from it. Chosen again, a token could go to
+another expert, because scores that are nearly equal are not computed to the same bits by every kernel. Counts and sizes
+would be sent again, and the host would wait for them."""
 
 recompute_unrouted = partial(recompute_all, context_fn=partial(selective_contexts, ROUTING))
 """`recompute_all` without routing tokens again."""

@@ -130,7 +130,7 @@ def compare_plans(
                     torch.bfloat16 if kind == FP8 else DTYPES.get(kind, torch.float32),
                     precision if kind == FP8 else None,
                 )
-            plain[kind] = compare_runs(again, expected)
+            plain[kind] = compare_runs(again, expected, kind)
     worlds: dict[tuple[int, ...], World] = {}
     results = [PlanResult(case.text, "REFUSED", case.reasons) for case in cases]
     for number, (index, case) in enumerate(legal, start=1):

@@ -29,7 +29,7 @@ from trainer.parity.compare import Trajectory
 from trainer.planning.features import check_plan, resolve_plan
 from trainer.planning.float8 import numeric_types
 from trainer.planning.neighbours import build_variant, fit_batch
-from trainer.planning.parameters import declare_parameters
+from trainer.planning.parameters import declare_parameters, router_shapes
 from trainer.planning.plan import Plan, node_size
 from trainer.planning.resolve import Layout, check_config, resolve_layout
 from trainer.training.session import numeric_mode
@@ -106,7 +106,10 @@ class StateRecorder:
 
     def record(self, kind: str) -> None:
         """Copies what this rank holds to the CPU: the weights, or the gradients without the loss scale."""
-        for name, parameter in self.state.optimizer.parameters.items():
+        held = dict(self.state.optimizer.parameters)
+        if not kind.startswith("gradient"):
+            held |= self.state.router_buffers
+        for name, parameter in held.items():
             for offset, value in local_regions(parameter.grad if kind.startswith("gradient") else parameter):
                 if value.numel():
                     value = value / self.state.scaler.value.item() if kind.startswith("gradient") else value
@@ -120,9 +123,8 @@ class StateRecorder:
     def trajectory(self) -> Trajectory:
         """The records of all ranks together; whole tensors on rank 0 only. All ranks call it together."""
         self.record("parameters")
-        whole, differing = assemble_tensors(
-            self.boxes_held, {name: info.shape for name, info in declare_parameters(self.state.spec).items()}
-        )
+        shapes = {name: info.shape for name, info in declare_parameters(self.state.spec).items()}
+        whole, differing = assemble_tensors(self.boxes_held, shapes | router_shapes(self.state.spec))
         everyone = self.state.world.gather((self.agreed, self.problems))
         problems = [f"{box.kind}: {box.name} differs between ranks that hold the same part of it" for box in differing]
         problems += ["found_inf, clipping, loss or gradient norm differ between ranks"] * any(

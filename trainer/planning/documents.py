@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from trainer.config import Config, ConfigError
 from trainer.config.schema import DataConfig, DocumentsConfig
-from trainer.planning.layer import seen_keys
 
 QUANTILES = 4096
 """Lengths of documents that stand for all."""
@@ -125,22 +124,19 @@ def computed_keys(length: int, window: int, documents: DocumentLengths | None, b
     return blocks * block * block / tokens
 
 
-def mean_keys(length: int, window: int, documents: DocumentLengths | None) -> float:
-    """Keys that a token sees, on average over the places of a sequence."""
-    if documents is None:
-        return seen_keys(length, window)
-    return computed_keys(length, window, documents, 1)
-
-
 def fit_documents(mean: float, keys: float, length: int) -> DocumentLengths:
     """Documents of this mean, of which a token sees so many keys on average in sequences of `length`; as near as comes,
     with lengths between all the same and a median of a thousandth."""
+
+    def seen(median: float) -> float:
+        return computed_keys(length, 0, DocumentLengths(mean, median), 1)
+
     low, high = mean / 1000, mean
-    if mean_keys(length, 0, DocumentLengths(mean, high)) >= keys:
+    if seen(high) >= keys:
         return DocumentLengths(mean, high)
     for _ in range(16):
         middle = math.sqrt(low * high)
-        low, high = (middle, high) if mean_keys(length, 0, DocumentLengths(mean, middle)) > keys else (low, middle)
+        low, high = (middle, high) if seen(middle) > keys else (low, middle)
     return DocumentLengths(mean, math.sqrt(low * high))
 
 

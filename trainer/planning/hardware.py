@@ -112,11 +112,6 @@ def product_type(precision: PrecisionConfig) -> str:
     return "tf32" if precision.compute == "fp32" and precision.matmul == "high" else precision.compute
 
 
-def known_devices() -> list[str]:
-    """Names that `peak_flops` knows, without the leading 'NVIDIA '."""
-    return list(_BY_NAME)
-
-
 # Files that describe machines.
 
 

@@ -188,6 +188,8 @@ def layer_program(
             if layer.feed_forward.experts.shared_width:
                 yield from projections(f"{name}.shared", kinds, kind)
                 yield from shared_gate_ops(layer, width, tp, stream)
+        elif kind == "latent":
+            yield from latent_ops(layer, width, tp, element_bytes, keys, statistics, partial)
         else:
             yield from projections(name, kinds, kind)
         yield from norm(f"{name}_post_norm", placement in ("post", "both"))
@@ -241,19 +243,82 @@ operations of a block between the projections that read its input and those that
 
 def softmax_ops(block: str, layer: LayerSpec, gemms: Mapping[str, Op], tp: int, keys: float) -> Iterator[Op]:
     """The norms of queries and keys, which keep their inputs, and the kernel, which keeps its output and, in fp32, the
-    log-sum-exp of each head's scores."""
+    log-sum-exp of each head's scores. Sinks scale that output."""
     a = layer.attention
     for name in ("q", "k") if a.qk_norm != "none" else ():
         size = gemms[f"attention.{name}"].result
         yield Op(f"attention.{name}_norm", "norm", saved=size, eager=size if tp > 1 and a.qk_norm == "full" else 0.0)
     kept = gemms["attention.q"].result + 4.0 * a.heads / tp
     yield Op("attention", "attention", flops=attention_flops(a, keys, tp), result=kept, saved=kept)
+    if a.sinks:  # the scaled output, which follows from the kernel's, and its factor
+        yield Op("attention.sinks", "elementwise", saved=kept, fused=kept)
+
+
+def latent_ops(
+    layer: LayerSpec, width: int, tp: int, element_bytes: int, keys: float, statistics: float, partial: float
+) -> Iterator[Op]:
+    """Latent attention. Each tensor-parallel rank computes the latent vectors of its own tokens, of which all are
+    gathered. Keys and values are copies of what the second projection gives. Not counted are zeros behind the values,
+    which kernels other than cuDNN's on Hopper want.
+
+    statistics, partial: bytes of a norm's statistics, and of a term of the output in eager layers."""
+    a, latent, table = layer.attention, layer.attention.latent, layer_table(layer, width)
+    stream, heads = element_bytes * width / tp, element_bytes * a.heads / tp
+    queries, values = heads * a.head_dim, heads * a.value_dim
+
+    def gemm(name: str, saved: float = 0.0, reads: float = 0.0) -> Op:
+        info = table[f"attention.{name}.weight"]
+        shape, rows = info.multiplied(tp), 1 / tp if info.cut is None else 1.0
+        result = stream if info.cut == 1 else element_bytes * rows * shape[0]
+        flops = rows * gemm_flops(info, tp)
+        return Op(f"attention.{name}", "gemm", shape, flops, result, saved=saved, deferred=result + reads, rows=rows)
+
+    def gather(name: str, size: float, sent: float) -> Op:
+        sends = element_bytes * sent if tp > 1 else 0.0
+        return Op(
+            f"attention.{name}.all_gather", "all_gather", deferred=size, gemms=(f"attention.{name}",), sends=sends
+        )
+
+    def norm(name: str, rank: int) -> Op:
+        return Op(f"attention.{name}", "norm", saved=element_bytes * rank / tp + statistics)
+
+    if latent.q_rank:
+        size = element_bytes * latent.q_rank / tp
+        yield gemm("q_a", saved=size, reads=stream)
+        yield norm("q_norm", latent.q_rank)
+        yield gather("q_b", size, latent.q_rank)
+        yield gemm("q_b", saved=queries)
+    else:
+        yield gather("q", stream, width)
+        yield gemm("q", saved=queries)
+    both = latent.kv_rank + latent.rope_dim
+    yield gemm("kv_a", saved=element_bytes * both / tp)
+    yield norm("kv_norm", latent.kv_rank)
+    yield gather("kv_b", element_bytes * latent.kv_rank / tp, both)
+    yield gemm("kv_b", saved=queries + values)
+    kept = values + 4.0 * a.heads / tp
+    yield Op("attention", "attention", flops=attention_flops(a, keys, tp), result=kept, saved=kept)
+    yield gemm("o", reads=values)
+    yield Op(
+        "attention.reduce_scatter",
+        "reduce_scatter",
+        eager=partial,
+        gemms=("attention.o",),
+        sends=stream * tp * (tp > 1),
+    )
 
 
 def gated_ops(block: str, layer: LayerSpec, gemms: Mapping[str, Op], tp: int, keys: float) -> Iterator[Op]:
-    """The activation function's result, which follows from the projection, and its product with the second one."""
-    gate, up = (gemms[f"{block}.{name}"].result for name in ("gate", "up"))
-    yield Op(f"{block}.activation", "elementwise", saved=gate + up, fused=gate)
+    """What the activation function keeps, which follows from the projections, and its product with the second one."""
+    gate = gemms[f"{block}.gate"].result
+    between = gating_results(layer) * gate
+    yield Op(f"{block}.activation", "elementwise", saved=between + gate, fused=between)
+
+
+def gating_results(layer: LayerSpec) -> int:
+    """Tensors, as large as a projection's result, that the gate of a block keeps between its projections and their
+    product: the activation function's result, or the clamped gate, its sigmoid, the product of both, and up + 1."""
+    return 4 if layer.feed_forward.activation == "clamped_swiglu" else 1
 
 
 def plain_ops(block: str, layer: LayerSpec, gemms: Mapping[str, Op], tp: int, keys: float) -> Iterator[Op]:
@@ -294,12 +359,15 @@ def mixture_ops(layer: LayerSpec, width: int, tp: int, element_bytes: int) -> It
     # The chosen experts, the order of their rows, and its inverse; weights before and after that order.
     sums = WIDE / tp if experts.normalise else 0.0
     weights = WIDE * rows * (2 if experts.normalise else 1) + sums
-    yield Op("feed_forward.choice", "choice", result=INDEX * rows, saved=3 * INDEX * rows + weights)
+    # The usage of each token's sequence, by which its scores are multiplied, and logits.
+    losses = (experts.balance > 0 and experts.balance_over == "sequence") + (experts.z_loss > 0)
+    yield Op("feed_forward.choice", "choice", result=INDEX * rows, saved=3 * INDEX * rows + weights + losses * scores)
     yield Op("feed_forward.dispatch", "elementwise", saved=stream, deferred=stream)
     for name in ("gate", "up"):
         yield gemm(f"feed_forward.experts.{name}", hidden, saved=hidden, deferred=hidden)
     # As of a dense block, and its product with the weights.
-    yield Op("feed_forward.experts.activation", "elementwise", saved=3 * hidden, fused=2 * hidden)
+    between = (gating_results(layer) + 1) * hidden
+    yield Op("feed_forward.experts.activation", "elementwise", saved=between + hidden, fused=between)
     yield gemm("feed_forward.experts.down", stream, deferred=stream + hidden)
 
 
@@ -363,7 +431,7 @@ def attention_flops(a: AttentionSpec, keys: float, ranks: int = 1) -> float:
     their product with the values."""
     if entry := registry.ATTENTION.registered.get(a.kind):
         return entry.facts["flops"](entry.chosen(a.settings), a, keys) / ranks
-    return 4.0 * (a.heads * a.head_dim / ranks) * keys
+    return 2.0 * (a.heads * (a.head_dim + a.value_dim) / ranks) * keys
 
 
 def seen_keys(length: int, window: int = 0) -> float:

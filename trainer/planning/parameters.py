@@ -69,8 +69,9 @@ class ParameterInfo:
 
     @property
     def stacked(self) -> bool:
-        """Whether it is a matrix for each expert, [experts, outputs, inputs]."""
-        return self.axes[0] == "experts" and len(self.shape) == 3
+        """Whether it is a matrix for each expert, [experts, outputs, inputs], or a bias for each, [experts,
+        outputs]."""
+        return self.axes[0] == "experts" and len(self.shape) == (2 if self.role == "bias" else 3)
 
     @property
     def cut(self) -> int | None:
@@ -151,6 +152,17 @@ def declare_parameters(spec: ModelSpec, layers: range | None = None) -> dict[str
     blocks = layer_tables(spec)
     inner = {f"layers.{index}.{name}": info for index in layers for name, info in blocks[index].items()}
     return {**before, **inner, **behind}
+
+
+def router_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Global name -> shape of every fp32 tensor of the whole model that routers of experts keep besides parameters."""
+    blocks = [(index, layer.feed_forward.experts) for index, layer in enumerate(layer_specs(spec))]
+    return {
+        f"layers.{index}.feed_forward.router.{name}": (experts.count,)
+        for index, experts in blocks
+        if experts.count
+        for name in experts.buffers
+    }
 
 
 @by_value
@@ -241,7 +253,7 @@ def norm_table(width: int, spec: NormSpec, axis: str = "embed", units: int = 0) 
 
 
 def softmax_attention(layer: LayerSpec, width: int) -> dict[str, ParameterInfo]:
-    """Projections of queries, keys, values and the output, and the norms of queries and keys."""
+    """Projections of queries, keys, values and the output, sinks, and the norms of queries and keys."""
     a = layer.attention
     queries, keys = a.heads * a.head_dim, a.kv_heads * a.head_dim
     modules = [
@@ -250,6 +262,8 @@ def softmax_attention(layer: LayerSpec, width: int) -> dict[str, ParameterInfo]:
         ("v", linear_table(width, keys, ("kv_heads", "embed"), a.bias, units=a.kv_heads)),
         ("o", linear_table(queries, width, ("embed", "heads"), a.output_bias, residual=True)),
     ]
+    if a.sinks:
+        modules.append(("sinks", {"weight": ParameterInfo((a.heads,), ("heads",), "bias")}))
     if a.qk_norm == "head":
         modules += [(name, norm_table(a.head_dim, layer.norm, "head_dim")) for name in ("q_norm", "k_norm")]
     elif a.qk_norm == "full":
@@ -258,6 +272,28 @@ def softmax_attention(layer: LayerSpec, width: int) -> dict[str, ParameterInfo]:
             ("k_norm", norm_table(keys, layer.norm, "kv_heads", a.kv_heads)),
         ]
     return join_tables(modules)
+
+
+def latent_attention(layer: LayerSpec, width: int) -> dict[str, ParameterInfo]:
+    """Projections to latent vectors and from there to heads, the output's, and the norms of the latent vectors."""
+    a, latent, heads = layer.attention, layer.attention.latent, layer.attention.heads
+    down, up, rank = ("latent", "embed"), ("heads", "latent"), latent.q_rank
+    kv_outputs = latent.kv_rank + latent.rope_dim
+    modules = [
+        ("kv_a", linear_table(width, kv_outputs, down, a.bias)),
+        ("kv_b", linear_table(latent.kv_rank, heads * (latent.nope_dim + latent.value_dim), up, False, units=heads)),
+        ("o", linear_table(heads * latent.value_dim, width, ("embed", "heads"), a.output_bias, residual=True)),
+    ]
+    queries = heads * a.head_dim
+    if rank:
+        modules[:0] = [
+            ("q_a", linear_table(width, rank, down, a.bias)),
+            ("q_b", linear_table(rank, queries, up, False, units=heads)),
+        ]
+        modules.append(("q_norm", norm_table(rank, layer.norm, "latent")))
+    else:
+        modules.insert(0, ("q", linear_table(width, queries, ("heads", "embed"), False, units=heads)))
+    return join_tables([*modules, ("kv_norm", norm_table(latent.kv_rank, layer.norm, "latent"))])
 
 
 def plain_feed_forward(layer: LayerSpec, width: int) -> dict[str, ParameterInfo]:
@@ -271,15 +307,21 @@ def mixture_feed_forward(layer: LayerSpec, width: int) -> dict[str, ParameterInf
     """Router, experts, and what every token passes through besides."""
     experts, inner = layer.feed_forward.experts, layer.feed_forward.width
     active = experts.top_k / experts.count
-    inputs, outputs = ("experts", "inner", "embed"), ("experts", "embed", "inner")
-    into = {"weight": ParameterInfo((experts.count, inner, width), inputs, "matrix", active=active)}
-    out_of = {"weight": ParameterInfo((experts.count, width, inner), outputs, "matrix", True, active=active)}
+
+    def stack(outputs: int, inputs: int, axes: tuple[str, str], residual: bool = False) -> Table:
+        shape, named = (experts.count, outputs, inputs), ("experts", *axes)
+        table = {"weight": ParameterInfo(shape, named, "matrix", residual, active=active)}
+        bias = {"bias": ParameterInfo(shape[:2], named[:2], "bias", active=active)}
+        return table | bias if layer.feed_forward.bias else table
+
+    into = stack(inner, width, ("inner", "embed"))
     modules = [
-        ("router", linear_table(width, experts.count, ("experts", "embed"), False)),
-        *(("experts.gate", into), ("experts.up", into), ("experts.down", out_of)),
+        ("router", linear_table(width, experts.count, ("experts", "embed"), experts.router_bias)),
+        *(("experts.gate", into), ("experts.up", into)),
+        ("experts.down", stack(width, inner, ("embed", "inner"), True)),
     ]
     if experts.shared_width:
-        block = FeedForwardSpec(width=experts.shared_width)
+        block = FeedForwardSpec(width=experts.shared_width, bias=layer.feed_forward.bias)
         modules.append(("shared", gated_feed_forward(replace(layer, feed_forward=block), width)))
     if experts.shared_gate:
         modules.append(("shared_gate", linear_table(width, 1, ("experts", "embed"), False)))
@@ -294,7 +336,7 @@ def gated_feed_forward(layer: LayerSpec, width: int) -> dict[str, ParameterInfo]
     return {**join_tables([("gate", gate)]), **plain_feed_forward(layer, width)}
 
 
-ATTENTION: dict[str, Block] = {"softmax": softmax_attention}
+ATTENTION: dict[str, Block] = {"softmax": softmax_attention, "latent": latent_attention}
 FEED_FORWARD: dict[str, Block] = {"gated": gated_feed_forward, "plain": plain_feed_forward}
 
 

@@ -156,12 +156,13 @@ class EagerExtra(NamedTuple):
 
     saved: bytes of one token: GEMM results before their sums, and sums, which selective recompute saves both; and what
     norms over the heads of several ranks take in several operations. again: GEMMs whose results are summed.
-    calls: sums of such results, and all-gathers of inputs whose GEMMs are saved.
+    sends: bytes that the collectives send of a token: sums of such results, and all-gathers of inputs whose GEMMs are
+    saved.
     """
 
     saved: float = 0.0
     again: tuple[str, ...] = ()
-    calls: int = 0
+    sends: tuple[float, ...] = ()
 
 
 class RecomputeEffect(NamedTuple):
@@ -222,7 +223,7 @@ def recompute_effect(layer: Program, index: int, config: ActivationConfig | None
         saved += layer.total("result", "choice") * ("feed_forward" in blocks)
         attends = "attention" in blocks
         summed = tuple(ends) if layer.total("eager", "reduce_scatter") else ()
-        eager = EagerExtra(spread.saved * (not attends), summed, len(summed))
+        eager = EagerExtra(spread.saved * (not attends), summed, sent_by(layer, summed))
     else:
         sums = {name for op in layer.scatters if op.sends for name in op.gemms if layer.gemms[name].read}
         kept = [name for name in layer.computed if is_saved(layer, name, entries) or entries and name in sums]
@@ -251,11 +252,16 @@ def eager_extra(layer: Program, entries: Sequence[SaveEntry], kept: Sequence[str
     others = [op.gemms[0] for op in sums if op.gemms[0] not in chosen]
     again = tuple(name for name in others if name in kept or not layer.gemms[name].read)
     if not entries:
-        return EagerExtra(0.0, again, len(again))
+        return EagerExtra(0.0, again, sent_by(layer, again))
     saved = sum(op.eager if op.gemms[0] in chosen else 0.0 for op in sums)
     saved += sum(layer.gemms[op.gemms[0]].result for op in sums if op.gemms[0] not in kept)
     whole = [op for op in layer.gathers if all(is_saved(layer, name, entries) for name in op.gemms)]
-    return EagerExtra(saved, again, len(whole))
+    return EagerExtra(saved, again, tuple(op.sends for op in whole))
+
+
+def sent_by(layer: Program, summed: Sequence[str]) -> tuple[float, ...]:
+    """Bytes that the sum of the results of each of some GEMMs sends of a token."""
+    return tuple(op.sends for op in layer.scatters for name in op.gemms if name in summed)
 
 
 def is_saved(layer: Program, name: str, entries: Sequence[SaveEntry]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,7 +53,6 @@ STYLE = {
     "ytick.color": "#444444",
     "axes.edgecolor": "#888888",
 }
-BELOW = 2.4  # inches of a panel under the timelines
 BAR = 0.84  # height of a bar, of its row
 DIGIT = 0.64  # width of a digit, of the size of its font
 SMALLEST_NUMBER = 4.5  # points
@@ -70,7 +69,6 @@ def draw_schedule(
     title: str | None = None,
     seconds: bool = True,
     makespans: dict[str, float] | None = None,
-    below: Callable[[Axes], None] | None = None,
 ) -> Figure:
     """Draws each timeline as a panel under its name, all on one time axis: a row a rank, a bar an action, bubbles
     hatched.
@@ -78,8 +76,7 @@ def draw_schedule(
     A bar's colour is the action's kind, its shade the rank's chunk, its number the micro-batch; numbers that do not fit
     are left out. An overlapped forward and backward share a row, one above the other. At the end of a row stands the
     rank's bubble; the panel's title has makespan and bubble. seconds: False where times are numbers without a unit.
-    makespans: by name, of timelines whose step lasts longer than their last span. below: draws a panel under them, on
-    the same time axis."""
+    makespans: by name, of timelines whose step lasts longer than their last span."""
     measures = {name: measure_timeline(ranks, (makespans or {}).get(name)) for name, ranks in timelines.items()}
     makespan = max(total for total, _, _ in measures.values()) or 1.0
     lengths = _lengths(timelines)
@@ -87,7 +84,6 @@ def draw_schedule(
     point = makespan / (72 * (width - MARGINS))  # the time that one point of the axis stands for
     row = min(max(0.22, 1.6 / max(map(len, timelines.values()))), 0.34)  # inches
     heights = [0.3 + row * len(ranks) for ranks in timelines.values()]
-    heights += [BELOW] * (below is not None)
     with matplotlib.rc_context(STYLE):
         figure = Figure(
             figsize=(width, sum(heights) + 0.35 * len(heights) + 0.75 + 0.3 * bool(title)), layout="constrained"
@@ -105,8 +101,6 @@ def draw_schedule(
         panels[-1].set_xlim(0, makespan)
         panels[-1].set_xlabel(f"time ({unit})", color="#444444")
         panels[-1].xaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value * scale:g}"))
-        if below is not None:
-            below(panels[-1])
         for axes in panels[:-1]:
             axes.tick_params(bottom=False)
             axes.spines["bottom"].set_visible(False)

@@ -90,9 +90,9 @@ def begin_start(
     then says so, unless it is that of an earlier run which stays in its place."""
     folder = Path(config.run.dir)
     own = own or is_own(resumed, folder)
-    with report_errors(config, step) if own else contextlib.nullcontext(), explain_errors("run.dir", folder):
+    with report_errors(config, step) if own else contextlib.nullcontext(), explain_errors(folder):
         aside = set_aside(folder, resumed, step, own)
-    with report_errors(config, step), explain_errors("run.dir", folder):
+    with report_errors(config, step), explain_errors(folder):
         changed = note_start(config, step, resumed, aside, places, opening.sections, own)
         save_tokenizer(tokenizer, folder / "tokenizer")
         text = io.StringIO()

@@ -25,6 +25,7 @@ from trainer.observe.report import peak_memory_gib, step_meter
 from trainer.observe.sinks import Logger
 from trainer.observe.slowdown import PauseTimes, SlowdownAlert
 from trainer.parallel.pipeline.timing import StepTimes
+from trainer.planning.parameters import layer_specs
 from trainer.planning.plan import BatchPlan
 from trainer.planning.schedules.simulate import Simulation
 from trainer.training.history import way_on
@@ -65,6 +66,8 @@ class MetricsTracker:
         names, self.damaged = corpus.train.names, corpus.damaged
         self.sources = names if len(names) > 1 else []
         self.reports, self.profiled = state.reports, profiled
+        layers = enumerate(layer_specs(state.spec))
+        self.mixtures = [f"layers.{index}.feed_forward" for index, layer in layers if layer.feed_forward.experts.count]
         self.scaled, self.pipelined = state.scaler.enabled, state.plan.pp > 1
         self.deferred = DeferredScalars(world.device)
         self.meter = step_meter(config, state.spec, world, batch.sequence_length)
@@ -168,7 +171,7 @@ class MetricsTracker:
             "learned": numbers["valid"] / self.tokens_a_step,
             **losses_by_source(self.sources, sums),
             **{name: value for name, value in numbers.items() if name.startswith("user/")},
-            **self.terms(numbers),
+            **self.reported(numbers),
             **pace,
             **stood,
             **self.profiled,
@@ -185,12 +188,13 @@ class MetricsTracker:
         for told in self.slowdown.add(record):
             self.log.event(told)
 
-    def terms(self, numbers: dict[str, Any]) -> dict[str, float]:
-        """The mean over valid tokens of each registered term of the loss."""
+    def reported(self, numbers: dict[str, Any]) -> dict[str, float]:
+        """The mean over valid tokens of each registered term of the loss, and what the routers of experts report."""
         statistics = dict(zip(self.reports, np.split(numbers["statistics"], np.cumsum([*self.reports.values()])[:-1])))
-        return {
-            f"term/{name}": statistics[f"head.{name}"].item() / max(numbers["valid"], 1)
-            for name in self.config.loss.terms
+        valid = max(numbers["valid"], 1)
+        terms = {f"term/{name}": statistics[f"head.{name}"].item() / valid for name in self.config.loss.terms}
+        return terms | {
+            f"experts/{name}": value for name, value in load_metrics(statistics, self.mixtures, valid).items()
         }
 
     def evaluated(self, record: dict[str, Any]) -> None:
@@ -305,6 +309,35 @@ class MetricsTracker:
             return f"stopped by {ended} after step {step} of {steps} ({fell}{partly}); {way_on(self.config)}"
         left_out = f"; {self.damaged} damaged rows were left out" if self.damaged else ""
         return f"done: {fell} in steps {first + 1} to {step}{updated}{left_out}; everything is in {folder}"
+
+
+def load_metrics(statistics: Mapping[str, np.ndarray], mixtures: Sequence[str], valid: float) -> dict[str, float]:
+    """The metrics of how evenly tokens are spread over experts. statistics: of a whole step, see `Router.report`;
+    mixtures: names of the blocks with experts; valid: the number of valid tokens."""
+    if not mixtures:
+        return {}
+    loads = [statistics[f"{name}.load"] for name in mixtures]
+    shares = [load / load.sum() for load in loads]
+    metrics = {
+        "fullest": max(share.max() * len(share) for share in shares),
+        "idle": max((load == 0).mean() for load in loads),
+        "entropy": min(entropy_of(share) for share in shares),
+    }
+    for kind in ("balance", "z_loss"):
+        if found := [statistics[key] for name in mixtures if (key := f"{name}.{kind}") in statistics]:
+            metrics[kind] = np.sum(found) / valid
+    ranges = [
+        statistics[key] / load.sum() for name, load in zip(mixtures, loads) if (key := f"{name}.bias") in statistics
+    ]
+    if ranges:
+        metrics["bias"] = max(ranges).item()
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def entropy_of(shares: np.ndarray) -> float:
+    """The entropy of shares that add up to 1 as a share of the largest possible one."""
+    present = shares[shares > 0]
+    return -(present * np.log(present)).sum() / math.log(len(shares)) if len(shares) > 1 else 1.0
 
 
 def losses_by_source(names: Sequence[str], sums: np.ndarray) -> dict[str, float | None]:

@@ -94,6 +94,7 @@ class ReplicaComparison:
         else:
             tensors |= {f"model.{name}": parameter for name, parameter in state.optimizer.parameters.items()}
             tensors |= state.optimizer.tensors()
+        tensors |= state.router_buffers
         if state.average is not None and not state.plan.nvme:
             tensors |= state.average.tensors()
         seats: list[dict[str, Tensor | Fragment]] = [{}, {}]

@@ -108,7 +108,7 @@ def claim_folder(folder: Path, world: World) -> Iterator[None]:
     def claim() -> int:
         descriptor = lock_folder("run.dir", folder, "run", "run.name or run.dir")
         try:
-            with explain_errors("run.dir", folder):
+            with explain_errors(folder):
                 refuse_links(folder)
                 history.recover_folder(folder)
         except BaseException:

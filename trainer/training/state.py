@@ -17,6 +17,7 @@ from trainer.config.model import ModelSpec
 from trainer.distributed.mesh import World
 from trainer.distributed.p2p import PipelineChannels, stage_edges
 from trainer.distributed.tensors import Fragment
+from trainer.model.experts import Router
 from trainer.model.initial import InitialWeights, ParameterInfo, Weights, parameter_infos
 from trainer.model.linear import DeferredGrads
 from trainer.model.loss import loss_terms
@@ -79,7 +80,8 @@ class TrainState:
     gradients. channels: point-to-point transfers of the pipeline, None without one. names: all parameters of the whole
     model, in the order of the vector of gradient norms. reports: name of each statistic that layers report -> number of
     its values. step: optimizer steps taken, including skipped ones. average: the moving average of the weights, if
-    there is one. gate: closed by a step that has to be run again.
+    there is one. gate: closed by a step that has to be run again. routers: this rank's routers of experts by global
+    name.
     """
 
     config: Config
@@ -100,11 +102,14 @@ class TrainState:
     runtime: PipelineRuntime = field(init=False)
     average: WeightAverage | None = field(init=False)
     gate: UpdateGate = field(init=False)
+    routers: dict[str, Router] = field(init=False)
 
     def __post_init__(self) -> None:
         self.gate = UpdateGate(self.scaler, self.world.device)
         decay = self.config.optimizer.ema.decay
         self.average = WeightAverage(self.parameters, decay) if decay else None
+        modules = [pair for model in self.stages.values() for pair in model.named_modules()]
+        self.routers = {name: module for name, module in modules if isinstance(module, Router)}
         self.use_schedule(self.pipeline.schedule)
 
     @classmethod
@@ -216,7 +221,24 @@ class TrainState:
         """All sharded tensors of the state (parameters, moments, average) by plan-independent name."""
         optimizer = {name: tensor for name, tensor in self.optimizer.tensors().items() if not name.endswith(COPY)}
         average = self.average.tensors() if self.average is not None else {}
-        return {f"model.{name}": parameter for name, parameter in self.parameters.items()} | optimizer | average
+        model = {f"model.{name}": parameter for name, parameter in self.parameters.items()}
+        model |= {f"model.{name}": buffer for name, buffer in self.router_buffers.items()}
+        return model | optimizer | average
+
+    @property
+    def router_buffers(self) -> dict[str, Tensor]:
+        """What this rank's routers keep besides parameters, by global name. Each rank that has a layer holds the whole
+        of it."""
+        return {
+            f"{name}.{key}": buffer for name, router in self.routers.items() for key, buffer in router.named_buffers()
+        }
+
+    def rebalance_experts(self, statistics: Tensor, skipped: Tensor) -> None:
+        """Has routers take over the load of a step. statistics: see `train_step`; skipped: whether its update was
+        skipped, a scalar."""
+        by_name = dict(zip(self.reports, statistics.split([*self.reports.values()])))
+        for name, router in self.routers.items():
+            router.rebalance(by_name[name.removesuffix("router") + "load"], skipped)
 
     def after_load(self) -> None:
         """To be called after `tensors` have been filled: restores what a checkpoint does not hold."""

@@ -87,6 +87,7 @@ def train_step(state: TrainState, batches: list[MicroBatch], requested: int) -> 
         found_inf = found_inf.to(world.device)
         if state.average is not None:
             state.average.update(found_inf)
+        state.rebalance_experts(statistics, found_inf)
         optimizer.zero_grad()
     state.compression.end_step(found_inf)
     result = {

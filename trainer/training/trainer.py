@@ -554,7 +554,7 @@ class Trainer:
         every rank, so that none waits for another."""
 
         def open_with_context() -> T:
-            with history.report_errors(self.config, self.start.step), explain_errors("run.dir", self.folder):
+            with history.report_errors(self.config, self.start.step), explain_errors(self.folder):
                 return open_resource()
 
         return self.world.together(open_with_context)

@@ -209,8 +209,8 @@ class FolderError(RuntimeError):
 
 
 @contextlib.contextmanager
-def explain_errors(setting: str, folder: Path) -> Iterator[None]:
-    """Around what a start does with the folder that `setting` names. An `OSError` becomes a `ConfigError` where the
+def explain_errors(folder: Path) -> Iterator[None]:
+    """Around what a start does with the folder of a run. An `OSError` becomes a `ConfigError` where the
     folder or its rights are the cause, and else a `FolderError`."""
     try:
         yield
@@ -219,10 +219,10 @@ def explain_errors(setting: str, folder: Path) -> Iterator[None]:
         what = f"{error.strerror or error}" + (f": {where}" if where else "")
         if error.errno in SETTING:
             raise ConfigError(
-                f"{setting}={folder} cannot be prepared for this start ({what}); mend that, or set another {setting}"
+                f"run.dir={folder} cannot be prepared for this start ({what}); mend that, or set another run.dir"
             ) from None
         raise FolderError(
-            f"{setting}={folder} cannot be prepared for this start ({what}); nothing is lost: once that is mended, the "
+            f"run.dir={folder} cannot be prepared for this start ({what}); nothing is lost: once that is mended, the "
             "same command goes on"
         ) from error
 
@@ -277,14 +277,8 @@ def replace_file(path: str | os.PathLike) -> Iterator[str]:
         raise
 
 
-def write_atomic(path: str | os.PathLike, content: str | bytes, sync: bool = False) -> None:
-    """Writes a file so that readers, and a crash, meet the old content or the new one, never a part of it.
-
-    sync: the content is on the disk before it takes the name, so that it also survives a power cut.
-    """
+def write_atomic(path: str | os.PathLike, content: str | bytes) -> None:
+    """Writes a file so that readers, and a crash, meet the old content or the new one, never a part of it."""
     with replace_file(path) as part:
         with open(part, "xb") as file:
             file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
-            if sync:
-                file.flush()
-                os.fsync(file.fileno())

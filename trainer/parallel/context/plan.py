@@ -140,7 +140,7 @@ def attention_kernel(attention: AttentionSpec, context: ContextPlan | None, leng
     """What computes a layer's attention on a GPU: `attention` for whole sequences, `last_queries` for queries that are
     not the first of their keys, `block_mask` for any mask. What they reach: `AchievedConfig.of_attention`. masked:
     whether documents are."""
-    if masked or 0 < attention.window < length or attention.soft_cap:
+    if masked or 0 < attention.window < length or attention.changes_softmax:
         return "block_mask"
     if context is None or context.outer == 1:
         return "attention"
@@ -377,7 +377,7 @@ def context_cost(request: ContextRequest, context: ContextPlan) -> float:
 def explain_fault(request: ContextRequest, fault: ContextFault) -> str:
     """The fault, and its ways out that are legal; settings that a way leaves without a meaning are reset by it."""
     named = [way for group in fault.ways if (way := _first(request, group))] or [_first(request, GATHER)]
-    ways = (" ".join(f"{name}={_format_way(value)}" for name, value in way.items()) for way in named)
+    ways = (" ".join(f"{name}={'null' if value is None else value}" for name, value in way.items()) for way in named)
     return f"{fault.text}; set {', or '.join(ways)}"
 
 
@@ -398,10 +398,6 @@ def _legal(request: ContextRequest, way: Way) -> Way | None:
             return None
         way = way | {name: value for fault in left for name, value in fault.unused.items()}
     return None
-
-
-def _format_way(value: Any) -> str:
-    return "null" if value is None else str(value)
 
 
 def find_faults(request: ContextRequest, chosen: ContextPlan) -> Iterator[ContextFault]:

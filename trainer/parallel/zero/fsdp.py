@@ -34,7 +34,7 @@ from trainer.config import Config, ConfigError
 from trainer.distributed.mesh import World
 from trainer.distributed.tensors import Fragment
 from trainer.model.dispatch import SharedDispatch
-from trainer.model.experts import Experts
+from trainer.model.experts import Experts, WideLinear
 from trainer.model.initial import DeclaredModule, ParameterInfo, Weights, fill_parameters
 from trainer.model.layers import Layer
 from trainer.model.stage import Stage
@@ -51,6 +51,7 @@ from trainer.parallel.zero.fsdp_internals import (
     fsdp_units,
     gather_in_float8,
     is_set_up,
+    keep_wide,
     reduce_accumulated,
     unit_tensors,
 )
@@ -141,6 +142,14 @@ class FSDP:
                 ignored_params=set() if module in experts else {one for unit in experts for one in unit.parameters()},
             )
         end_reductions_in_forward(model)
+        wide = {one for module in model.modules() if isinstance(module, WideLinear) for one in module.parameters()}
+        if compute is not torch.float32:
+            keep_wide(fsdp_units(model), wide)
+        if experts and plan.stage == 3:
+            # The host waits for the router in every layer. A gather that it started afterwards would not overlap.
+            for some in (list(model.layers.values()), experts):
+                for unit, following in zip(some, some[1:]):
+                    unit.set_modules_to_forward_prefetch([following])
         shards, units = self.world.mesh["shard"].get_group(), [model, *model.layers.values()]
         # Without communication, parameters skip FSDP's flat buffers.
         if folded["expert_shard"] == 1 and not plan.offload:
@@ -150,7 +159,7 @@ class FSDP:
         elif self.config.parallel.zero.collectives == "copy_engine":
             copy_shards(units, shards)
         if self.config.precision.float8.gather and plan.shard > 1:
-            gather_in_float8(model, self.config.compile)
+            gather_in_float8(model, compute, wide, self.config.compile)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 # Losses are already divided by the global number of valid tokens, so gradients are summed and never
@@ -257,7 +266,8 @@ class FSDPSharding:
         if is_set_up(model):  # before, FSDP has not found its root; the first pass gathers by itself
             # Only the outer unit and the first layer: FSDP gathers each further layer while the one before it
             # computes.
-            for module in [model, next(iter(model.layers.values()))]:
+            first = next(iter(model.layers.values()))
+            for module in filter(None, (model, first, getattr(first, "expert_unit", None))):
                 module.unshard(async_op=True)
 
     def accumulate(self, stage: int) -> None:

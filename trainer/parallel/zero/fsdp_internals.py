@@ -7,7 +7,7 @@ their shards and, within a step, their gathered copies and the gradients accumul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, partial, wraps
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -43,6 +43,46 @@ def sharded_sizes(unit: FSDPModule) -> list[tuple[nn.Parameter, int]]:
         (parameter.sharded_param, parameter.padded_sharded_param_size.numel())
         for parameter in parameter_group(unit).fsdp_params
     ]
+
+
+def keep_wide(units: list[FSDPModule], wide: Collection[nn.Parameter]) -> None:
+    """Makes FSDP gather some parameters of units in the type in which they are kept, beside others in a lower one. All
+    gradients of a unit are reduced in one message, so that those of `wide` get the type of the others first."""
+    for unit in units:
+        group = parameter_group(unit)
+        chosen = [parameter for parameter in group.fsdp_params if parameter.sharded_param in wide]
+        for parameter in chosen:
+            parameter.init_dtype_attrs = partial(init_wide, parameter, parameter.init_dtype_attrs)
+        if chosen:
+            group.post_backward = partial(narrow_gradients, group, chosen, group.post_backward)
+
+
+def init_wide(parameter: Any, init: Callable[[Any], None], policy: Any) -> None:
+    """Replaces a parameter's `init_dtype_attrs`, which decides on its types before the first forward pass."""
+    init(policy)
+    parameter.param_dtype = None
+
+
+def narrow_gradients(group: Any, wide: list[Any], reduce: Callable[..., None], *unused: Any) -> None:
+    """Replaces a group's `post_backward`."""
+    if group.reduce_grads:
+        others = (whole_gradient(parameter) for parameter in group.fsdp_params if parameter not in wide)
+        dtype = next((gradient.dtype for gradient in others if gradient is not None), None)
+        for parameter in wide if dtype is not None else ():
+            gradient = whole_gradient(parameter)
+            if gradient is not None and gradient.dtype != dtype:
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.unsharded_accumulated_grad = whole_gradient(parameter).to(dtype)
+                parameter._unsharded_param.grad = None
+    reduce(*unused)
+
+
+def whole_gradient(parameter: Any) -> Tensor | None:
+    """What a parameter's gradient is added to before it is reduced, None without one."""
+    if parameter.unsharded_accumulated_grad is not None:
+        return parameter.unsharded_accumulated_grad
+    whole = getattr(parameter, "_unsharded_param", None)
+    return None if whole is None else whole.grad
 
 
 def is_set_up(model: FSDPModule) -> bool:
@@ -340,13 +380,14 @@ def take_gradients(gradients: list[Tensor], message: Tensor, ranks: int) -> Any:
 
 
 class Float8AllGather:
-    """FSDP's custom all-gather of a unit: a flat buffer of every rank's shards, one parameter behind the other.
+    """FSDP's custom all-gather of a unit: a flat buffer of every rank's shards, one parameter behind the other. It is
+    one of bytes where parameters have several types.
 
-    narrow: whether each parameter travels in fp8; lengths: elements of its shard, with padding; compiling: whether
-    casts are compiled."""
+    narrow: whether each parameter travels in fp8; lengths: bytes of its shard, with padding; dtype: of those that do;
+    compiling: whether casts are compiled."""
 
-    def __init__(self, lengths: Sequence[int], narrow: Sequence[bool], compiling: bool):
-        self.lengths, self.narrow = list(lengths), list(narrow)
+    def __init__(self, lengths: Sequence[int], narrow: Sequence[bool], dtype: torch.dtype, compiling: bool):
+        self.lengths, self.narrow, self.dtype = list(lengths), list(narrow), dtype
         self.encode: Callable = compile_function(encode_shards) if compiling else encode_shards
         self.decode: Callable = compile_function(decode_shards) if compiling else decode_shards
 
@@ -356,8 +397,9 @@ class Float8AllGather:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        parts = input_tensor.split(self.lengths)
-        narrow = [part for part, chosen in zip(parts, self.narrow) if chosen]
+        lengths = [length // input_tensor.element_size() for length in self.lengths]
+        parts = input_tensor.split(lengths)
+        narrow = [part.view(self.dtype) for part, chosen in zip(parts, self.narrow) if chosen]
         plain = [part for part, chosen in zip(parts, self.narrow) if not chosen]
         largest = torch.stack([part.abs().amax() if len(part) else part.new_zeros(()) for part in narrow]).float()
         dist.all_reduce(largest, dist.ReduceOp.MAX, group)
@@ -365,9 +407,9 @@ class Float8AllGather:
         received = sent.new_empty(group.size() * len(sent))
         dist.all_gather_into_tensor(received, sent, group)
         whole, codes = output_tensor.view(group.size(), -1), received.view(group.size(), -1)
-        places = whole.split(self.lengths, 1)
+        places = whole.split(lengths, 1)
         ordered = [place for place, chosen in zip(places, self.narrow) if not chosen]
-        ordered += [place for place, chosen in zip(places, self.narrow) if chosen]
+        ordered += [place.view(self.dtype) for place, chosen in zip(places, self.narrow) if chosen]
         self.decode(codes, ordered, largest)
 
 
@@ -390,15 +432,17 @@ def decode_shards(codes: Tensor, targets: list[Tensor], largest: Tensor) -> None
         first += width
 
 
-def gather_in_float8(model: nn.Module, compiling: bool) -> None:
-    """Has FSDP gather in fp8 what the model's linear layers multiply so, with one scale for a matrix."""
+def gather_in_float8(model: nn.Module, dtype: torch.dtype, wide: Collection[nn.Parameter], compiling: bool) -> None:
+    """Has FSDP gather in fp8 what the model's linear layers multiply so, with one scale for a matrix. dtype: in which
+    it gathers the other parameters, but for those that are `wide`."""
     narrow = {
         module.weight
         for module in model.modules()
         if isinstance(module, Linear) and isinstance(module.multiply, Float8Multiply) and not module.multiply.rowwise
     }
     for unit in fsdp_units(model):
-        parameters, lengths = zip(*sharded_sizes(unit))
-        chosen = [parameter in narrow for parameter in parameters]
+        sizes = sharded_sizes(unit)
+        lengths = [size * (parameter if parameter in wide else dtype).itemsize for parameter, size in sizes]
+        chosen = [parameter in narrow for parameter, _ in sizes]
         if any(chosen):
-            unit.set_custom_all_gather(Float8AllGather(lengths, chosen, compiling))
+            unit.set_custom_all_gather(Float8AllGather(lengths, chosen, dtype, compiling))

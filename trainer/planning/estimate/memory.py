@@ -69,10 +69,10 @@ def groups_of_heads(layout: Layout) -> list[int]:
 
 def mask_bytes_by_layer(layout: Layout, masked: bool) -> list[float]:
     """Bytes of the masks of a micro-batch on a GPU, at the first layer of a stage that takes each: layers with one
-    window and soft cap share theirs. masked: whether documents are."""
+    window share theirs, apart from those with a soft cap or sinks. masked: whether documents are."""
     layers, found = [layer.attention for layer in layer_specs(layout.spec)], [0.0] * layout.spec.depth
     for stage in layout.pipeline.split:
-        kinds = {(layers[index].window, layers[index].soft_cap): index for index in reversed(stage)}
+        kinds = {(layers[index].window, layers[index].changes_softmax): index for index in reversed(stage)}
         for index in kinds.values():
             found[index] = mask_of(layout, layers[index], masked)
     return found
@@ -261,9 +261,10 @@ class ModelBytes:
         """Bytes of a token in the backward kernel of attention: the gradients of its output and of its inputs, and what
         cuDNN and FlashAttention-2 take to add them up, of a group of heads: those of the queries in fp32, and those of
         shared keys and values for each head that reads them."""
-        if "attention.q" not in layer.gemms:  # a registered block
-            return 0.0
-        queries, keys, values = (layer.gemms[f"attention.{name}"].result for name in "qkv")
+        results = {name.removeprefix("attention."): gemm.result for name, gemm in layer.gemms.items()}
+        queries = results.get("q", results.get("q_b", 0.0))  # 0 for a registered block
+        # Latent attention has as many keys as queries, and values of at most their size.
+        keys, values = (results.get(name, queries) for name in "kv")
         added_up = (MASTER_BYTES / self.element + 2 * (keys < queries)) * queries
         return 2 * queries + keys + values + added_up / groups
 

@@ -7,7 +7,7 @@ the fixed time of a kernel.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -214,18 +214,21 @@ class LayerPasses(NamedTuple):
 
 
 def layer_passes(
-    way: CollectiveOverlap,
+    way_of: Callable[[float], CollectiveOverlap],
     program: Program,
     products: Mapping[str, float],
     for_weights: Mapping[str, float],
     again: Mapping[str, float],
     apart: bool,
 ) -> LayerPasses:
-    """products, for_weights: seconds of each projection's product forward, which that for its input's gradient takes
-    too, and of that for its weight's gradient; again: which are repeated, and what share of each; apart: whether
-    weights' gradients have a pass of their own, behind whose products their factors are gathered."""
-    forward, backward, repeated = [], [], []
-    for names in (op.gemms for op in program.gathers):
+    """way_of: how collectives run, by the bytes that they send of a token. products, for_weights: seconds of each
+    projection's product forward, which that for its input's gradient takes too, and of that for its weight's gradient;
+    again: which are repeated, and what share of each; apart: whether weights' gradients have a pass of their own,
+    behind whose products their factors are gathered."""
+    forward, backward, repeated, moved = [], [], [], 0.0
+    alone = {*program.gemms}  # products without a collective
+    for op in program.gathers:
+        way, names = way_of(op.sends), op.gemms
         to_input, to_weights = (sum(seconds[name] for name in names) for seconds in (products, for_weights))
         forward.append(way.gathered(to_input))
         backward += (
@@ -236,7 +239,10 @@ def layer_passes(
         if share := max(again.get(name, 0.0) for name in names):
             took = way.gathered(sum(again.get(name, 0.0) / share * products[name] for name in names))
             repeated.append(OverlapTime(share * took.products, share * took.exposed))
-    for (name,) in (op.gemms for op in program.scatters):
+        moved += (3 + bool(share)) * way.moving
+        alone -= {*names}
+    for op in program.scatters:
+        way, (name,) = way_of(op.sends), op.gemms
         product, to_weight, share = products[name], for_weights[name], again.get(name, 0.0)
         took = way.reduced(product)
         forward.append(took)
@@ -244,9 +250,13 @@ def layer_passes(
             [way.gathered(product), hidden_behind_gemm(way, to_weight)] if apart else [way.rows(product, to_weight)]
         )
         repeated.append(OverlapTime(share * took.products, share * took.exposed))
-    calls = len(forward) + 2 * len(program.gathers) + len(program.scatters) * (1 + apart)
-    calls += sum(took.products > 0 for took in repeated)
-    return LayerPasses(sum_times(forward), sum_times(backward), sum_times(repeated), calls * way.moving)
+        moved += (2 + apart + bool(share)) * way.moving
+        alone.discard(name)
+    for name in sorted(alone):
+        forward.append(OverlapTime(products[name]))
+        backward.append(OverlapTime(products[name] + for_weights[name]))
+        repeated.append(OverlapTime(again.get(name, 0.0) * products[name]))
+    return LayerPasses(sum_times(forward), sum_times(backward), sum_times(repeated), moved)
 
 
 def hidden_behind_gemm(way: CollectiveOverlap, product: float) -> OverlapTime:

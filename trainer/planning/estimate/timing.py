@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from math import hypot, prod
 
 from trainer.config import Config
@@ -156,7 +156,8 @@ class _Timer:
             self.repeated = REPEATED[recompute.mode == "selective" and bool(recompute.save) and not recompute.modules]
         self.lookup, scatter = embedding_program(self.spec, self.plan.tp, self.element).ops
         self.stream = self.tokens * self.lookup.result  # bytes of a rank's part of the hidden states
-        self.way, self.off = self._ways(hardware, self.tokens * scatter.sends)
+        self.ways = cache(partial(self._ways, hardware))
+        self.way, self.off = self.ways(scatter.sends)
         self.apart = any(action.kind == "W" for order in layout.pipeline.schedule.orders for action in order)
         self.transfer = self.rings["pp"].transfer(self.stream) if self.plan.pp > 1 else 0.0
         ranks = self.plan.tp, self.plan.shard
@@ -169,9 +170,9 @@ class _Timer:
         )
         self.reduces_once = reduces_at_step_end(config.parallel.grad_comm, self.plan, node)
 
-    def _ways(self, hardware: HardwareConfig, sent: float) -> tuple[CollectiveOverlap, CollectiveOverlap]:
-        """How GEMMs and collectives of tensor-parallel ranks run. sent: bytes of the tensor of each collective."""
-        ring, near = self.rings["tp"], hardware.node.bandwidth * 1e9
+    def _ways(self, hardware: HardwareConfig, sends: float) -> tuple[CollectiveOverlap, CollectiveOverlap]:
+        """How GEMMs and collectives of tensor-parallel ranks run. sends: bytes of a token in each collective."""
+        ring, near, sent = self.rings["tp"], hardware.node.bandwidth * 1e9, self.tokens * sends
         copies = near * (hardware.achieved.copies or hardware.node.achieved)
         link = TensorGroupLink(
             ranks=ring.ranks,
@@ -267,12 +268,12 @@ class _Timer:
 
         products = products_of({name for name, _ in float8})
         for_weights = products_of({name for name, recipe in float8 if recipe != WIDE})
-        took = layer_passes(self.way, program, products, for_weights, left.again, self.apart)
+        took = layer_passes(lambda sends: self.ways(sends)[0], program, products, for_weights, left.again, self.apart)
         attention = self._attention(program, spec)
         kernels = KERNELS[self.config.compile]
         bound = self.fused * tokens * program.saved / pace.memory + kernels * pace.kernel
         unread = EagerExtra() if self.config.compile else left.eager
-        sent = unread.calls * self.way.moving
+        sent = sum(self.ways(sends)[0].moving for sends in unread.sends)
         again = took.again.products + sum(products[name] for name in unread.again)
         again += left.again.get("attention", 0.0) * attention
         again += self.fused * tokens * max(0.0, program.saved - left.saved - left.host) / pace.memory

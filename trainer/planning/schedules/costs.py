@@ -8,14 +8,12 @@ chosen on the first. Both are plain numbers; a measurement fills the same fields
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
-from typing import Any, TypeVar
+from typing import Any
 
 from trainer.config import ConfigError
-
-Costs = TypeVar("Costs", "StageCosts", "LayerCosts")
 
 
 @dataclass(frozen=True)
@@ -88,13 +86,6 @@ class StageCosts:
         return max(
             sum(size for size, place in zip(self.activation, placement) if place == rank) for rank in set(placement)
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        return to_mapping(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> StageCosts:
-        return restore_costs(cls, values)
 
 
 @dataclass(frozen=True)
@@ -180,13 +171,6 @@ class LayerCosts:
             host=self.host,
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        return to_mapping(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> LayerCosts:
-        return restore_costs(cls, values)
-
 
 def check_lengths(costs: StageCosts | LayerCosts) -> None:
     """Raises `ValueError` where a tuple has not as many entries as `f`, or an entry is negative."""
@@ -200,23 +184,6 @@ def check_lengths(costs: StageCosts | LayerCosts) -> None:
             raise ValueError(f"{name} has {len(value)} entries, f has {len(costs.f)}")
         if any(entry < 0 for entry in entries):
             raise ValueError(f"{name}={value} must not be negative")
-
-
-def to_mapping(costs: StageCosts | LayerCosts) -> dict[str, Any]:
-    """Fields as numbers and lists, for YAML and JSON."""
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(costs).items()}
-
-
-def restore_costs(cls: type[Costs], values: dict[str, Any]) -> Costs:
-    """The inverse of `to_mapping`. Raises `ValueError` for an unknown cost."""
-    unknown = sorted(set(values) - {field.name for field in fields(cls)})
-    if unknown:
-        raise ValueError(f"unknown costs {unknown}; legal: {', '.join(field.name for field in fields(cls))}")
-    known: dict[str, Any] = {
-        name: tuple(map(float, value)) if isinstance(value, (list, tuple)) else float(value)
-        for name, value in values.items()
-    }
-    return cls(**known)
 
 
 # Which layers make a stage: the contiguous split of the model whose slowest stage is fastest. Costs include the

@@ -34,7 +34,7 @@ come."""
 
 
 def lower_schedule(
-    schedule: Schedule, rank: int, reduce: Literal["last", "every"] = "last", unshard: bool = True, ahead: int = 1
+    schedule: Schedule, rank: int, reduce: Literal["last", "every"] = "last", ahead: int = 1
 ) -> tuple[Action, ...]:
     """The rank's program: its computation with sends, receives, and gathers and reductions of parameters.
 
@@ -47,17 +47,17 @@ def lower_schedule(
     receive when it is needed. Receives are earlier only where their senders, which wait for them, would otherwise hold
     up all ranks.
     reduce: REDUCE_GRAD after the stage's last B or W of the step ("last") or after that of every micro-batch ("every").
-    unshard: UNSHARD before the stage's first action, RESHARD after its last; False leaves both out.
+    UNSHARD comes before the stage's first action, RESHARD after its last.
     The schedule must be valid (`validate`).
     """
-    return lower_all(schedule, reduce, unshard, ahead)[rank]
+    return lower_all(schedule, reduce, ahead)[rank]
 
 
 def lower_all(
-    schedule: Schedule, reduce: Literal["last", "every"] = "last", unshard: bool = True, ahead: int = 1
+    schedule: Schedule, reduce: Literal["last", "every"] = "last", ahead: int = 1
 ) -> tuple[tuple[Action, ...], ...]:
     """The programs of all ranks, see `lower_schedule`."""
-    return tuple(map(tuple, _Order(schedule, reduce, unshard, ahead).programs))
+    return tuple(map(tuple, _Order(schedule, reduce, ahead).programs))
 
 
 class _Order:
@@ -67,12 +67,12 @@ class _Order:
     transfer waits until its receiver wants it, and its sender with it.
     """
 
-    def __init__(self, schedule: Schedule, reduce: str = "last", unshard: bool = True, ahead: int = 1):
+    def __init__(self, schedule: Schedule, reduce: str = "last", ahead: int = 1):
         self.placement, self.ahead = schedule.placement, ahead
         self.orders = [list(split_overlaps(order)) for order in schedule.orders]
         self.reads = [[_receive_of_input(action, self.placement) for action in order] for order in self.orders]
         self.read_at = {receive: place for reads in self.reads for place, receive in enumerate(reads)}
-        self.parameters = [_work_on_parameters(order, reduce, unshard, ahead) for order in self.orders]
+        self.parameters = [_work_on_parameters(order, reduce, ahead) for order in self.orders]
         self.programs: list[list[Action]] = [[] for _ in self.orders]
         self.places = [0] * len(self.orders)  # of the next compute action
         self.clocks = [0.0] * len(self.orders)  # when the last one ended
@@ -165,22 +165,19 @@ class _Order:
         return chosen
 
 
-def _work_on_parameters(order: list[Action], reduce: str, unshard: bool, ahead: int) -> list[list[Action]]:
+def _work_on_parameters(order: list[Action], reduce: str, ahead: int) -> list[list[Action]]:
     """What a rank does on parameters before each place of its order, and at its end."""
     last = {action.stage: place for place, action in enumerate(order)}
     complete = {action.stage: place for place, action in enumerate(order) if action.kind in ("B", "W")}
     gathered: set[int] = set()
     work: list[list[Action]] = [[] for _ in range(len(order) + 1)]
     for place, action in enumerate(order):
-        if unshard:
-            new = dict.fromkeys(
-                later.stage for later in order[place : place + ahead + 1] if later.stage not in gathered
-            )
-            work[place] += [Action(stage, "UNSHARD") for stage in new]
-            gathered.update(new)
+        new = dict.fromkeys(later.stage for later in order[place : place + ahead + 1] if later.stage not in gathered)
+        work[place] += [Action(stage, "UNSHARD") for stage in new]
+        gathered.update(new)
         if action.kind in ("B", "W") and (reduce == "every" or place == complete[action.stage]):
             work[place + 1].append(Action(action.stage, "REDUCE_GRAD"))
-        if unshard and place == last[action.stage]:
+        if place == last[action.stage]:
             work[place + 1].append(Action(action.stage, "RESHARD"))
     return work
 
@@ -261,57 +258,16 @@ def find_blocked_ranks(programs: Sequence[Sequence[Action]], placement: Sequence
     return {rank: places[rank] for rank in range(len(programs)) if standing(rank) is not None}
 
 
-# Whether a schedule computes everything once, in a possible order, within a memory cap, and without deadlock.
+# Whether a schedule computes everything once, in a possible order, and without deadlock.
 
 
-def peak_activations(schedule: Schedule) -> tuple[float, ...]:
-    """By rank, the peak of activations held, each from its F to its B or W.
-
-    The unit is the activations of one micro-batch in all k stages of the rank; those of one stage count 1/k."""
-    return tuple(
-        max(held, default=0) / max(1, schedule.placement.count(rank))
-        for rank, order in enumerate(schedule.orders)
-        for held in [[count for _, _, count in _activation_counts(order)]]
-    )
-
-
-def _activation_counts(order: tuple[Action, ...]) -> Iterator[tuple[int, Action, int]]:
-    """After each action: its index in the order, the action, and how many stage activations are then held."""
-    count = 0
-    for index, whole in enumerate(order):
-        for action in split_overlaps([whole]):
-            count += {"F": 1, "I": 0, "W": -1, "B": -1}[action.kind]
-            yield index, whole, count
-
-
-def validate_schedule(schedule: Schedule, cap: float | None = None, trains: bool = True) -> list[str]:
+def validate_schedule(schedule: Schedule) -> list[str]:
     """Everything that keeps the schedule from running, one sentence each; empty for a schedule that runs.
 
     A schedule runs if all stages are placed on ranks; if each stage computes F, I and W (or B) of each micro-batch
-    once, on its rank and in this order; if no rank waits for ever, which is tested by replaying the lowered programs of
-    all ranks; and if no rank holds more than `cap` activations (in the unit of `peak_activations`). Positions in a
-    rank's order are counted from 1. trains: False for an evaluation, which has forwards only. It is not inferred: a
-    training schedule without backwards would pass as an evaluation."""
-    problems = [*_misplaced(schedule), *_miscounted(schedule, trains)]
-    if not problems:
-        problems = _stuck(schedule)
-    if cap is not None and not problems:
-        for rank, order in enumerate(schedule.orders):
-            share = schedule.placement.count(rank)
-            above = next(
-                (
-                    (index, action, count)
-                    for index, action, count in _activation_counts(order)
-                    if count > cap * share + 1e-9
-                ),
-                None,
-            )
-            if above:
-                problems.append(
-                    f"{_where(rank, *above[:2])}: the rank then holds the activations of {above[2] / share:g} "
-                    f"micro-batches, above the cap of {cap:g}"
-                )
-    return problems
+    once, on its rank and in this order; and if no rank waits for ever, which is tested by replaying the lowered
+    programs of all ranks. Positions in a rank's order are counted from 1."""
+    return [*_misplaced(schedule), *_miscounted(schedule)] or _stuck(schedule)
 
 
 def _where(rank: int, index: int, action: Action) -> str:
@@ -326,7 +282,7 @@ def _misplaced(schedule: Schedule) -> Iterator[str]:
         yield f"rank {rank} holds no stage"
 
 
-def _miscounted(schedule: Schedule, trains: bool) -> Iterator[str]:
+def _miscounted(schedule: Schedule) -> Iterator[str]:
     """Actions that are no computation, out of range, on the wrong rank, repeated, too early for their stage, or
     missing."""
     needs = {"F": (), "I": "F", "W": "I"}
@@ -338,8 +294,6 @@ def _miscounted(schedule: Schedule, trains: bool) -> Iterator[str]:
                 stage, microbatch = action.stage, action.microbatch
                 if action.kind not in COMPUTE:
                     yield f"{where}: {action.kind} is no compute action; legal: {', '.join(COMPUTE)} and OVERLAP_F_B"
-                elif action.kind != "F" and not trains:
-                    yield f"{where}: an evaluation has no {action.kind}; legal: F"
                 elif not 0 <= stage < schedule.stages:
                     yield f"{where}: there is no stage {stage}; legal: 0 to {schedule.stages - 1}"
                 elif microbatch is None or not 0 <= microbatch < schedule.microbatches:
@@ -356,7 +310,7 @@ def _miscounted(schedule: Schedule, trains: bool) -> Iterator[str]:
                                 yield f"{where}: comes before {stage}{need}{microbatch}"
                         did[kind, stage, microbatch] = index, whole
     for stage, rank in enumerate(schedule.placement):
-        for kind in "FIW" if trains else "F":
+        for kind in "FIW":
             absent = (f"{stage}{kind}{m}" for m in range(schedule.microbatches) if (kind, stage, m) not in did)
             missing = list(itertools.islice(absent, MAX_PROBLEMS + 1))
             if missing and 0 <= rank < schedule.ranks:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import yaml
 
@@ -41,26 +40,18 @@ REFINED = 3  # best candidates whose split is refined on simulated makespans
 class SearchSpace:
     """What a search may choose from.
 
-    schedules: names of templates, and `greedy`. splits: whether a stage's backward pass can be split into I and W.
-    microbatches: numbers of micro-batches, None for all divisors of the samples. split: layers of each stage, None to
-    choose them. caps: activations that the greedy scheduler may hold on a rank, as multiples of the peak under 1F1B.
-    patience: see `templates.build_greedy`. effort: about how many actions to simulate (a million take a second)."""
+    schedules: names of templates, and `greedy`. microbatches: numbers of micro-batches, None for all divisors of the
+    samples. split: layers of each stage, None to choose them. caps: activations that the greedy scheduler may hold on a
+    rank, as multiples of the peak under 1F1B. patience: see `templates.build_greedy`. effort: about how many actions to
+    simulate (a million take a second)."""
 
     schedules: tuple[str, ...] = (*TEMPLATES, "greedy")
     chunks: tuple[int, ...] = (1, 2, 4)
     microbatches: tuple[int, ...] | None = None
     split: Split | None = None
-    splits: bool = True
     caps: tuple[float, ...] = (1.0, 1.25, 1.5, 2.0)
     patience: tuple[float, ...] = (0.0, 0.5, 1.0)
     effort: int = 3_000_000
-
-    def __post_init__(self) -> None:
-        unknown = [name for name in self.schedules if name not in (*TEMPLATES, "greedy")]
-        if unknown:
-            raise ConfigError(
-                f"parallel.pipeline.schedule={unknown[0]} is no schedule; legal: {', '.join(TEMPLATES)}, greedy"
-            )
 
 
 @dataclass(frozen=True)
@@ -116,35 +107,19 @@ class ScheduleChoice:
     memory: tuple[float, ...]
     table: tuple[SimulatedCandidate, ...] = field(repr=False)
 
-    def settings(self, csv: str | None = None) -> dict[str, Any]:
-        """The settings that fix this choice, by dotted name.
-
-        csv: the file that `schedule` is saved in. A greedy schedule needs one: built again, from other measured costs,
-        it would be another schedule."""
-        if csv is None and self.name == "greedy":
-            raise ValueError("a greedy schedule is fixed by the file of its actions: save it and give its path")
-        return {
-            "parallel.pipeline.schedule": self.name if csv is None else csv,
-            "parallel.pipeline.chunks": self.chunks,
-            "parallel.pipeline.split": [len(part) for part in self.split],
-            "batch.accumulation": self.microbatches,
-            "batch.micro_size": self.micro_size,
+    def to_yaml(self, csv: str) -> str:
+        """The settings that fix this choice as YAML, headed by a comment with the predicted numbers. csv: the file that
+        `schedule` is saved in."""
+        split = [len(part) for part in self.split]
+        settings = {
+            "parallel": {"pipeline": {"schedule": csv, "chunks": self.chunks, "split": split}},
+            "batch": {"accumulation": self.microbatches, "micro_size": self.micro_size},
         }
-
-    def to_yaml(self, csv: str | None = None) -> str:
-        """The settings as nested YAML, headed by a comment with the predicted numbers."""
-        nested: dict[str, Any] = {}
-        for name, value in self.settings(csv).items():
-            *blocks, last = name.split(".")
-            target = nested
-            for block in blocks:
-                target = target.setdefault(block, {})
-            target[last] = value
         predicted = (
             f"step {self.predicted.makespan:.6g} s, bubble {self.predicted.bubble:.4f}, memory {max(self.memory):.6g} "
             "bytes"
         )
-        return f"# predicted: {predicted}\n" + yaml.safe_dump(nested, sort_keys=False, default_flow_style=None)
+        return f"# predicted: {predicted}\n" + yaml.safe_dump(settings, sort_keys=False, default_flow_style=None)
 
 
 def search_schedules(
@@ -204,7 +179,6 @@ def reorder_actions(
     micro_size: int,
     memory_limit_bytes: float | None = None,
     constant_bytes: Sequence[float] | None = None,
-    space: SearchSpace = SearchSpace(),
 ) -> ScheduleChoice:
     """The best order of actions, with all else fixed: what can be changed between two steps of a run.
 
@@ -222,7 +196,7 @@ def reorder_actions(
         layers.stage(split),
         constant_costs(constant_bytes, split, placement, ranks),
     )
-    return ScheduleSearch(space, memory_limit_bytes, refine=False, constant=constant_bytes).choose([setup])
+    return ScheduleSearch(SearchSpace(), memory_limit_bytes, False, constant_bytes).choose([setup])
 
 
 def constant_costs(
@@ -276,7 +250,7 @@ class ScheduleSearch:
     built: dict[tuple[str, int, int, int], Schedule | None] = field(default_factory=dict)
 
     def choose(self, setups: list[CandidateSetup]) -> ScheduleChoice:
-        setups = sorted(setups, key=lambda setup: makespan_bound(setup, self.space.splits))
+        setups = sorted(setups, key=lambda setup: makespan_bound(setup, True))
         for setup in setups:
             for name, schedule in self.templates(setup):
                 if self.spent > self.space.effort and self.found:
@@ -328,7 +302,7 @@ class ScheduleSearch:
     def templates(self, setup: CandidateSetup) -> Iterator[tuple[str, Schedule]]:
         """Schedules of the templates with the setup's placement. Each is built once for all splits."""
         for name in self.space.schedules:
-            if name == "greedy" or TEMPLATES[name].splits and not self.space.splits:
+            if name == "greedy":
                 continue
             key = (name, setup.ranks, setup.microbatches, setup.chunks)
             if key not in self.built:
@@ -350,16 +324,14 @@ class ScheduleSearch:
         """Considers a greedy schedule, if the effort allows and the setup can still beat the best. cap: as in
         `SearchSpace.caps`."""
         work = GREEDY_EFFORT * setup.microbatches * len(setup.placement) * 3
-        if self.spent + work > effort or makespan_bound(setup, self.space.splits) >= self.best:
+        if self.spent + work > effort or makespan_bound(setup, True) >= self.best:
             return
         self.spent += work
         share = setup.costs.share(setup.placement)
         room = float("inf") if self.limit is None else self.limit - max(setup.constant)
         amount = min(cap * setup.ranks * share, room)
         try:
-            schedule = build_greedy(
-                setup.costs, setup.placement, setup.microbatches, amount, self.space.splits, patience
-            )
+            schedule = build_greedy(setup.costs, setup.placement, setup.microbatches, amount, patience=patience)
         except ConfigError:  # the cap is too low for one micro-batch
             return
         self.consider(
