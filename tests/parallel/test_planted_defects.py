@@ -18,6 +18,10 @@ request. What they concern does not always exist here. Then the same mistake is 
 | Megatron-LM 5916: experts left out of the gradient norm under ep and tp | the same |
 | transformers 48205: gradients through other ranks' experts are not summed | the same |
 | torchtitan 4245: bias of a row-parallel layer times tp | the same, in dense layers |
+| 10, Megatron-LM 5047: balance loss times the tokens of all tensor-parallel ranks | the same |
+| Megatron-LM 5798: balance loss that depends on the size of a micro-batch | the same |
+| torchtitan 4154: loads that biases follow from are not summed over ranks | the same |
+| megablocks 85: balance loss of some pipeline stages only | the same |
 | Automodel 2635, torchtitan 1117: recompute routes otherwise | the same |
 """
 
@@ -37,14 +41,20 @@ FOUND = {
     "tokens of data ranks": "step 1: the gradient of .* is off",
     "recompute group": r"step 1: the gradient of layers\..* is off",
     "scatter group": "step 1: the loss is off",
-    "norm of heads": "step 1: the gradient norm is off",
+    "norm of sinks": "step 1: the gradient norm is off",
     "tokens of context ranks": "step 1: the gradient of .* is off",
     "norm of each head": r"gradient 0: layers\.0\.attention\.q_norm\.weight differs between ranks",
     "layer numbers": r"the initial weights differ in layers\.2\.",
     "expert gradients": r"step 1: the gradient of .*\.experts\..* is off by 1\.0",
     "norm of experts": "step 1: the gradient norm is off",
     "gradients of tokens": r"step 1: the gradient of .*\.router\.weight is off",
+    "shared keys": r"step 1: the gradient of .*\.kv_a\.(weight|bias) is off",
+    "bias of experts": r"step 1: the gradient of .*\.experts\.down\.bias is off by 1\.0",
     "bias of rows": r"step 1: the gradient of .*\.(o|down)\.bias is off by 1\.0",
+    "balance by ranks": r"step 1: the gradient of .*\.feed_forward(_norm|\.router)\.weight is off",
+    "balance by micro-batches": r"step 1: the gradient of .*\.feed_forward(_norm|\.router)\.weight is off",
+    "balance by own load": r"parameters: .*\.router\.balance differs between ranks",
+    "balance by stages": r"step 1: the gradient of layers\.[01]\.feed_forward(_norm|\.router)\.weight is off",
     "chosen again": r"step 1: the gradient of .*\.experts\..* is off",
 }
 """A reason that the verdict gives for each defect."""

@@ -28,9 +28,10 @@ from trainer.distributed.collectives import AllReduceSum, TensorGroup, c10d
 from trainer.distributed.mesh import World
 from trainer.model import experts, layers, loss, transformer
 from trainer.model.dispatch import GatherTokens
+from trainer.model.experts import Router, Routing, Sequences
 from trainer.model.initial import Weights
 from trainer.model.loss import IGNORE
-from trainer.model.stage import Stage
+from trainer.model.stage import BlockReport, Stage
 from trainer.parallel import recompute
 from trainer.parallel.pipeline.plan import resolve_pipeline
 from trainer.parallel.pipeline.runtime import PipelineRuntime
@@ -40,6 +41,7 @@ from trainer.parity.compare import Trajectory, judge_plan, train_reference
 from trainer.parity.watch import train_plan
 from trainer.planning.features import resolve_plan
 from trainer.planning.plan import BatchPlan
+from trainer.training.state import TrainState
 
 CPU, RANKS = torch.device("cpu"), 4
 Defect = Callable[[World], AbstractContextManager[Any]]
@@ -246,13 +248,25 @@ def average_experts_over_fewer_ranks(world: World) -> AbstractContextManager[Any
     return patch.object(fsdp.FSDP, "shard", wrong)
 
 
-def keep_gradient_of_own_experts(world: World) -> AbstractContextManager[Any]:
-    """What a token's experts on other ranks add to its gradient is not summed: everything before them loses it."""
+def keep_own_gradient(world: World) -> AbstractContextManager[Any]:
+    """What other ranks add to the gradient of gathered tokens is not summed: everything before them loses it."""
 
     def wrong(ctx: Any, gradient: Tensor) -> tuple:
         return None, ctx.group.own(gradient)
 
     return patch.object(GatherTokens, "backward", staticmethod(wrong))
+
+
+def add_bias_of_experts_on_every_rank(world: World) -> AbstractContextManager[Any]:
+    """The bias of the experts' outputs counts once for each tensor-parallel rank."""
+    right, ranks = experts.GroupedBias, world.dimensions["tp"].size()
+
+    class Bias:
+        @staticmethod
+        def apply(y: Tensor, bias: Tensor, weights: Tensor | None, ends: Tensor) -> Tensor:
+            return right.apply(y, bias, weights if weights is None else ranks * weights, ends)
+
+    return patch.object(experts, "GroupedBias", Bias)
 
 
 @contextmanager
@@ -276,6 +290,50 @@ def choose_again_in_backward(world: World) -> Iterator[None]:
         yield
 
 
+# The balance of experts.
+
+
+def change_report(change: Callable[[BlockReport], BlockReport]) -> AbstractContextManager[Any]:
+    """Changes what a rank's routers report of each micro-batch."""
+    right = Router.report
+    return patch.object(Router, "report", lambda *arguments: change(right(*arguments)))
+
+
+def weigh_balance_by_all_tokens(world: World) -> AbstractContextManager[Any]:
+    """A rank's balance and z losses are weighted by the number of tokens of all tensor-parallel ranks, not by that of
+    its own."""
+    ranks = world.dimensions["tp"].size()
+    return change_report(lambda report: report._replace(objective=ranks * report.objective))
+
+
+def balance_last_stage(world: World) -> AbstractContextManager[Any]:
+    """Only the last stage's losses of routers are differentiated."""
+    last = world.place("pp") == world.dimensions["pp"].size() - 1
+    return change_report(lambda report: report if last else report._replace(objective=None))
+
+
+def balance_micro_batches(world: World) -> AbstractContextManager[Any]:
+    """The loss of a sequence takes the whole micro-batch for one sequence: it depends on how many that has."""
+    right = Router.report
+
+    def wrong(self: Router, routing: Routing, sequences: Sequences | None) -> BlockReport:
+        if sequences is not None:
+            sequences = sequences._replace(numbers=torch.zeros_like(sequences.numbers), count=1)
+        return right(self, routing, sequences)
+
+    return patch.object(Router, "report", wrong)
+
+
+def balance_by_own_load(world: World) -> AbstractContextManager[Any]:
+    """A rank's biases follow from the load of its own tokens, which is not summed over ranks."""
+    right = TrainState.rebalance_experts
+
+    def wrong(self: TrainState, statistics: Tensor, skipped: Tensor) -> None:
+        right(self, torch.cat([self.runtime.statistics[name] for name in self.reports]), skipped)
+
+    return patch.object(TrainState, "rebalance_experts", wrong)
+
+
 @dataclass(frozen=True)
 class Planted:
     """A defect, and the plan that shows it. A case is written as in tests/support/matrix.py."""
@@ -285,8 +343,10 @@ class Planted:
 
 
 SQUARE = PLAIN | {"dp": 2, "tp": 2}
+SINKS = SQUARE | {"family": "gpt_oss"}
 MIXTURE = PLAIN | {"family": "eight experts"}
 FOLDED = MIXTURE | {"dp": 2, "tp": 2, "ep": 4, "stage": 1}
+BALANCED = PLAIN | {"family": "balanced experts"}
 RECOMPUTED = MIXTURE | {"dp": 4, "recompute": "full"}
 
 DEFECTS = {
@@ -295,16 +355,20 @@ DEFECTS = {
     "tokens of data ranks": Planted(average_over_own_tokens, PLAIN | {"dp": 4}),
     "recompute group": Planted(recompute_in_another_group, SQUARE | {"recompute": "full"}),
     "scatter group": Planted(scatter_by_another_layout, SQUARE),
-    "norm of heads": Planted(count_on_first_rank(".q.bias"), SQUARE),
+    "norm of sinks": Planted(count_on_first_rank(".sinks."), SINKS),
     "tokens of context ranks": Planted(average_over_own_part, PLAIN | {"dp": 2, "cp": 2, "way": "allgather zigzag"}),
     "norm of each head": Planted(leave_out_of_sums(".q_norm."), SQUARE),
     "layer numbers": Planted(number_layers_from_own_stage, PLAIN | {"dp": 2, "pp": 2, "schedule": "1f1b"}),
     "expert gradients": Planted(average_experts_over_fewer_ranks, MIXTURE | {"dp": 4, "ep": 2, "stage": 3}),
     "norm of experts": Planted(count_on_first_rank(".experts."), FOLDED),
-    "gradients of tokens": Planted(
-        keep_gradient_of_own_experts, MIXTURE | {"dp": 4, "ep": 2, "ep_dispatch": "allgather"}
-    ),
-    "bias of rows": Planted(add_bias_on_every_rank, SQUARE | {"family": "gpt2"}),
+    "gradients of tokens": Planted(keep_own_gradient, MIXTURE | {"dp": 4, "ep": 2, "ep_dispatch": "allgather"}),
+    "bias of experts": Planted(add_bias_of_experts_on_every_rank, SINKS),
+    "bias of rows": Planted(add_bias_on_every_rank, SINKS),
+    "shared keys": Planted(keep_own_gradient, SQUARE | {"family": "latent"}),
+    "balance by ranks": Planted(weigh_balance_by_all_tokens, BALANCED | {"dp": 2, "tp": 2}),
+    "balance by micro-batches": Planted(balance_micro_batches, BALANCED | {"dp": 2, "tp": 2}),
+    "balance by own load": Planted(balance_by_own_load, BALANCED | {"dp": 2, "tp": 2}),
+    "balance by stages": Planted(balance_last_stage, BALANCED | {"dp": 2, "pp": 2, "schedule": "1f1b"}),
     "chosen again": Planted(choose_again_in_backward, RECOMPUTED),
     "chosen otherwise": Planted(choose_otherwise_in_backward, RECOMPUTED),
 }
