@@ -185,20 +185,26 @@ def leave_out_of_sums(word: str) -> Defect:
     return plant
 
 
+def change_counts(change: Callable[[str, bool], bool]) -> AbstractContextManager[Any]:
+    """Changes which parameters a rank counts in the gradient norm. change: of a name and whether it is counted."""
+    right = SharedParameters.__init__
+
+    def wrong(self: SharedParameters, *arguments: Any) -> None:
+        right(self, *arguments)
+        self.counted = torch.tensor([change(*pair) for pair in zip(self.parameters, self.counted_here)])
+
+    return patch.object(SharedParameters, "__init__", wrong)
+
+
 def count_on_first_rank(word: str) -> Defect:
     """The gradient norm takes a parameter of which each tensor-parallel rank holds a part for one that all hold."""
+    return lambda world: change_counts(lambda name, counted: counted and (word not in name or world.place("tp") == 0))
 
-    def plant(world: World) -> AbstractContextManager[Any]:
-        right = SharedParameters.__init__
 
-        def wrong(self: SharedParameters, *arguments: Any) -> None:
-            right(self, *arguments)
-            for number, name in enumerate(self.parameters):
-                self.counted[number] &= word not in name or world.place("tp") == 0
-
-        return patch.object(SharedParameters, "__init__", wrong)
-
-    return plant
+def count_both_ends(world: World) -> AbstractContextManager[Any]:
+    """The gradient norm counts a tied embedding on the first and on the last pipeline stage."""
+    first = world.place("replicate") == 0
+    return change_counts(lambda name, counted: counted or (first and name == "embedding.weight"))
 
 
 def add_bias_on_every_rank(world: World) -> AbstractContextManager[Any]:
@@ -343,10 +349,11 @@ class Planted:
 
 
 SQUARE = PLAIN | {"dp": 2, "tp": 2}
+PIPELINE = PLAIN | {"dp": 2, "pp": 2, "schedule": "1f1b"}
 SINKS = SQUARE | {"family": "gpt_oss"}
 MIXTURE = PLAIN | {"family": "eight experts"}
 FOLDED = MIXTURE | {"dp": 2, "tp": 2, "ep": 4, "stage": 1}
-BALANCED = PLAIN | {"family": "balanced experts"}
+BALANCED = {"family": "balanced experts"}
 RECOMPUTED = MIXTURE | {"dp": 4, "recompute": "full"}
 
 DEFECTS = {
@@ -356,19 +363,20 @@ DEFECTS = {
     "recompute group": Planted(recompute_in_another_group, SQUARE | {"recompute": "full"}),
     "scatter group": Planted(scatter_by_another_layout, SQUARE),
     "norm of sinks": Planted(count_on_first_rank(".sinks."), SINKS),
+    "norm of tied ends": Planted(count_both_ends, PIPELINE | {"tied": True}),
     "tokens of context ranks": Planted(average_over_own_part, PLAIN | {"dp": 2, "cp": 2, "way": "allgather zigzag"}),
     "norm of each head": Planted(leave_out_of_sums(".q_norm."), SQUARE),
-    "layer numbers": Planted(number_layers_from_own_stage, PLAIN | {"dp": 2, "pp": 2, "schedule": "1f1b"}),
+    "layer numbers": Planted(number_layers_from_own_stage, PIPELINE),
     "expert gradients": Planted(average_experts_over_fewer_ranks, MIXTURE | {"dp": 4, "ep": 2, "stage": 3}),
     "norm of experts": Planted(count_on_first_rank(".experts."), FOLDED),
     "gradients of tokens": Planted(keep_own_gradient, MIXTURE | {"dp": 4, "ep": 2, "ep_dispatch": "allgather"}),
     "bias of experts": Planted(add_bias_of_experts_on_every_rank, SINKS),
     "bias of rows": Planted(add_bias_on_every_rank, SINKS),
     "shared keys": Planted(keep_own_gradient, SQUARE | {"family": "latent"}),
-    "balance by ranks": Planted(weigh_balance_by_all_tokens, BALANCED | {"dp": 2, "tp": 2}),
-    "balance by micro-batches": Planted(balance_micro_batches, BALANCED | {"dp": 2, "tp": 2}),
-    "balance by own load": Planted(balance_by_own_load, BALANCED | {"dp": 2, "tp": 2}),
-    "balance by stages": Planted(balance_last_stage, BALANCED | {"dp": 2, "pp": 2, "schedule": "1f1b"}),
+    "balance by ranks": Planted(weigh_balance_by_all_tokens, SQUARE | BALANCED),
+    "balance by micro-batches": Planted(balance_micro_batches, SQUARE | BALANCED),
+    "balance by own load": Planted(balance_by_own_load, SQUARE | BALANCED),
+    "balance by stages": Planted(balance_last_stage, PIPELINE | BALANCED),
     "chosen again": Planted(choose_again_in_backward, RECOMPUTED),
     "chosen otherwise": Planted(choose_otherwise_in_backward, RECOMPUTED),
 }
