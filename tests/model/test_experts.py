@@ -331,8 +331,16 @@ def test_recompute_does_not_choose_again(policy, compiled, monkeypatch):
             indices = indices if len(calls) <= spec.depth else (indices + 1) % self.shape[-1]
         return torch.return_types.topk((values, indices))
 
+    counted, count = [], experts.count_choices
+
+    def counting(keys: Tensor, size: int) -> Tensor:
+        counted.append(size)
+        return count(keys, size)
+
     monkeypatch.setattr(Tensor, "topk", changing)
+    monkeypatch.setattr(experts, "count_choices", counting)
     objective_of(model, tokens).backward()
+    assert counted.count(2 * 6) == spec.depth  # by sequence, which may need other ranks
     assert calls == [24] * spec.depth
     for (name, one), other in zip(model.named_parameters(), plain.parameters()):
         torch.testing.assert_close(one.grad, other.grad, msg=lambda text, name=name: f"{name}: {text}")

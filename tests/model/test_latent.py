@@ -96,7 +96,7 @@ def test_latent_attention_is_its_definition(q_rank, kv_rank, nope, rope, value, 
     inputs, gradient = [x, *block.parameters()], torch.randn_like(expected)
     of_found, of_expected = (torch.autograd.grad(y, inputs, gradient) for y in (found, expected))
     for one, other in ((found, expected), *zip(of_found, of_expected)):  # rotations are in fp32
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * other.abs().max().item())
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * other.abs().max().item() + 1e-9)
 
 
 @given(factor=st.floats(1, 64), weight=st.floats(0, 2), scaling=st.sampled_from(["yarn", "linear"]))

@@ -8,6 +8,7 @@ import pytest
 from support.estimates import estimated, h200, settings, shipped
 
 from trainer.config import ActivationConfig
+from trainer.config.fields import CONFIGS
 from trainer.planning.estimate import rates as fusion_times
 from trainer.planning.estimate.plans import rank_plans
 from trainer.planning.estimate.rates import OVERLAP_MODELS, TensorGroupLink, layer_passes
@@ -185,6 +186,16 @@ def test_each_product_of_a_layer_is_counted_in_each_pass(name, tp, apart):
         took = layer_passes(lambda _: OVERLAP_MODELS["off"](link), layer, products, for_weights, again, apart)
         assert took.forward.products == 5 * len(layer.gemms) and took.backward.products == 8 * len(layer.gemms)
         assert took.again.products == 5 * sum(name in layer.gemms for name in again)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("name", [path.stem for path in sorted((CONFIGS / "model").glob("*.yaml"))])
+def test_each_shipped_model_has_a_predicted_time(name, shared):
+    tp = (5 if name == "gpt2_xl" else 2) if shared else 1  # 25 heads
+    config = settings(shipped(name), batch__sequence_length=320, batch__micro_size=1, parallel__tp=tp)
+    units = time_units(config, resolve_layout(config, tp, config.model), h200()).units
+    passes = [one for unit in units for one in (unit.forward, unit.input, unit.weight)]
+    assert all(seconds >= 0 for one in passes for seconds in one.values())
 
 
 @pytest.mark.parametrize("apart, backward, calls", [(False, 2, 10), (True, 4, 12)])

@@ -404,8 +404,8 @@ EXPERTS = [
         {"tp": 2, "pp": 2, "schedule": "zb_h1", "recompute": "full", "micro_batches": 3},
         {"dp": 2, "pp": 2, "stage": 3, "schedule": "zb_v", "micro_batches": 3, "tied": True},
         {"family": "gpt_oss", "tp": 2, "recompute": "selective"},
-        {"family": "gpt_oss", "dp": 2, "stage": 3, "attention": "documents", "recompute": "modules"},
-        {"family": "gpt_oss", "cp": 2, "way": "ulysses", "stage": 2, "kv_heads": 1},
+        {"family": "gpt_oss", "dp": 2, "stage": 3, "recompute": "modules", "precision": "bf16"},
+        {"family": "gpt_oss", "cp": 2, "way": "ulysses", "stage": 2, "kv_heads": 1, "attention": "documents"},
         {"family": "gpt_oss", "pp": 2, "schedule": "zb_v", "micro_batches": 3, "recompute": "full"},
     )
 ]

@@ -16,9 +16,10 @@ from types import ModuleType
 import torch
 from support.triton_ranks import Memory, be_late, compare, compile_for_hopper, count_by_tensors, drawn, run, without
 
+from trainer.distributed.fused_kernels import merge_attention
 from trainer.kernels import decode as kernels
 from trainer.kernels.exchange import check_error
-from trainer.model.cache import attend_kv
+from trainer.model.cache import add_sinks, attend_kv
 
 ROWS, HEADS, KV_HEADS, DIM, SLOTS = 3, 6, 2, 20, 90
 CASES = [{"window": window, "soft_cap": soft_cap} for window in (0, 1, 37) for soft_cap in (0.0, 5.0)]
@@ -32,7 +33,8 @@ def inputs(size: int, epoch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 
 
 def work(made: ModuleType, rank: int, size: int, where: Memory, epochs: int, late: float, limit: int) -> None:
-    """Some epochs of a rank without a barrier between them; the ranks are late in turn."""
+    """Some epochs of a rank without a barrier between them; the ranks are late in turn. Heads have sinks in every
+    second one."""
     region = where.region(rank)
     for epoch in range(1, epochs + 1):
         query, keys, values, places = inputs(size, epoch)
@@ -40,11 +42,16 @@ def work(made: ModuleType, rank: int, size: int, where: Memory, epochs: int, lat
         seen = slots <= places[:, None]
         if case["window"]:
             seen &= slots > places[:, None] - case["window"]
-        expected, _ = attend_kv(query, keys, values, seen[:, None, None], 0.3, case["soft_cap"])
+        expected, logsum = attend_kv(query, keys, values, seen[:, None, None], 0.3, case["soft_cap"])
+        sinks = drawn(epoch, HEADS)
+        if epoch % 2:
+            expected, _ = merge_attention(*add_sinks(expected, logsum, sinks))
         mine = (x[:, :, rank::size].contiguous() for x in (keys, values))
         if epoch % size == rank:
             be_late(late)
         parts = made.attend_kv_parts(query, *mine, places, 0.3, case["soft_cap"], case["window"], rank, size)
+        if epoch % 2:
+            parts = add_sinks(*parts, sinks if rank == 0 else torch.full_like(sinks, -torch.inf))
         if size == 1:
             found = made.combine_parts(*parts, torch.float32)
         else:

@@ -221,12 +221,13 @@ class DeviceProbe:
             sequences, length = (sequences // 2, length) if sequences > 1 else (sequences, length // 2)
         query = self.random(sequences, heads, length, spec.head_dim)
         query = (query[:, :, length // 2 :] if name == "last_queries" else query).detach().requires_grad_()
-        key, value = (self.random(sequences, groups, length, spec.head_dim).requires_grad_() for _ in "kv")
+        sizes = (spec.head_dim, spec.value_dim)
+        key, value = (self.random(sequences, groups, length, size).requires_grad_() for size in sizes)
         inputs = (query, key, value)
         if masked and spec.sinks:
             inputs += (self.random(heads).requires_grad_(),)
         mask = self._mask(sequences, length, window, documents) if masked else None
-        gradient = self.random(*query.shape)
+        gradient = self.random(*query.shape[:3], spec.value_dim)
 
         def both() -> Any:
             out = causal_attention(*inputs[:3], mask, spec.scale, cap, *inputs[3:])

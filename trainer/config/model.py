@@ -256,18 +256,18 @@ class ExpertsSpec:
     router_bias: bool = option(False, "bias on the router's logits (GPT-OSS)")
     bias_rate: float = option(
         0.0,
-        "each step moves an expert's bias, which is added to its score for the choice alone, by so much towards equal "
-        "load (DeepSeek-V3: 1e-3); 0 means no bias",
+        "change of each expert's bias in a step, towards equal load; it is added to the score for the choice alone "
+        "(DeepSeek-V3: 1e-3); 0 means no bias",
         range="[0, inf)",
     )
     balance: float = option(
         0.0,
-        "factor of a loss that is 1 a token where all experts have equal load, and more otherwise; 0 means none",
+        "factor of the balance loss, which is 1 a token and layer where experts have equal load; 0 means none",
         range="[0, inf)",
     )
     balance_over: str = option(
         "sequence",
-        "the tokens whose load the balance loss is about: those of the same sequence, or those of the previous step",
+        "whose load the balance loss takes: that of the same sequence, or that of the whole previous step",
         ("sequence", "previous"),
     )
     z_loss: float = option(

@@ -271,7 +271,7 @@ def narrow_layer(layer: LayerSpec, windows: dict[int, int]) -> LayerSpec:
     )
     attention = replace(a, heads=heads, kv_heads=kv_heads, window=windows.get(a.window, a.window), rope=rope)
     block, experts = layer.feed_forward, layer.feed_forward.experts
-    of_group = max(EXPERTS // experts.groups, -(-experts.top_k // experts.top_groups))
+    of_group = max(2, EXPERTS // experts.groups, -(-experts.top_k // experts.top_groups))
     width, shared, parts = min(block.width, FEED_FORWARD), experts.shared_width, experts.shared_width // block.width
     experts = replace(
         experts,

@@ -330,14 +330,12 @@ class LatentAttention(Block):
         query = torch.cat([content, position], -1)
         key = torch.cat([key, shared.expand(*key.shape[:-1], -1)], -1)
         if attend := ATTENTION_BACKENDS.get(type(mask)):
-            value = pad_heads(
-                value, self.head_dim
-            )  # ranks exchange keys and values as one tensor, a cache has one size
+            # Ranks exchange keys and values as one tensor, and a cache has one size for both.
+            value = pad_heads(value, self.head_dim)
         query, key, value = (y.transpose(1, 2) for y in (query, key, value.contiguous()))
-        attended = (attend or causal_attention)(query, key, value, mask, self.scale, self.soft_cap)[
-            ..., : latent.value_dim
-        ]
-        return self.o(attended.transpose(1, 2).reshape(shape[0] * shape[1], -1))
+        attended = (attend or causal_attention)(query, key, value, mask, self.scale, self.soft_cap)
+        attended = attended[..., : latent.value_dim].transpose(1, 2)
+        return self.o(attended.reshape(shape[0] * shape[1], -1))
 
 
 class FeedForward(Block):

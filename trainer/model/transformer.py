@@ -217,13 +217,14 @@ class Transformer(nn.Module):
             for kind in dict.fromkeys(k for _, k in self.kinds.values())
         }
         x, reports = self.embed(tokens, positions) if self.first else hidden, {}
-        sequences = self.number_sequences(shape, tokens.device)
+        counting = any(layer.feed_forward.by_sequence for layer in self.layers.values())
+        sequences = [self.number_sequences(shape, tokens.device)] if counting else []
         for index, layer in self.layers.items():
             rotary, kind = self.kinds[index]
             rotation = None if rotary is None else rotations[rotary]
             # A recomputed layer gathers its keys again anyway. Doing it in backward too would gather them twice.
             mask = without_regather(masks[kind]) if layer.recomputes_attention else masks[kind]
-            more = [sequences] if layer.feed_forward.by_sequence else []
+            more = sequences if layer.feed_forward.by_sequence else []
             x, reports[f"layers.{index}"] = split_report(layer(x, shape, rotation, mask, *more))
         if self.last:
             x, reports["head"] = split_report(self.head(self.norm(x), None if targets is None else targets.flatten()))

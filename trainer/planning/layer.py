@@ -274,10 +274,8 @@ def latent_ops(
         return Op(f"attention.{name}", "gemm", shape, flops, result, saved=saved, deferred=result + reads, rows=rows)
 
     def gather(name: str, size: float, sent: float) -> Op:
-        sends = element_bytes * sent if tp > 1 else 0.0
-        return Op(
-            f"attention.{name}.all_gather", "all_gather", deferred=size, gemms=(f"attention.{name}",), sends=sends
-        )
+        name, sends = f"attention.{name}", float(element_bytes * sent * (tp > 1))
+        return Op(f"{name}.all_gather", "all_gather", deferred=size, gemms=(name,), sends=sends)
 
     def norm(name: str, rank: int) -> Op:
         return Op(f"attention.{name}", "norm", saved=element_bytes * rank / tp + statistics)
@@ -299,13 +297,8 @@ def latent_ops(
     kept = values + 4.0 * a.heads / tp
     yield Op("attention", "attention", flops=attention_flops(a, keys, tp), result=kept, saved=kept)
     yield gemm("o", reads=values)
-    yield Op(
-        "attention.reduce_scatter",
-        "reduce_scatter",
-        eager=partial,
-        gemms=("attention.o",),
-        sends=stream * tp * (tp > 1),
-    )
+    sends = element_bytes * float(width) * (tp > 1)
+    yield Op("attention.reduce_scatter", "reduce_scatter", eager=partial, gemms=("attention.o",), sends=sends)
 
 
 def gated_ops(block: str, layer: LayerSpec, gemms: Mapping[str, Op], tp: int, keys: float) -> Iterator[Op]:
