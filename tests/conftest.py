@@ -66,6 +66,7 @@ LONG = (
     "test_pipeline_runtime.py",
     "test_watchdog.py",
     "test_pipeline_defects.py",
+    "test_planted_defects.py",
     "test_start.py",
     "test_extreme_numbers.py",
     "test_watch.py",

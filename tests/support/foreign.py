@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trainer.config.model import FeedForwardSpec, ModelSpec
 from trainer.model import layers
 from trainer.model.initial import DeclaredModule
-from trainer.model.layers import FeedForward, apply_tiled
+from trainer.model.layers import ACTIVATIONS, FeedForward, apply_tiled
 from trainer.model.stage import BlockReport, ReportedOutput, keep_here
 from trainer.planning import layer as costs
 from trainer.planning import parameters
@@ -28,7 +28,7 @@ class WatchedFeedForward(FeedForward):
 
     def forward(self, x: Tensor) -> Any:
         """x: [tokens / t, width]; its hidden units are [tokens, width / t]."""
-        hidden = self.activation(self.up(x))
+        hidden = ACTIVATIONS[self.activation](self.up(x))
         penalty = 0.5 * x.float().square().sum() + 2.0 * hidden.float().square().sum()
         positive = (x > 0).sum(0).view(GROUPS, -1).sum(1)
         statistics = {

@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -46,6 +46,11 @@ class TensorRegion(NamedTuple):
     shape: tuple[int, ...]
 
 
+NORM_ERROR = 1e-5
+"""How far the norm of a parameter's gradient that a step computes may be, relatively, from that of the recorded
+gradient. Both are sums in fp64 over the same values."""
+
+
 class StateRecorder:
     """Records a training state: what this rank holds of weights and gradients, and what is wrong with them.
 
@@ -57,6 +62,7 @@ class StateRecorder:
         self.problems: list[str] = []
         self.losses: list[float] = []
         self.norms: list[float] = []
+        self.squares: list[list[float]] = []
         self.agreed: list[str] = []
         self._sum, self._update = state.shared.sum, state.optimizer.step
         state.shared.sum, state.optimizer.step = self.sum, self.update
@@ -86,6 +92,7 @@ class StateRecorder:
             self.problems.append(f"step {number}: the loss or a gradient is not finite")
         self.losses.append(scalars["loss"].item())
         self.norms.append(scalars["grad_norm"].item())
+        self.squares.append(scalars["squares"].tolist())
 
     def sum(self) -> None:
         """Stands in for the sum over replicas of shared parameters: reports gradients that are missing."""
@@ -132,6 +139,7 @@ class StateRecorder:
         )
         problems += dict.fromkeys(problem for _, some in everyone for problem in some)
         gradients = [whole.get(f"gradient {number}", {}) for number in range(len(self.losses))]
+        problems += self.find_miscounted(gradients)
         return Trajectory(
             whole.get("initial", {}),
             self.losses,
@@ -141,6 +149,16 @@ class StateRecorder:
             problems,
             self.overflows,
         )
+
+    def find_miscounted(self, gradients: list[dict[str, Tensor]]) -> Iterator[str]:
+        """Parameters that the gradient norm does not count as they are in `gradients`, the whole ones of each step. The
+        norm of all parameters hardly changes if it leaves out a small one."""
+        for number, (squares, tensors) in enumerate(zip(self.squares, gradients), 1):
+            counts = dict(zip(self.state.names, squares))
+            for name, value in tensors.items():
+                counted, norm = math.sqrt(counts[name]), value.norm(dtype=torch.float64).item()
+                if abs(counted - norm) > NORM_ERROR * norm:
+                    yield f"step {number}: the gradient norm counts {name} as {counted:.3e}, and its own is {norm:.3e}"
 
 
 def assemble_tensors(
