@@ -73,8 +73,8 @@ def variations(spec: ModelSpec, path: str) -> Iterator[ModelSpec]:
             if not FIELDS[path].choices:
                 return
     alone = FIELDS[path].choices and len(FIELDS[path].choices) == 1
-    # Experts are gated; one group has no other number of best groups. Latent attention has sizes of its own, and no norms
-    # of queries and keys.
+    # Experts are gated; one group has no other number of best groups. Latent attention has sizes of its own, and no
+    # norms of queries and keys.
     fixed = spec.feed_forward.experts.count or path.startswith("feed_forward.experts.")
     fixed = (
         fixed or path in OF_HEADS
