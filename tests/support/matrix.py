@@ -421,12 +421,12 @@ EXPERT_PARALLEL = [
         {"dp": 2, "ep_dispatch": "alltoall", "stage": 2, "recompute": "full", "optimizer": "muon"},
         {"dp": 2, "stage": 3, "recompute": "modules", "family": "experts"},
         {"dp": 2, "ep_dispatch": "alltoall", "stage": 3, "family": "two experts", "micro_batches": 3, "offload": True},
-        {"dp": 2, "stage": 2, "family": "two experts", "precision": "fp16"},
+        {"dp": 2, "stage": 2, "family": "both experts", "precision": "fp16"},
         {"tp": 2, "ep_dispatch": "alltoall", "recompute": "selective"},
         {"cp": 2, "way": "allgather zigzag", "ep_dispatch": "alltoall", "stage": 3, "recompute": "full"},
         {"dp": 4, "stage": 3, "ep": 4, "ep_dispatch": "alltoall", "recompute": "every2"},
         {"dp": 4, "stage": 2, "shard": 2, "ep_dispatch": "alltoall", "optimizer": "muon"},
-        {"dp": 4, "stage": 3, "shard": 2, "family": "two experts", "precision": "fp16"},
+        {"dp": 4, "stage": 3, "shard": 2, "family": "both experts", "precision": "fp16"},
         {"dp": 2, "tp": 2, "ep": 4, "stage": 1, "micro_batches": 3},
         {"dp": 2, "tp": 2, "stage": 3, "ep_dispatch": "alltoall", "recompute": "full", "optimizer": "muon"},
         {"cp": 2, "tp": 2, "way": "allgather zigzag", "ep": 4, "ep_dispatch": "alltoall", "stage": 2},
@@ -434,8 +434,8 @@ EXPERT_PARALLEL = [
         {"tp": 2, "pp": 2, "schedule": "zb_h1", "recompute": "full", "micro_batches": 3},
     )
 ]
-"""Experts that data-, context- or tensor-parallel ranks share. Of two experts each token has one, so that ranks may
-receive nothing."""
+"""Experts that data-, context- or tensor-parallel ranks share. Of `two experts` each token has one, so that ranks may
+receive nothing. In 16 bits it has both, since one token that goes to the other expert changes the gradients."""
 LATENT = [
     PLAIN | {"family": "latent"} | more
     for more in (

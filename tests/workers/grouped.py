@@ -56,7 +56,7 @@ def reach_far(device: torch.device) -> float:
 
 def host_waits(device: torch.device) -> bool:
     """Whether the host waits for the device in a forward and a backward pass of a layer in bf16."""
-    block = Mixture(FeedForwardSpec(width=64, experts=ExpertsSpec(count=8)), 64).to(device, torch.bfloat16)
+    block = Mixture(FeedForwardSpec(width=64, experts=ExpertsSpec(count=8)), 64).to(device, torch.bfloat16).eval()
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     x = torch.randn(256, 64, device=device, dtype=torch.bfloat16, requires_grad=True)

@@ -107,6 +107,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "all experts": {"feed_forward": {"width": 40, "experts": {"count": 3, "top_k": 3, "normalise": False}}},
     "eight experts": {"feed_forward": {"width": 40, "experts": GROUPED_EXPERTS | {"shared_width": 20}}},
+    "both experts": {"feed_forward": {"width": 40, "experts": {"count": 2, "top_k": 2, "normalise": False}}},
     "two experts": {"feed_forward": {"width": 40, "experts": {"count": 2, "top_k": 1, "normalise": False}}},
     "gpt_oss": {
         "attention": {"output_bias": True, "sinks": True, "window": 5},
