@@ -69,13 +69,13 @@ def count_loaded(module: str) -> int:
 
 
 BUDGETS = {
-    "tokens of trainer/": (lambda: sum(map(count_tokens, FILES)), 376_800),
-    "files of trainer/": (lambda: len(FILES), 218),
-    "files loaded with trainer.training.run": (lambda: count_loaded("trainer.training.run"), 143),
-    "files loaded with trainer.training.step": (lambda: count_loaded("trainer.training.step"), 82),
-    "settings": (count_settings, 212),
+    "tokens of trainer/": (lambda: sum(map(count_tokens, FILES)), 391_000),
+    "files of trainer/": (lambda: len(FILES), 222),
+    "files loaded with trainer.training.run": (lambda: count_loaded("trainer.training.run"), 147),
+    "files loaded with trainer.training.step": (lambda: count_loaded("trainer.training.step"), 86),
+    "settings": (count_settings, 225),
     "pages of docs/": (lambda: len(list((ROOT / "docs").glob("*.md"))), 16),
-    "words of docs/": (lambda: count_words(*(ROOT / "docs").glob("*.md")), 45_000),
+    "words of docs/": (lambda: count_words(*(ROOT / "docs").glob("*.md")), 46_700),
     "words of README.md": (lambda: count_words(ROOT / "README.md"), 1_700),
     "files of bench/": (lambda: len(list((ROOT / "bench").glob("*.py"))), 14),
 }

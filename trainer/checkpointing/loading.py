@@ -455,7 +455,7 @@ def open_transformers(folder: str, weights: str) -> SavedModel:
     for note in (*notes, *values.notes, *left_out):
         print(note, file=sys.stderr)
     tokenizer = path if (path / "tokenizer_config.json").is_file() else None
-    return SavedModel(path, spec, lambda name: values(name, values.infos[name]), tokenizer, None, generation)
+    return SavedModel(path, spec, values.tensor, tokenizer, None, generation)
 
 
 def check_model(contents: CheckpointContents, spec: ModelSpec, prefix: str) -> None:

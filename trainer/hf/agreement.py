@@ -35,6 +35,7 @@ from trainer.config.typed import flatten_values
 from trainer.hf.config import assign_field, common_layer, config_from_spec, encode_option, mixture_options, same_value
 from trainer.hf.families import FAMILIES
 from trainer.hf.weights import list_entries, write_weights
+from trainer.model.experts import Router
 from trainer.model.initial import fill_parameters, name_seed
 from trainer.model.transformer import Transformer
 from trainer.planning.layer import has_experts
@@ -164,7 +165,11 @@ def logit_difference(spec: ModelSpec, config: dict[str, Any], folder: Path) -> f
         raise ValueError(f"{parameters} parameters are left when it is made small: its heads are beyond any model's")
     ours = Transformer(spec).eval()
     fill_parameters(ours, partial(sample_weight, spec))
-    write_weights(write_config(folder, config), spec, dict(ours.named_parameters()).__getitem__)
+    for router in ours.modules():
+        if isinstance(router, Router) and router.balance is not None:
+            router.balance.copy_(torch.linspace(-0.1, 0.1, len(router.balance)))
+    tensors = {**dict(ours.named_parameters()), **dict(ours.named_buffers())}
+    write_weights(write_config(folder, config), spec, tensors.__getitem__)
     theirs, report = AutoModelForCausalLM.from_pretrained(
         folder,
         local_files_only=True,

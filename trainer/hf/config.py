@@ -231,6 +231,8 @@ def layer_facts(spec: ModelSpec, index: int) -> dict[str, Any]:
     rope = facts["attention.positions"] == "rope"
     if not facts[(count := "feed_forward.experts.count")]:
         facts = {key: value for key, value in facts.items() if key == count or ".experts." not in key}
+    if FAMILIES[spec.family].balance and (rate := "feed_forward.experts.bias_rate") in facts:
+        facts[rate] = facts[rate] > 0
     used = ("theta", "fraction", "scaling", *SCALING_FIELDS[facts["attention.rope.scaling"]])
     return {
         key: value

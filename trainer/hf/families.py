@@ -51,8 +51,7 @@ class ModelFamily:
         decoder_sparse_step) or first_k_dense_replace; empty where none can be.
     shared_experts: the option that counts the experts that make up the shared block.
     grouped_by: the value of topk_method with which a token uses the experts of some groups; with `greedy` it uses all.
-    zeros: buffers in layers of experts, by name within the layer, and the buffers of ours that they are. They have to
-        be zero.
+    balance: `Router.balance` by its name within a layer, where there is such a bias: with any bias_rate above 0.
     predicts: files can hold further layers, which predict further tokens and are not read.
     quantised: `quant_method` of the published files whose weights are read all the same: `weights.dequantise_mxfp4`.
     """
@@ -75,7 +74,7 @@ class ModelFamily:
     dense_layers: str = ""
     shared_experts: str = ""
     grouped_by: str = ""
-    zeros: dict[str, str] = field(default_factory=dict)
+    balance: str = ""
     predicts: bool = False
     quantised: str = ""
 
@@ -356,11 +355,15 @@ FAMILIES: dict[str, ModelFamily] = {
     "deepseek_v3": latent_like(
         "DeepseekV3ForCausalLM",
         {"norm_topk_prob": "feed_forward.experts.normalise"},
-        {"feed_forward.experts.score": "sigmoid", "feed_forward.experts.group_score": "top2"},
+        {
+            "feed_forward.experts.score": "sigmoid",
+            "feed_forward.experts.group_score": "top2",
+            "feed_forward.experts.bias_rate": 1e-3,
+        },
         {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": True},
         written={"num_nextn_predict_layers": 0},
         needed=("n_group", "topk_group"),
-        zeros={"mlp.gate.e_score_correction_bias": "feed_forward.router.balance"},
+        balance="mlp.gate.e_score_correction_bias",
         predicts=True,
     ),
     "gemma2": ModelFamily(

@@ -18,7 +18,7 @@ from torch import Tensor
 from trainer.config import ConfigError
 from trainer.config.model import ModelSpec
 from trainer.hf.families import FAMILIES, ModuleRule
-from trainer.planning.parameters import ParameterInfo, declare_parameters
+from trainer.planning.parameters import ParameterInfo, declare_parameters, router_shapes
 from trainer.util.reading import check_links, on_one_line, path_inside, read_json, shorten_foreign
 
 # Buffers that older versions of transformers saved among the weights.
@@ -135,16 +135,13 @@ def find_entries(
     return [CheckpointEntry(name, ours, groups, rule.transposed and kind == "weight", joined)]
 
 
-def list_zeros(spec: ModelSpec, infos: Mapping[str, ParameterInfo]) -> dict[str, tuple[str, int]]:
-    """The buffers of a checkpoint that have to be zero: name there -> name of ours, and its elements, one for each
-    expert."""
+def list_balances(spec: ModelSpec, infos: Mapping[str, ParameterInfo]) -> dict[str, str]:
+    """The biases of the choice of experts in a checkpoint: name there -> name of ours, the buffer of a router."""
     family = FAMILIES[spec.family]
-    routers = {index: infos.get(f"layers.{index}.feed_forward.router.weight") for index in range(spec.depth)}
     return {
-        f"{family.layers}{index}.{theirs}": (f"layers.{index}.{ours}", router.shape[0])
-        for index, router in routers.items()
-        if router is not None
-        for theirs, ours in family.zeros.items()
+        f"{family.layers}{index}.{family.balance}": f"layers.{index}.feed_forward.router.balance"
+        for index in range(spec.depth)
+        if family.balance and f"layers.{index}.feed_forward.router.weight" in infos
     }
 
 
@@ -275,6 +272,7 @@ class HFWeights(StoredTensors):
         super().__init__(folder, spec)
         self.spec = spec
         self.infos = declare_parameters(spec)
+        self.balances = {ours: theirs for theirs, ours in list_balances(spec, self.infos).items()}
         names = [rule.theirs for rule in self.family.stacked_rules if rule.bare]
         stacked = any(name.endswith(tuple(names)) for name in self.files) if names else False
         self.entries: dict[str, list[CheckpointEntry]] = {}
@@ -288,6 +286,12 @@ class HFWeights(StoredTensors):
         name = "embedding.weight" if self.tied and name == "head.weight" else name
         parts = [self.read_part(entry, name) for entry in self.entries[name]]
         return parts[0] if self.entries[name][0].expert is None else torch.stack(parts)
+
+    def tensor(self, name: str) -> Tensor:
+        """A parameter, or what the router of experts keeps besides."""
+        if name in self.balances:
+            return self.read(self.balances[name]).float()
+        return self(name, self.infos[name])
 
     def read_part(self, entry: CheckpointEntry, name: str) -> Tensor:
         """What a checkpoint tensor holds of a parameter, in fp32."""
@@ -335,8 +339,8 @@ class HFWeights(StoredTensors):
         problems = []
         if buffers := [name for name in self.files if BUFFERS.search(name)]:
             self.note(f"{format_names(buffers)} not read, as config.json says what they hold")
-        zeros = {name: ((size,), STORED) for name, (_, size) in list_zeros(self.spec, self.infos).items()}
-        shapes |= zeros
+        sizes = router_shapes(self.spec)
+        shapes |= {theirs: (sizes[ours], STORED) for ours, theirs in self.balances.items()}
         if predicting := self.list_predicting():
             self.note(
                 f"{format_names(predicting)} not read: the layers behind the {self.spec.depth} of the model predict "
@@ -353,10 +357,6 @@ class HFWeights(StoredTensors):
             name = self.stored_name(name)
             if name in self.files:
                 problems += self.differences(name, *facts)
-        if not problems and (biased := [name for name in zeros if self.stored_slice(self.stored_name(name))[:].any()]):
-            problems.append(
-                f"{format_names(biased)} not zero: a bias of the choice of experts is not supported; supported: zeros"
-            )
         if problems:
             raise ConfigError([self.message(problem) for problem in problems[:5]])
 
@@ -407,13 +407,16 @@ def write_weights(
 
     infos = declare_parameters(spec)
     content = {e.theirs: e for e in list_entries(spec, infos)}
-    zeros = {name: torch.zeros(size) for name, (_, size) in list_zeros(spec, infos).items()}
-    shapes = {name: torch.empty(e.shape(infos), dtype=dtype, device="meta") for name, e in content.items()} | zeros
+    balances, sizes = list_balances(spec, infos), router_shapes(spec)
+    shapes = {name: torch.empty(e.shape(infos), dtype=dtype, device="meta") for name, e in content.items()}
+    shapes |= {name: torch.empty(sizes[ours], device="meta") for name, ours in balances.items()}
     split = split_torch_state_dict_into_shards(shapes, max_shard_size=shard_size)
     read_once = lru_cache(1)(lambda name: read(name).detach().cpu().to(dtype))  # the experts of a matrix come in turn
     for file, names in split.filename_to_tensors.items():
         tensors = {
-            name: zeros[name] if name in zeros else content[name].join([read_once(part) for part in content[name].ours])
+            name: read(balances[name]).detach().cpu().float()
+            if name in balances
+            else content[name].join([read_once(part) for part in content[name].ours])
             for name in names
         }
         save_file(tensors, folder / file, {"format": "pt"})

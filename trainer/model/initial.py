@@ -90,7 +90,8 @@ def parameter_infos(model: nn.Module) -> dict[str, ParameterInfo]:
 
 
 Weights = Callable[[str, ParameterInfo], Tensor]
-"""Global name and declaration of a parameter -> its whole value. May have a method `experts` (`InitialWeights`)."""
+"""Global name and declaration of a parameter -> its whole value. May have a method `experts` (`InitialWeights`), and
+biases of routers: `balances`, whose keys are their names, and `tensor` (`HFWeights`)."""
 
 
 def name_seed(seed: int, name: str) -> int:
@@ -147,14 +148,18 @@ def fill_parameters(model: nn.Module, value: Weights) -> None:
             whole = value(name, info)
         part = whole[tuple(slice(offset, offset + size) for offset, size in zip(offsets, shape))]
         parameter.to_local().copy_(part.to(parameter.device))  # each rank slices its own copy, nothing is sent
-    reset_buffers(model)
+    fill_buffers(model, value)
 
 
-def reset_buffers(model: nn.Module) -> None:
-    """Fills all buffers; they depend on the spec alone."""
+def fill_buffers(model: nn.Module, value: Weights) -> None:
+    """Fills all buffers. They depend on the spec alone, but for biases of routers that come with weights."""
     for module in model.modules():
         if hasattr(module, "reset_buffers"):
             module.reset_buffers()
+    stored = getattr(value, "balances", {})
+    for name, buffer in model.named_buffers():
+        if name in stored:
+            buffer.copy_(value.tensor(name))
 
 
 def initialize_model(

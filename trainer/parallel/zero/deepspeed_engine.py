@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 from trainer.config import Config, ConfigError
 from trainer.distributed.mesh import World
 from trainer.distributed.tensors import local_values
-from trainer.model.initial import Weights, reset_buffers
+from trainer.model.initial import Weights, fill_buffers
 from trainer.model.stage import Stage
 from trainer.optim.optimizer import ParameterPolicy
 from trainer.parallel.compress.reduction import NoCompression
@@ -145,7 +145,7 @@ class DeepSpeed:
     ) -> tuple[DeepSpeedZero, DeepSpeedScaler]:
         self.models = list(stages.values())
         for model in self.models:
-            reset_buffers(model)
+            fill_buffers(model, weights)
         kind = PartitionedZero if self.stage == 3 else FlatZero
         self.zero = kind(stages, parameters, infos, policies, shared, self.config, self.world)
         self.zero.fill(weights)
