@@ -13,10 +13,11 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import settings as profile
 from hypothesis import strategies as st
+from support.checkpoints import read_tensors
 from support.reference import random_batch, settings, tiny_spec
 
 import trainer
-from trainer.checkpointing.loading import open_saved, read_tensors
+from trainer.checkpointing.loading import open_saved
 from trainer.commands import export, merge
 from trainer.config import ConfigError
 from trainer.data.batches import MicroBatch

@@ -126,10 +126,11 @@ def export_model(
     Before anything is written, transformers opens the configuration and computes a small model of it.
 
     tensors: whole parameters, and biases of routers, by global name, read one at a time, so that at most one file's
-    tensors are in memory besides. tokenizer: folder to copy it from. generation: a generation configuration; special tokens that it does not
-    name are the tokenizer's. begin: the ids with which the exported tokenizer begins every text; None leaves it as it
-    is. The folder is written under another name and then renamed, so that it is complete or absent. Raises
-    `ConfigError` where transformers' model would be another one, naming the field."""
+    tensors are in memory besides. tokenizer: folder to copy it from. generation: a generation configuration; special
+    tokens that it does not name are the tokenizer's. begin: the ids with which the exported tokenizer begins every
+    text; None leaves it as it is. The folder is written under another name and then renamed, so that it is complete or
+    absent. Raises `ConfigError`
+    where transformers' model would be another one, naming the field."""
     folder = Path(folder).expanduser()
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"out={folder} exists and is not empty; give a new folder")
