@@ -303,6 +303,7 @@ POLICIES = {
     "full": {"mode": "full"},
     "selective": {"mode": "selective"},
     "blocks": {"mode": "selective", "modules": ["*.feed_forward"]},
+    "routers": {"mode": "selective", "modules": ["*.router"]},
     "products": {"mode": "selective", "save": ["feed_forward.experts.up", "feed_forward.router"]},
     "one layer": {"mode": "selective", "save": ["all@1"]},
 }

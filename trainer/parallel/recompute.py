@@ -23,6 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from trainer.config import ActivationConfig, ConfigError
 from trainer.distributed.collectives import TensorGroup
+from trainer.model.experts import Experts, Router
 from trainer.model.initial import parameter_infos
 from trainer.model.layers import Mixture
 from trainer.model.stage import Stage
@@ -276,7 +277,7 @@ def named_submodules(model: Stage, layers: list[nn.Module]) -> dict[str, nn.Modu
 def recomputing_class(kind: type[nn.Module]) -> type[nn.Module]:
     """`kind` with its forward recomputed in backward. One class for all modules of a kind, so that the compiler makes
     one graph for them."""
-    recompute = recompute_unrouted if issubclass(kind, Mixture) else recompute_all
+    recompute = recompute_unrouted if issubclass(kind, Mixture | Router | Experts) else recompute_all
 
     class Recomputed(kind):
         recomputed = True
