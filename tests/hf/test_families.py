@@ -652,6 +652,12 @@ def test_both_layouts_of_experts_are_read_and_one_is_written(family: str, tmp_pa
     models = {name: ours(tmp_path / name) for name in names}
     for one, other in zip(models["apart"].parameters(), models["stacked"].parameters()):
         assert torch.equal(one, other)
+    for folder in names:
+        weights = HFWeights(tmp_path / folder, models[folder].spec)
+        for name, info in parameter_infos(models[folder]).items():
+            for numbers in (range(1, 3), range(0, 0)) if info.stacked else ():
+                found = weights.experts(name, info, numbers)
+                assert torch.equal(found, weights(name, info)[numbers.start : numbers.stop])
     model = models["stacked"]
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     export_model(model.spec, tensors, tmp_path / "out", torch.float32, shard_size="20KB")

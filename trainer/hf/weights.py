@@ -287,6 +287,13 @@ class HFWeights(StoredTensors):
         parts = [self.read_part(entry, name) for entry in self.entries[name]]
         return parts[0] if self.entries[name][0].expert is None else torch.stack(parts)
 
+    def experts(self, name: str, info: ParameterInfo, numbers: range) -> Tensor:
+        """Some of a stack of experts; where files hold them one by one, the others are not read."""
+        entries = self.entries[name]
+        if entries[0].expert is None or not numbers:
+            return self(name, info)[numbers.start : numbers.stop]
+        return torch.stack([self.read_part(entries[number], name) for number in numbers])
+
     def tensor(self, name: str) -> Tensor:
         """A parameter, or what the router of experts keeps besides."""
         if name in self.balances:
