@@ -140,7 +140,8 @@ def dense_mixture(block: Mixture, spec: FeedForwardSpec, x: Tensor) -> tuple[Ten
     Returns besides which experts each token chose, and the router's logits and scores."""
     e = spec.experts
     logits = x @ block.router.weight.t() + bias_of(block.router)
-    scores = logits.softmax(-1) if e.score == "softmax" else logits.sigmoid()
+    ways = {"softmax": logits.softmax(-1), "sigmoid": logits.sigmoid(), "sqrtsoftplus": (1 + logits.exp()).log().sqrt()}
+    scores = ways[e.score]
     biased = scores if block.router.balance is None else scores + block.router.balance
     groups = biased.unflatten(-1, (e.groups, -1)).sort(-1, descending=True).values
     values = groups[..., : 2 if e.group_score == "top2" else 1].sum(-1)
@@ -175,7 +176,7 @@ def mixtures(draw: st.DrawFn) -> ExpertsSpec:
     return ExpertsSpec(
         count=groups * size,
         top_k=draw(st.integers(1, top_groups * size)),
-        score=draw(st.sampled_from(["softmax", "sigmoid"])),
+        score=draw(st.sampled_from(["softmax", "sigmoid", "sqrtsoftplus"])),
         normalise=draw(st.booleans()),
         scale=draw(st.sampled_from([1.0, 2.5])),
         groups=groups,

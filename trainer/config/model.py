@@ -237,8 +237,8 @@ class ExpertsSpec:
     top_k: int = option(2, "experts that each token is sent to", range="[1, inf)")
     score: str = option(
         "softmax",
-        "how the router's logits become scores, in fp32: over all experts, or each by itself",
-        ("softmax", "sigmoid"),
+        "how the router's logits become scores, in fp32: over all experts, or each by itself (sqrtsoftplus: DeepSeek-V4)",
+        ("softmax", "sigmoid", "sqrtsoftplus"),
     )
     normalise: bool = option(True, "the scores of the chosen experts are divided by their sum")
     scale: float = option(1.0, "factor on the scores of the chosen experts", range="(0, inf)")

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.config.model import EXPERT_ALIGNMENT, ExpertsSpec
@@ -131,6 +132,14 @@ class Routing(NamedTuple):
     scores: Tensor
 
 
+SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda logits: logits.softmax(-1),
+    "sigmoid": torch.sigmoid,
+    "sqrtsoftplus": lambda logits: F.softplus(logits).sqrt(),
+}
+"""`ExpertsSpec.score` -> the scores of logits [tokens, experts]."""
+
+
 class Router(WideLinear):
     """Chooses the experts of each token and their weights, in fp32, and balances the load of the experts.
 
@@ -156,7 +165,7 @@ class Router(WideLinear):
     def forward(self, x: Tensor) -> Routing:
         """x: [tokens, width]."""
         spec, logits = self.spec, super().forward(x)
-        scores = logits.softmax(-1) if spec.score == "softmax" else logits.sigmoid()
+        scores = SCORES[spec.score](logits)
         ranked = scores.detach() if self.balance is None else scores.detach() + self.balance
         best = 2 if spec.group_score == "top2" else 1
         chosen = choose_experts(ranked, spec.top_k, spec.groups, spec.top_groups, best)
