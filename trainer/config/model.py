@@ -237,7 +237,7 @@ class ExpertsSpec:
     top_k: int = option(2, "experts that each token is sent to", range="[1, inf)")
     score: str = option(
         "softmax",
-        "how the router's logits become scores, in fp32: over all experts, or each by itself (sqrtsoftplus: DeepSeek-V4)",
+        "how the router's logits become scores, in fp32: over all experts, or each by itself",
         ("softmax", "sigmoid", "sqrtsoftplus"),
     )
     normalise: bool = option(True, "the scores of the chosen experts are divided by their sum")
