@@ -7,10 +7,12 @@ import json
 import pytest
 from support.launch import launch
 
-from trainer.config import Config, ConfigError
+from trainer.config import Config, ConfigError, ModelConfig
 from trainer.config.model import ExpertsSpec, FeedForwardSpec, ModelSpec
 from trainer.parallel.experts.plan import choose_dispatch
+from trainer.planning.estimate.plans import rank_plans
 from trainer.planning.features import check_whole_plan, resolve_plan
+from trainer.planning.hardware import load_hardware
 from trainer.planning.states import state_bytes
 
 SIZES = {"alltoall": "exchange_counts", "allgather": "select_choices"}
@@ -117,3 +119,17 @@ def test_states_of_experts_are_shared_by_all_ranks(stage):
         whole = plain.parameters - experts / (1 if stage == 0 else 4)
         assert states.parameters == whole + experts / (ep if stage == 0 else 8 if ep > 1 else 4)
         assert states.gathered <= plain.gathered and (ep == 1 or states.gathered < plain.gathered)
+
+
+def test_the_fastest_plans_are_looked_for_with_shared_experts():
+    """Where ranks can: not for five experts, nor where `parallel.ep` is kept."""
+    config = config_of()
+    config.model = ModelConfig(**vars(spec_of(count=8)))
+    config.batch.sequence_length, config.batch.micro_size, config.activation.mode = 128, 1, "none"
+    found = {
+        kept: rank_plans(config, load_hardware("h100"), 4, 4, most=40, kept=kept) for kept in ((), ("parallel.ep",))
+    }
+    assert {one.layout.plan.ep for one in found[()].best} > {1}
+    assert {one.layout.plan.ep for one in found["parallel.ep",].best} == {1}
+    config.model.feed_forward.experts.count = 5
+    assert {one.layout.plan.ep for one in rank_plans(config, load_hardware("h100"), 4, 4, most=40).best} == {1}

@@ -19,6 +19,7 @@ from trainer.config.fields import list_divisors
 from trainer.config.hardware import HardwareConfig
 from trainer.parallel.compress.plan import enabled_codecs
 from trainer.parallel.context.plan import ContextPlan, resolve_context
+from trainer.parallel.experts.plan import list_mixtures
 from trainer.parallel.pipeline.plan import PipelinePlan, check_pipeline, estimated_costs, resolve_split
 from trainer.parallel.zero.plan import check_settings
 from trainer.planning.decide import MemoryLimit, decide, memory_choices
@@ -43,6 +44,7 @@ DEGREES = (
     "parallel.tp",
     "parallel.pp",
     "parallel.cp",
+    "parallel.ep",
     "parallel.shard",
     "parallel.zero.stage",
     "parallel.tp_overlap",
@@ -173,7 +175,7 @@ class _Search:
                 if rest or self.global_size % dp or length % (cp * tp):
                     continue
                 context = self.base.parallel.context if cp > 1 else ContextConfig()
-                whole = replace(self.base.parallel, dp=-1, tp=tp, pp=pp, cp=cp, context=context, shard=-1)
+                whole = replace(self.base.parallel, dp=-1, tp=tp, pp=pp, cp=cp, ep=1, context=context, shard=-1)
                 whole = with_backends(whole, "off", "nccl")
                 problems = check_plan(whole, self.world, self.spec, self.node) or self.unshared(whole)
                 problems = problems or list(check_float8(self.base, self.spec, build_plan(whole, self.world)))
@@ -182,7 +184,11 @@ class _Search:
                     inside = self.node // tp  # ranks of a group that stays within a node
                     sizes = {-1, inside, self.base.parallel.shard} if stage else {-1}
                     for shard in sorted(n for n in sizes if n == -1 or 1 < n < dp * cp and dp * cp % n == 0):
-                        yield from self.ways(replace(whole, shard=shard, zero=replace(whole.zero, stage=stage)))
+                        chosen = replace(whole, shard=shard, zero=replace(whole.zero, stage=stage))
+                        for ep in self.shared_experts(dp * cp * tp):
+                            dealt = replace(chosen, ep=ep)
+                            if ep == 1 or not check_plan(dealt, self.world, self.spec, self.node):
+                                yield from self.ways(dealt)
 
     def ways(self, parallel: ParallelConfig) -> Iterator[ParallelConfig]:
         """A plan by collectives, by copies between the GPUs of a node, and as the settings say, where that is legal."""
@@ -193,6 +199,7 @@ class _Search:
         if (
             base.precision.float8.gather
             or enabled_codecs(parallel.grad_comm)
+            or parallel.ep > 1
             or build_plan(parallel, self.world).shard == 1
         ):
             backends = []
@@ -257,6 +264,12 @@ class _Search:
         """Ranks that share a sequence: as many as the settings say, and where it is long, other numbers too."""
         given, length = self.base.parallel.cp, self.base.batch.sequence_length
         return sorted({given, *(n for n in list_divisors(self.world) if length // n >= SHARED)})
+
+    def shared_experts(self, ranks: int) -> list[int]:
+        """Of so many ranks of a pipeline stage, those that may share experts: within a node, in equal runs."""
+        counts = [count for count, _ in list_mixtures(self.spec)]
+        sizes = [n for n in list_divisors(ranks) if n <= self.node and not any(count % n for count in counts)]
+        return sizes if counts and not enabled_codecs(self.base.parallel.grad_comm) else [1]
 
     def unshared(self, parallel: ParallelConfig) -> list[str]:
         """Why ranks cannot share sequences as asked."""
