@@ -64,7 +64,7 @@ def pair(folder: Path, family: str, kind: str) -> tuple[torch.nn.Module, Transfo
     fill_parameters(model, HFWeights(folder, spec))
     for rotary in model.rotaries:
         rotary.reset_buffers()
-    return reference, model
+    return reference, model.eval()  # in training a mixture reports besides
 
 
 @pytest.mark.parametrize("family, kind", CASES)

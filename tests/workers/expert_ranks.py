@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from support.launch import fork, leave
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -51,7 +52,7 @@ class CountedOperators(TorchDispatchMode):
 
 def build(part: slice = slice(None)) -> Experts:
     """Experts with the same weights everywhere, or some of them."""
-    experts = Experts(ExpertsSpec(count=EXPERTS), WIDTH, INNER, torch.nn.functional.silu).double()
+    experts = Experts(ExpertsSpec(count=EXPERTS), WIDTH, INNER, lambda gate, up: F.silu(gate) * up).double()
     generator = torch.Generator().manual_seed(1)
     for layer in (experts.gate, experts.up, experts.down):
         whole = torch.randn(layer.weight.shape, generator=generator, dtype=torch.float64)

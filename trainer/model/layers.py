@@ -431,7 +431,7 @@ class Layer(nn.Module):
         self.feed_forward_post_norm = Norm(width, spec.norm) if post else nn.Identity()
         self.tile = 0
         # Set by the plan: see `apply_recompute`, `compile_layers`, `HostStore` and `ExpertUnit`.
-        self.expert_unit: nn.Module | None = None
+        self.expert_unit: ExpertUnit | None = None
         self.recompute: Callable | None = None
         self.run: Callable = self.run_body
         self.run_tile: Callable = self.feed
@@ -491,3 +491,15 @@ class Layer(nn.Module):
         """The trained parameters of the second half."""
         modules = (self.feed_forward_norm, self.feed_forward, self.feed_forward_post_norm)
         return [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]
+
+
+class ExpertUnit(nn.Module):
+    """What an engine shards of a layer's experts, where their ranks are others than those of the layer. It runs the
+    layer's body, so the engine's hooks act where those of the layer do: outside of what is recomputed or compiled."""
+
+    def __init__(self, layer: Layer, experts: Experts):
+        super().__init__()
+        self.experts, self.layers = experts, (layer,)  # a tuple, which does not make the layer a child
+
+    def forward(self, x: Tensor, *context: Any) -> Any:
+        return self.layers[0].run(x, *context)

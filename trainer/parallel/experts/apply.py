@@ -10,6 +10,7 @@ from trainer.distributed.collectives import TensorGroup
 from trainer.distributed.mesh import World
 from trainer.model.dispatch import AllGather, AllToAll, SharedDispatch
 from trainer.model.experts import Experts, GroupedLinear
+from trainer.model.layers import ExpertUnit, Layer
 from trainer.model.stage import Stage
 from trainer.parallel.experts.plan import choose_dispatch
 from trainer.parallel.tensor.apply import shard_parameter
@@ -26,9 +27,10 @@ def share_experts(model: Stage, parallel: ParallelConfig, spec: ModelSpec, world
     mesh = world.dimensions["ep"]
     group = TensorGroup(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size())
     dispatch = DISPATCH[choose_dispatch(parallel, spec, group.size)](group)
-    for module in model.modules():
-        if isinstance(module, GroupedLinear):
-            for name in module.declared:
-                setattr(module, name, nn.Parameter(shard_parameter(getattr(module, name), 0, mesh)))
-        elif isinstance(module, Experts):
-            module.dispatch = dispatch
+    for layer in [module for module in model.modules() if isinstance(module, Layer)]:
+        for module in [*layer.modules()]:
+            if isinstance(module, GroupedLinear):
+                for name in module.declared:
+                    setattr(module, name, nn.Parameter(shard_parameter(getattr(module, name), 0, mesh)))
+            elif isinstance(module, Experts):
+                module.dispatch, layer.expert_unit = dispatch, ExpertUnit(layer, module)

@@ -33,10 +33,9 @@ from torch.distributed.tensor import Shard
 from trainer.config import Config, ConfigError
 from trainer.distributed.mesh import World
 from trainer.distributed.tensors import Fragment
-from trainer.model.dispatch import SharedDispatch
-from trainer.model.experts import Experts, WideLinear
+from trainer.model.experts import WideLinear
 from trainer.model.initial import DeclaredModule, ParameterInfo, Weights, fill_parameters
-from trainer.model.layers import Layer
+from trainer.model.layers import ExpertUnit
 from trainer.model.stage import Stage
 from trainer.optim.optimizer import Optimizer, ParameterPolicy
 from trainer.parallel.compress.reduction import Compression, NoCompression, compression_of
@@ -125,7 +124,8 @@ class FSDP:
             param_dtype=None if compute is torch.float32 else compute, reduce_dtype=reduce, cast_forward_inputs=False
         )
         offload = CPUOffloadPolicy(pin_memory=self.world.device.type == "cuda") if plan.offload else OffloadPolicy()
-        placements, experts = self.placements(model), expert_units(model)
+        placements = self.placements(model)
+        experts = [module for module in model.modules() if isinstance(module, ExpertUnit)]
         folded = plan.expert_mesh
         more = ("expert_replicate",) * (folded["expert_replicate"] > 1 or sums_on_device(plan, reduce is torch.float32))
         # Layers come before the stage: a call on it takes all parameters that are not in a unit yet.
@@ -205,29 +205,6 @@ class FSDP:
         return FSDPSharding(self.modules, self.plan, reductions, self.compression)
 
 
-class ExpertUnit(nn.Module):
-    """The unit of a layer's experts, where their ranks are others than those of the layer. It runs the layer's body,
-    so FSDP's hooks act where those of the layer do: outside of what is recomputed or compiled."""
-
-    def __init__(self, layer: Layer, experts: Experts):
-        super().__init__()
-        self.experts, self.layers = experts, (layer,)  # a tuple, which does not make the layer a child
-
-    def forward(self, x: Tensor, *context: Any) -> Any:
-        return self.layers[0].run(x, *context)
-
-
-def expert_units(model: Stage) -> list[nn.Module]:
-    """Makes a unit of each layer's experts that ranks share. Returns the units."""
-    for layer in model.layers.values():
-        for module in layer.modules():
-            if isinstance(module, Experts) and isinstance(module.dispatch, SharedDispatch):
-                layer.expert_unit = ExpertUnit(layer, module)
-                break
-    units = (getattr(layer, "expert_unit", None) for layer in model.layers.values())
-    return [unit for unit in units if unit is not None]
-
-
 class FSDPSharding:
     """When FSDP gathers, reduces and frees, as the pipeline schedule requires it for each stage of this rank.
 
@@ -240,6 +217,7 @@ class FSDPSharding:
     ):
         self.stages, self.gather_again = stages, plan.stage == 3
         self.units = {stage: fsdp_units(model) for stage, model in stages.items()}
+        self.first_units: dict[int, list[FSDPModule]] = {}
         # Whether FSDP's mesh of a unit has a replica dimension, so that it may accumulate reduced gradients (partial
         # sums) until the last reduction of the step.
         replicas = {True: plan.expert_mesh["expert_replicate"], False: plan.replicate}
@@ -266,9 +244,15 @@ class FSDPSharding:
         if is_set_up(model):  # before, FSDP has not found its root; the first pass gathers by itself
             # Only the outer unit and the first layer: FSDP gathers each further layer while the one before it
             # computes.
-            first = next(iter(model.layers.values()))
-            for module in filter(None, (model, first, getattr(first, "expert_unit", None))):
-                module.unshard(async_op=True)
+            if stage not in self.first_units:
+                first = next(iter(model.layers.values()))
+                self.first_units[stage] = [
+                    model,
+                    first,
+                    *(one for one in first.modules() if isinstance(one, ExpertUnit)),
+                ]
+            for unit in self.first_units[stage]:
+                unit.unshard(async_op=True)
 
     def accumulate(self, stage: int) -> None:
         """Takes over weight gradients that were computed outside of backward, in the type in which they are reduced."""
