@@ -433,7 +433,7 @@ def test_fp8_and_muon_leave_routers_alone():
     config.precision.float8.recipe, config.precision.float8.ends = "rowwise", 0
     narrow = {name.partition(".feed_forward.")[2] for name in float8_linears(config.precision, spec)}
     assert narrow == {"", "shared.gate", "shared.up", "shared.down"}
-    assert describe_float8(config, resolve_plan(config.parallel, 1, spec)) == [
+    assert describe_float8(config, spec, resolve_plan(config.parallel, 1, spec)) == [
         ("experts", "multiply in fp32, other linear layers in fp8")
     ]
     policies = UpdateSettings(OptimizerConfig(name="muon")).policies(table)

@@ -11,7 +11,7 @@ from trainer.config import Config, ConfigError, ModelConfig
 from trainer.config.model import ExpertsSpec, FeedForwardSpec, ModelSpec
 from trainer.parallel.experts.plan import choose_dispatch
 from trainer.planning.estimate.plans import rank_plans
-from trainer.planning.features import check_whole_plan, resolve_plan
+from trainer.planning.features import check_whole_plan, communication_table, resolve_plan
 from trainer.planning.hardware import load_hardware
 from trainer.planning.states import state_bytes
 
@@ -71,6 +71,7 @@ def config_of(**settings: object) -> Config:
             ["parallel.ep=4", "6 ranks", "legal: 1, 2, 3, 6, 12"],
             {"ep": 12, "shard": 6, "zero__stage": 1},
         ),
+        (4, {"count": 8}, {"ep_dispatch": "alltoall"}, ["ep_dispatch=alltoall", "parallel.ep=1"], {"ep": 2}),
         (4, {"count": 8}, {"ep": 0}, ["parallel.ep=0", "at least 1"], {"ep": 4}),
     ],
 )
@@ -133,3 +134,11 @@ def test_the_fastest_plans_are_looked_for_with_shared_experts():
     assert {one.layout.plan.ep for one in found["parallel.ep",].best} == {1}
     config.model.feed_forward.experts.count = 5
     assert {one.layout.plan.ep for one in rank_plans(config, load_hardware("h100"), 4, 4, most=40).best} == {1}
+
+
+@pytest.mark.parametrize(("top_k", "dispatch"), [(2, "alltoall"), (4, "allgather")])
+def test_the_table_names_the_dispatch_of_the_trained_model(top_k, dispatch):
+    """Of the spec, as with `model.from_hf`, and not of the settings below `model`."""
+    config, spec = config_of(ep=2), spec_of(count=8, top_k=top_k)
+    rows = dict(communication_table(config, spec, resolve_plan(config.parallel, 2, spec)))
+    assert rows["tokens of experts"] == f"parallel.ep_dispatch={dispatch}"

@@ -32,7 +32,7 @@ def test_a_feature_that_is_added_is_asked_everything(monkeypatch):
         check_ranks=lambda parallel, ranks, world, node: [f"{ranks} of {world} ranks"],
         check_plan=lambda config, spec, plan, node: ["the whole plan"],
         collect_warnings=lambda config, spec, plan, node: [f"slow on {plan.world}"],
-        describe=lambda config, plan: [("experts", "an all-to-all")],
+        describe=lambda config, spec, plan: [("experts", "an all-to-all")],
     )
     layout = resolve_layout(config, 4, config.model, 4)
     monkeypatch.setattr("trainer.planning.features.FEATURES", (*FEATURES, asked))
@@ -41,7 +41,7 @@ def test_a_feature_that_is_added_is_asked_everything(monkeypatch):
     assert check_plan(config.parallel, 4, config.model, 4) == [f"model of {depth} layers", "4 of 4 ranks"]
     with pytest.raises(ConfigError, match="4 of 4 ranks"):
         resolve_layout(config, 4, config.model, 4)
-    assert ("experts", "an all-to-all") in communication_table(config, layout.plan)
+    assert ("experts", "an all-to-all") in communication_table(config, layout.spec, layout.plan)
     assert collect_warnings(config, layout, 4)[-1] == "slow on 4"
 
 

@@ -165,7 +165,7 @@ def test_what_a_run_says_of_its_ways():
 
     def said(world: int, *more: str) -> dict[str, str]:
         config = compose_variant([*recipe, *more], None, world, corpus=False)
-        return dict(communication_table(config, resolve_layout(config, world, config.model, world).plan))
+        return dict(communication_table(config, config.model, resolve_layout(config, world, config.model, world).plan))
 
     assert said(2) == {"shared states": "parallel.zero.collectives=copy_engine"}
     assert said(1) == {"without effect": "parallel.zero.collectives=copy_engine: no ranks share states"}

@@ -150,7 +150,7 @@ def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     head_dim]. Heads lie side by side in the result, and so in what attention makes of it: a product takes that as it
     is."""
     half = cos.shape[-1]
-    rotated, rest = _rotate(x[..., :half], x[..., half : 2 * half], cos, sin), x[..., 2 * half :]
+    rotated, rest = _apply_rotation(x[..., :half], x[..., half : 2 * half], cos, sin), x[..., 2 * half :]
     return torch.cat([rotated, rest], -1) if rest.shape[-1] else rotated
 
 
@@ -158,10 +158,10 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates all dimensions of each head, pairing dimension 2i with 2i + 1, which is the layout of DeepSeek's weights.
     In the result, the first dimensions of all pairs stand before the second ones. Scores do not depend on that
     order."""
-    return _rotate(x[..., 0::2], x[..., 1::2], cos, sin)
+    return _apply_rotation(x[..., 0::2], x[..., 1::2], cos, sin)
 
 
-def _rotate(first: Tensor, second: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _apply_rotation(first: Tensor, second: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The pairs (first, second), rotated in fp32: [..., 2 x pairs] in their type."""
     dtype, first, second = first.dtype, first.float(), second.float()
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(dtype)

@@ -116,7 +116,7 @@ def start_report(
             "plan": [
                 ("processes", f"{world.size} x {device_name(world.device)}"),
                 ("plan", plan.describe()),
-                *communication_table(config, plan),
+                *communication_table(config, layout.spec, plan),
                 *([("sequences", describe_context(config, layout))] if layout.context else []),
                 *([("pipeline", pipeline.describe())] if plan.pp > 1 else []),
                 ("precision", numeric_types(config.precision)),

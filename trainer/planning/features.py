@@ -53,10 +53,10 @@ def check_whole_plan(config: Config, spec: ModelSpec | None, plan: Plan, node: i
     return [problem for feature in FEATURES for problem in feature.check_plan(config, spec, plan, node)]
 
 
-def communication_table(config: Config, plan: Plan) -> list[tuple[str, str]]:
+def communication_table(config: Config, spec: ModelSpec, plan: Plan) -> list[tuple[str, str]]:
     """Rows of a table: what tensor-parallel linear layers and shared states go by where a setting says it, and settings
     that a recipe has for more ranks than there are."""
-    return [row for feature in FEATURES for row in feature.describe(config, plan)]
+    return [row for feature in FEATURES for row in feature.describe(config, spec, plan)]
 
 
 def communication_summary(config: Config, plan: Plan) -> str:

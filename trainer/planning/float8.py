@@ -171,11 +171,11 @@ def _tokens(config: Config, plan: Plan, chosen: Mapping[str, Float8Linear]) -> I
         )
 
 
-def describe_float8(config: Config, plan: Plan) -> list[tuple[str, str]]:
+def describe_float8(config: Config, spec: ModelSpec, plan: Plan) -> list[tuple[str, str]]:
     """What has no effect where no ranks share states."""
     unused = config.precision.float8.gather and plan.shard == 1
     found = [("without effect", "precision.float8.gather=true: no ranks share states")] * unused
-    if float8_settings(config.precision) and has_experts(config.model):
+    if float8_settings(config.precision) and has_experts(spec):
         found.append(("experts", f"multiply in {config.precision.compute}, other linear layers in fp8"))
     return found
 

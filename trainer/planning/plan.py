@@ -118,7 +118,7 @@ class Feature(NamedTuple):
     impossible, one sentence each. check_ranks: (settings of `parallel`, ranks that hold the same part of the model,
     processes, processes of a node) -> the same, where the mesh fits the processes. check_plan: (configuration, model,
     plan, processes of a node) -> the same of the whole configuration. collect_warnings: the same arguments -> what is
-    legal and may be a mistake. describe: (configuration, plan) -> rows of a table of how its ranks communicate.
+    legal and may be a mistake. describe: (configuration, model, plan) -> rows of a table of how its ranks communicate.
     """
 
     name: str
@@ -126,7 +126,7 @@ class Feature(NamedTuple):
     check_ranks: Callable[[ParallelConfig, int, int, int], Iterable[str]] = lambda *_: ()
     check_plan: Callable[[Config, ModelSpec | None, Plan, int], Iterable[str]] = lambda *_: ()
     collect_warnings: Callable[[Config, ModelSpec, Plan, int], Iterable[str]] = lambda *_: ()
-    describe: Callable[[Config, Plan], Iterable[tuple[str, str]]] = lambda *_: ()
+    describe: Callable[[Config, ModelSpec, Plan], Iterable[tuple[str, str]]] = lambda *_: ()
 
 
 def check_degrees(parallel: ParallelConfig, world: int) -> list[str]:

@@ -20,6 +20,11 @@ def list_mixtures(spec: ModelSpec) -> list[tuple[int, int]]:
 
 def check_experts(parallel: ParallelConfig, spec: ModelSpec | None, world: int, node: int) -> Iterator[str]:
     """What keeps the model's experts from being shared by parallel.ep ranks."""
+    if parallel.ep == 1 and parallel.ep_dispatch != "auto":
+        yield (
+            f"parallel.ep_dispatch={parallel.ep_dispatch} is for ranks that share experts, and parallel.ep=1 has none; "
+            "set parallel.ep_dispatch=auto, or parallel.ep=2 or more"
+        )
     if parallel.ep == 1 or spec is None:
         return
     counts = [count for count, _ in list_mixtures(spec)]
@@ -84,11 +89,11 @@ def choose_dispatch(parallel: ParallelConfig, spec: ModelSpec, ep: int) -> str:
     return "allgather" if max((top_k for _, top_k in list_mixtures(spec)), default=0) > ep else "alltoall"
 
 
-def describe_experts(config: Config, plan: Plan) -> list[tuple[str, str]]:
+def describe_experts(config: Config, spec: ModelSpec, plan: Plan) -> list[tuple[str, str]]:
     """How tokens reach experts."""
     if plan.ep == 1:
         return []
-    return [("tokens of experts", f"parallel.ep_dispatch={choose_dispatch(config.parallel, config.model, plan.ep)}")]
+    return [("tokens of experts", f"parallel.ep_dispatch={choose_dispatch(config.parallel, spec, plan.ep)}")]
 
 
 FEATURE = Feature(

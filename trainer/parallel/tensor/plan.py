@@ -78,7 +78,7 @@ def fills_all_ranks(size: int, tp: int) -> bool:
     return -(-size // tp) * (tp - 1) < size
 
 
-def describe_tensor(config: Config, plan: Plan) -> list[tuple[str, str]]:
+def describe_tensor(config: Config, spec: ModelSpec, plan: Plan) -> list[tuple[str, str]]:
     """What the tensor-parallel linear layers communicate by."""
     return [("tensor products", f"parallel.tp_overlap={config.parallel.tp_overlap}")] * (plan.tp > 1)
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from trainer.config import Config, ParallelConfig
 from trainer.config.fields import list_divisors
+from trainer.config.model import ModelSpec
 from trainer.planning.parameters import UpdateSettings, float8_setting
 from trainer.planning.plan import Feature, Plan
 
@@ -344,7 +345,7 @@ def check_transport(parallel: ParallelConfig, dp: int, node: int) -> list[str]:
     return []
 
 
-def describe_zero(config: Config, plan: Plan) -> list[tuple[str, str]]:
+def describe_zero(config: Config, spec: ModelSpec, plan: Plan) -> list[tuple[str, str]]:
     """What ranks that share states communicate by, and what has no effect where none do."""
     setting = f"parallel.zero.collectives={config.parallel.zero.collectives}"
     if config.parallel.zero.collectives == "nccl":

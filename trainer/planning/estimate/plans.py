@@ -175,7 +175,9 @@ class _Search:
                 if rest or self.global_size % dp or length % (cp * tp):
                     continue
                 context = self.base.parallel.context if cp > 1 else ContextConfig()
-                whole = replace(self.base.parallel, dp=-1, tp=tp, pp=pp, cp=cp, ep=1, context=context, shard=-1)
+                whole = replace(
+                    self.base.parallel, dp=-1, tp=tp, pp=pp, cp=cp, ep=1, ep_dispatch="auto", context=context, shard=-1
+                )
                 whole = with_backends(whole, "off", "nccl")
                 problems = check_plan(whole, self.world, self.spec, self.node) or self.unshared(whole)
                 problems = problems or list(check_float8(self.base, self.spec, build_plan(whole, self.world)))
@@ -186,7 +188,8 @@ class _Search:
                     for shard in sorted(n for n in sizes if n == -1 or 1 < n < dp * cp and dp * cp % n == 0):
                         chosen = replace(whole, shard=shard, zero=replace(whole.zero, stage=stage))
                         for ep in self.shared_experts(dp * cp * tp):
-                            dealt = replace(chosen, ep=ep)
+                            dispatch = self.base.parallel.ep_dispatch if ep > 1 else "auto"
+                            dealt = replace(chosen, ep=ep, ep_dispatch=dispatch)
                             if ep == 1 or not check_plan(dealt, self.world, self.spec, self.node):
                                 yield from self.ways(dealt)
 

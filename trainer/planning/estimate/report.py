@@ -41,7 +41,7 @@ def _plan(found: StepEstimate) -> list[tuple[str, Any]]:
         ("model", f"{layout.spec.name}, {total} parameters"),
         ("processes", f"{plan.world} x {hardware.device}, {min(plan.world, hardware.devices)} a node"),
         ("plan", plan.describe()),
-        *communication_table(config, plan),
+        *communication_table(config, layout.spec, plan),
         *([("pipeline", layout.pipeline.describe())] if plan.pp > 1 else []),
         ("batch", f"{batch.global_size} sequences of {batch.sequence_length} tokens: {arithmetic}"),
         ("precision", numeric_types(config.precision) + (", compiled" if config.compile else ", eager")),

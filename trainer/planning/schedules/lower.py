@@ -267,7 +267,7 @@ def validate_schedule(schedule: Schedule) -> list[str]:
     A schedule runs if all stages are placed on ranks; if each stage computes F, I and W (or B) of each micro-batch
     once, on its rank and in this order; and if no rank waits for ever, which is tested by replaying the lowered
     programs of all ranks. Positions in a rank's order are counted from 1."""
-    return [*_misplaced(schedule), *_miscounted(schedule)] or _stuck(schedule)
+    return [*_misplaced(schedule), *_list_miscounted(schedule)] or _stuck(schedule)
 
 
 def _where(rank: int, index: int, action: Action) -> str:
@@ -282,7 +282,7 @@ def _misplaced(schedule: Schedule) -> Iterator[str]:
         yield f"rank {rank} holds no stage"
 
 
-def _miscounted(schedule: Schedule) -> Iterator[str]:
+def _list_miscounted(schedule: Schedule) -> Iterator[str]:
     """Actions that are no computation, out of range, on the wrong rank, repeated, too early for their stage, or
     missing."""
     needs = {"F": (), "I": "F", "W": "I"}
