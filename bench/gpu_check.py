@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-SECONDS = float(os.environ.get("GPU_CHECK_SECONDS", 460))
+SECONDS = float(os.environ.get("GPU_CHECK_SECONDS", 540))
 """In which all ends."""
 AT_ONCE = max(6, min(10, (os.cpu_count() or 1) // 3))
 """Cases: what they wait for most is the compiler, on the host. Programs that share a GPU take turns on it, and a
@@ -63,7 +63,7 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
         return Case(name, [*torchrun, str(count), *worker], limit, count)
 
     measuring = ["-m", "trainer", "probe", "+config=llama_60m", "precision=bf16", "compile=true", "seconds=20"]
-    parts = 5 if processes > 1 else 2
+    parts = 6 if processes > 1 else 2
     faults = ["bash", "bench/faults_gpu.sh", str(scratch / "faults")]
     tests = [
         "tests/observe/test_observe.py",
@@ -106,7 +106,7 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
         # GPUs that others use are refused.
         Case("preflight", [*faults, "preflight"], 60, 2, alone=True),
         Case("faults", [*faults, "calm", "killed", "stopped1", "stopped0"], 420, 2),
-        *(plans(f"plans_{part}", part, parts, limit=420) for part in range(parts)),
+        *(plans(f"plans_{part}", part, parts, limit=500) for part in range(parts)),
         runtime("circles", "synchronous", 2, 120),
         plans("deepspeed", "deepspeed", limit=180),
         *between_ranks(torchrun, logs, gpus),
