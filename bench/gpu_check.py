@@ -29,6 +29,8 @@ AT_ONCE = max(6, min(10, (os.cpu_count() or 1) // 3))
 """Cases: what they wait for most is the compiler, on the host. Programs that share a GPU take turns on it, and a
 collective goes on only while those of all its ranks have theirs: of 21 at once, each on all of four GPUs, most ran out
 of time."""
+FEW_BUFFERS = ["env", "NCCL_BUFFSIZE=524288", "NCCL_MAX_NCHANNELS=2"]
+"""Every plan has process groups of its own. With NCCL's defaults, their buffers fill the memory of a GPU."""
 REPORT = 20
 """Seconds between reports of what runs."""
 
@@ -52,7 +54,7 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
 
     def plans(name: str, *which: object, limit: float) -> Case:
         worker = ["tests/workers/plans.py", str(logs / f"{name}.json"), *map(str, which)]
-        return Case(name, [*torchrun, str(processes), *worker], limit, processes)
+        return Case(name, [*FEW_BUFFERS, *torchrun, str(processes), *worker], limit, processes)
 
     def run(name: str, *settings: str, count: int = pair) -> Case:
         where = [f"run.name={name}", f"run.dir={scratch / name}", "run.steps=30", f"data.cache={scratch / 'cache'}"]
@@ -114,6 +116,7 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
         Case("float8", [sys.executable, "tests/workers/float8.py", "cuda"], 120),
         Case("decode", [sys.executable, "tests/workers/decode_kernels.py", "cuda"], 120),
         Case("grouped", [sys.executable, "tests/workers/grouped.py", "cuda"], 120),
+        Case("rows", [sys.executable, "tests/workers/rows_kernels.py", "cuda"], 120),
         Case("shard_kernels", [sys.executable, "tests/workers/shard_kernels.py", "cuda"], 120),
         Case("multi_tensor", [sys.executable, "tests/workers/multi_tensor.py", "cuda"], 120),
         Case("probe", [*torchrun, str(gpus), *measuring, f"out={logs / 'probe.yaml'}"], 180, gpus),

@@ -15,7 +15,7 @@ from trainer.planning.features import check_whole_plan, communication_table, res
 from trainer.planning.hardware import load_hardware
 from trainer.planning.states import state_bytes
 
-SIZES = {"alltoall": "exchange_counts", "allgather": "select_choices"}
+SIZES = {"alltoall": "exchange_counts", "allgather": "select_choices", "shared_memory": "select_choices"}
 """The operator of each way for which the host waits."""
 
 
@@ -24,12 +24,18 @@ def measured(tmp_path_factory):
     """By rank, what tests/workers/expert_ranks.py saw."""
     out = tmp_path_factory.mktemp("experts") / "results.json"
     launch("expert_ranks.py", 4, out, forks=True)
-    return json.loads(out.read_text())
+    results = json.loads(out.read_text())
+    overflows.extend(one.pop() for one in results)
+    return results
+
+
+overflows: list[dict] = []
+"""What ranks saw that had too little room."""
 
 
 def test_shared_experts_compute_what_one_process_computes(measured):
     """Results and all gradients, with skewed routing: one rank may receive all rows, or none."""
-    assert len(measured) == 4 and all(len(results) == 3 * 4 * 2 * 2 * 2 for results in measured)
+    assert len(measured) == 4 and all(len(results) == 3 * 4 * 2 * 2 * 5 for results in measured)
     wrong = [
         result["case"] for results in measured for result in results if result["missing"] or result["error"] > 1e-12
     ]
@@ -40,6 +46,11 @@ def test_recompute_asks_for_no_sizes_again(measured):
     for result in (result for results in measured for result in results):
         name = SIZES[result["case"].split()[0]]
         assert result["calls"][name] == 1, result
+
+
+def test_choices_without_room_are_counted(measured):
+    """Of the first rank, which has 16 rows for 48 choices."""
+    assert [one["missing"] for one in overflows] == [[32, 0, 0], *[[0, 0, 0]] * 3]
 
 
 def spec_of(**experts: int) -> ModelSpec:
@@ -73,6 +84,20 @@ def config_of(**settings: object) -> Config:
         ),
         (4, {"count": 8}, {"ep_dispatch": "alltoall"}, ["ep_dispatch=alltoall", "parallel.ep=1"], {"ep": 2}),
         (4, {"count": 8}, {"ep": 0}, ["parallel.ep=0", "at least 1"], {"ep": 4}),
+        (
+            4,
+            {"count": 8},
+            {"ep_capacity": 2.0},
+            ["ep_capacity=2", "parallel.ep=1"],
+            {"ep": 2, "ep_dispatch": "allgather"},
+        ),
+        (
+            4,
+            {"count": 8},
+            {"ep": 2, "ep_dispatch": "allgather", "ep_capacity": 0.5},
+            ["ep_capacity=0.5", "1 or more"],
+            {"ep": 2, "ep_dispatch": "shared_memory", "ep_capacity": 1.0},
+        ),
     ],
 )
 def test_ranks_that_cannot_share_experts_are_refused(world, experts, changes, words, legal):
@@ -86,15 +111,22 @@ def test_ranks_that_cannot_share_experts_are_refused(world, experts, changes, wo
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"zero__engine": "deepspeed", "zero__stage": 1}, ["DeepSpeed", "parallel.zero.engine=torch"]),
-        ({"zero__collectives": "copy_engine", "zero__stage": 1}, ["collectives=copy_engine", "collectives=nccl"]),
-        ({"grad_comm__inner__codec": "int8", "zero__stage": 1}, ["grad_comm.inner.codec", "codec=none"]),
+        ({"zero__engine": "deepspeed", "zero__stage": 1}, ["parallel.ep=2", "DeepSpeed", "parallel.zero.engine=torch"]),
+        (
+            {"zero__collectives": "copy_engine", "zero__stage": 1},
+            ["parallel.ep=2", "collectives=copy_engine", "collectives=nccl"],
+        ),
+        ({"ep_dispatch": "alltoall", "ep_capacity": 1.5}, ["ep_capacity=1.5", "parallel.ep_dispatch=shared_memory"]),
+        (
+            {"grad_comm__inner__codec": "int8", "zero__stage": 1},
+            ["parallel.ep=2", "grad_comm.inner.codec", "codec=none"],
+        ),
     ],
 )
 def test_what_experts_cannot_travel_by_is_refused(changes, words):
     config, spec = config_of(ep=2, **changes), spec_of(count=4)
     (problem,) = check_whole_plan(config, spec, resolve_plan(config.parallel, 2, spec), 2)
-    assert all(word in problem for word in ["parallel.ep=2", *words])
+    assert all(word in problem for word in words)
 
 
 def test_fewer_bytes_decide_how_tokens_travel():

@@ -427,6 +427,12 @@ EXPERT_PARALLEL = [
         {"dp": 2, "family": "gpt_oss", "stage": 3, "ep_dispatch": "alltoall", "recompute": "selective"},
         {"pp": 2, "tp": 2, "family": "gpt_oss", "schedule": "zb_v", "micro_batches": 3},
         {"cp": 2, "way": "allgather zigzag", "ep_dispatch": "alltoall", "stage": 3, "recompute": "full"},
+        {"dp": 2, "ep_dispatch": "allgather", "ep_capacity": 2.0, "stage": 1, "recompute": "full"},
+        {"dp": 2, "ep_dispatch": "shared_memory", "stage": 3, "recompute": "full", "micro_batches": 3},
+        {"dp": 2, "ep_dispatch": "shared_memory", "ep_capacity": 2.0, "family": "gpt_oss", "recompute": "selective"},
+        {"tp": 2, "ep_dispatch": "shared_memory", "ep_capacity": 2.0, "family": "two experts", "recompute": "modules"},
+        {"dp": 4, "ep": 4, "ep_dispatch": "shared_memory", "ep_capacity": 4.0, "stage": 3, "recompute": "every2"},
+        {"dp": 2, "pp": 2, "ep_dispatch": "shared_memory", "ep_capacity": 2.0, "stage": 2, "schedule": "zb_v"},
         {"dp": 4, "stage": 3, "ep": 4, "ep_dispatch": "alltoall", "recompute": "every2"},
         {"dp": 4, "stage": 2, "shard": 2, "ep_dispatch": "alltoall", "optimizer": "muon"},
         {"dp": 4, "stage": 3, "shard": 2, "family": "both experts", "precision": "fp16"},
@@ -483,6 +489,8 @@ COMPILED_EXPERTS = [
     BALANCED[0] | {"compile": "graphs", "tp": 2},
     EXPERT_PARALLEL[0] | {"compile": "graphs", "stage": 3, "recompute": "selective", "ep_dispatch": "alltoall"},
     EXPERT_PARALLEL[0] | {"compile": "graphs", "stage": 1, "recompute": "selective", "ep_dispatch": "allgather"},
+    EXPERT_PARALLEL[0]
+    | {"compile": "graphs", "stage": 3, "recompute": "selective", "ep_dispatch": "shared_memory", "ep_capacity": 2.0},
     EXPERTS[0] | {"family": "gpt_oss", "compile": "graphs", "dp": 2, "stage": 3, "recompute": "selective"},
 ]
 

@@ -61,19 +61,26 @@ def build(part: slice = slice(None)) -> Experts:
 
 
 def passes(experts: Experts, x: Tensor, chosen: Tensor, weights: Tensor, again: bool) -> list[Tensor]:
-    """The result of a forward pass, and the gradients of everything. again: whether backward recomputes it."""
+    """How many choices had no room, the result of a forward pass, and the gradients of everything. again: whether
+    backward recomputes the result."""
     x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
 
     def body(x: Tensor) -> Tensor:
-        return experts(x, chosen, weights)
+        output, missing = experts(x, chosen, weights)
+        left_out.append(missing)
+        return output
 
+    left_out: list[Tensor] = []
     result = recompute_unrouted(body, x) if again else body(x)
     result.backward(torch.linspace(-1, 1, result.numel(), dtype=torch.float64).view_as(result))
     parameters = [layer.weight for layer in (experts.gate, experts.up, experts.down)]
-    return [result.detach(), *(one.grad for one in (x, weights, *parameters))]
+    return [left_out[0], result.detach(), *(one.grad for one in (x, weights, *parameters))]
 
 
-def compare(method: str, size: int, top_k: int, routing: str, chosen: Tensor, again: bool) -> dict[str, Any]:
+def compare(
+    method: str, size: int, top_k: int, routing: str, chosen: Tensor, again: bool, room: bool
+) -> dict[str, Any]:
+    """room: whether there is a fixed number of rows, enough for all."""
     rank, place = dist.get_rank(), dist.get_rank() % size
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(4 * TOKENS, WIDTH, generator=generator, dtype=torch.float64)
@@ -82,20 +89,35 @@ def compare(method: str, size: int, top_k: int, routing: str, chosen: Tensor, ag
     group = slice((rank - place) * TOKENS, (rank - place + size) * TOKENS)
     held = slice(place * EXPERTS // size, (place + 1) * EXPERTS // size)
     shared = build(held)
-    shared.dispatch = DISPATCH[method](TensorGroup(GROUPS[size].group_name, place, size))
+    shared.dispatch = DISPATCH[method](TensorGroup(GROUPS[size].group_name, place, size), room * size)
     with CountedOperators() as counted:
         found = passes(shared, x[own], chosen[own], weights[own], again)
     # Each rank passes gradients that depend on the place of a token among its own tokens.
     expected = [passes(build(), x[some], chosen[some], weights[some], False) for some in slices(group)]
     mine = expected[place]
-    sums = [sum(parts)[held] for parts in list(zip(*expected))[3:]]
-    errors = [float((one - other).abs().max()) for one, other in zip(found, [*mine[:3], *sums])]
+    sums = [sum(parts)[held] for parts in list(zip(*expected))[4:]]
+    errors = [float((one - other).abs().max()) for one, other in zip(found, [*mine[:4], *sums])]
     return {
-        "case": f"{method} of {size}, top {top_k}, {routing}{', recomputed' * again}",
+        "case": f"{method} of {size}, top {top_k}, {routing}{', recomputed' * again}{', fixed rows' * room}",
         "error": max(errors),
         "missing": any(one is None for one in found),
         "calls": counted.calls,
     }
+
+
+def overflow() -> dict[str, Any]:
+    """All tokens of four ranks choose the first two experts, which the first rank holds, and there is room for a
+    quarter of these rows, but in evaluation, and in a step that is run again, for all."""
+    place, chosen = dist.get_rank(), torch.tensor([0, 1]).expand(TOKENS, 2)
+    experts = build(slice(2 * place, 2 * place + 2))
+    experts.dispatch = DISPATCH["shared_memory"](TensorGroup(GROUPS[4].group_name, place, 4), 1.0)
+    arguments = torch.ones(TOKENS, WIDTH, dtype=torch.float64), chosen, torch.ones(TOKENS, 2, dtype=torch.float64)
+    missing = [experts(*arguments).missing.item()]
+    with torch.no_grad():
+        missing.append(experts(*arguments).missing.item())
+    experts.dispatch.exact = True
+    missing.append(experts(*arguments).missing.item())
+    return {"case": "overflow", "missing": missing}
 
 
 def slices(group: slice) -> list[slice]:
@@ -113,7 +135,9 @@ def main(out: str) -> None:
             for method in DISPATCH:
                 for size in GROUPS:
                     for again in (False, True):
-                        results.append(compare(method, size, top_k, routing, chosen, again))
+                        for room in (False, True)[: 1 + (method != "alltoall")]:
+                            results.append(compare(method, size, top_k, routing, chosen, again, room))
+    results.append(overflow())
     everyone: list[Any] = [None] * 4
     dist.all_gather_object(everyone, results)
     if dist.get_rank() == 0:

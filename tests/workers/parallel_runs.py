@@ -99,7 +99,12 @@ CHAINS = {  # of plans, two steps each, on 4 processes and then on 2; one proces
                 "parallel.ep": 2,
             },  # ends on one rank
             {"parallel.pp": 4, "parallel.pipeline.schedule": "1f1b"},  # and on two
-            {"parallel.tp": 4, "parallel.ep": 4},
+            {
+                "parallel.tp": 4,
+                "parallel.ep": 4,
+                "parallel.ep_dispatch": "shared_memory",
+                "parallel.ep_capacity": 1.0,  # steps have no room for all rows, and are run again
+            },
         ],
         2: [{"parallel.pp": 2, "parallel.pipeline.schedule": "dualpipe_v", "parallel.zero.stage": 1}],
     },
@@ -210,6 +215,7 @@ def run(folder: Path, steps: int, watched: Watched | None = None, **changes: Any
         "losses": [line["loss"] for line in lines],
         "norms": [line["grad_norm"] for line in lines],
         "bubbles": [line["bubble"] for line in lines],
+        "overflow": [line.pop("experts/overflow") for line in lines],
         "experts": [{name: line[name] for name in line if name.startswith("experts/")} for line in lines],
         "samples": [json.loads(line) for line in (result.folder / SAMPLES).read_text().splitlines()],
         "eval": {line["step"]: line["eval_loss"] for line in result.metrics if "eval_loss" in line},

@@ -198,6 +198,7 @@ def config_of(case: Case, folder: Path) -> Config:
         **(context_of(case) if case["cp"] > 1 else {}),
         parallel__ep=case.get("ep", 1),
         parallel__ep_dispatch=case.get("ep_dispatch", "auto"),
+        parallel__ep_capacity=case.get("ep_capacity", 0.0),
         parallel__pp=case["pp"],
         parallel__zero__stage=case["stage"],
         parallel__shard=case.get("shard", -1),

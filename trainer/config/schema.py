@@ -352,8 +352,16 @@ class ParallelConfig:
     ep_dispatch: str = option(
         "auto",
         "how tokens reach their experts: alltoall (a row for each choice of a token), allgather (each token once to "
-        "all of these ranks), auto (whichever sends fewer bytes)",
-        ("auto", "alltoall", "allgather"),
+        "all of these ranks), shared_memory (as allgather, by kernels that read and write the memory of the other GPUs "
+        "of a node), auto (alltoall or allgather, whichever sends fewer bytes)",
+        ("auto", "alltoall", "allgather", "shared_memory"),
+    )
+    ep_capacity: float = option(
+        0.0,
+        "rows of experts that a rank has room for, as a multiple of the mean over the ranks of parallel.ep; a step "
+        "that needs more is run again with room for all; 0: as many as arrive, for whose number the host waits in "
+        "each layer",
+        range="[0, inf)",
     )
     pp: int = option(1, "pipeline-parallel ranks", unit="ranks", range="[1, inf)")
     pipeline: PipelineConfig = option(PipelineConfig(), "how micro-batches go through the pipeline")

@@ -6,20 +6,22 @@ with the others: their batch (data parallelism), a sequence (context parallelism
 gradient, and no factor corrects it.
 
 `AllToAll` sends a row for each choice of a token. `AllGather` sends each token once to all ranks, and sums what the
-ranks return. All data-dependent sizes are results of operators of our own, which recompute saves: backward neither
-routes again nor waits for sizes again.
+ranks return; `SharedMemory` does the same by kernels between the GPUs of a node. All data-dependent sizes are results
+of operators of our own, which recompute saves: backward neither routes again nor waits for sizes again.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.distributed.collectives import GROUPS, GatherTokens, ReduceScatterSum, TensorGroup
+from trainer.distributed.rows import gather_rows, pull_tokens, push_sums, spread_rows
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(rows sorted by expert [rows, width], the weight of each row [rows], ends of the experts' rows int32 [experts]) ->
@@ -49,26 +51,13 @@ def sort_choices(chosen: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
 # Between tokens and the rows that experts compute with: each function is the gradient of the other.
 
 
-def spread_tokens(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
-    """Tokens [tokens, width] -> a row for each choice, sorted by expert: [rows, width].
-
-    order: the choices [tokens, top_k] as one list, sorted by expert. places: the place of each choice in that order.
-    """
-    return x[order // places.shape[1]]
-
-
-def gather_rows(rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
-    """Rows sorted by expert -> for each token the sum of its own, added in fp32 or wider: [tokens, width]."""
-    return cast_result(rows[places].sum(1, dtype=torch.promote_types(rows.dtype, torch.float32)), rows.dtype)
-
-
 class SpreadTokens(torch.autograd.Function):
-    """`spread_tokens`. Autograd's own gradient would add in the rows' type, on GPUs in no fixed order."""
+    """`spread_rows`. Autograd's own gradient would add in the rows' type, on GPUs in no fixed order."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(order, places)
-        return spread_tokens(x, order, places)
+        ctx.save_for_backward(places)
+        return spread_rows(x, order, places)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple:
@@ -76,34 +65,69 @@ class SpreadTokens(torch.autograd.Function):
 
 
 class GatherRows(torch.autograd.Function):
-    """`gather_rows`."""
+    """`gather_rows`. order: as for `spread_rows`."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
         ctx.save_for_backward(order, places)
-        return gather_rows(rows, order, places)
+        return gather_rows(rows, places)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple:
-        return spread_tokens(gradient, *ctx.saved_tensors), None, None
+        return spread_rows(gradient, *ctx.saved_tensors), None, None
+
+
+class SpreadWeights(torch.autograd.Function):
+    """The weights of choices [tokens, top_k] -> those of the rows: [rows]. order, places: as for `spread_rows`. Rows
+    that no choice has get the weight of another rank's row, whose gradient is not counted."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, order: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        return weights.flatten()[order]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple:
+        (places,) = ctx.saved_tensors
+        return F.pad(gradient, (0, 1))[places], None, None  # -1 is the zero behind the others
+
+
+class Dispatched(NamedTuple):
+    """The outputs of experts, [tokens, width], and how many choices there was no room for on this rank, [1]."""
+
+    output: Tensor
+    missing: Tensor
 
 
 class Dispatch:
     """How tokens reach experts. Here every rank holds all experts, and nothing is sent."""
 
-    def run(self, x: Tensor, chosen: Tensor, weights: Tensor, count: int, compute: Compute) -> Tensor:
-        """x and result: [tokens, width]. chosen, weights: of each token's experts, [tokens, top_k]. count: experts of
-        the layer. compute: with the experts of this rank."""
+    def run(self, x: Tensor, chosen: Tensor, weights: Tensor, count: int, compute: Compute) -> Dispatched:
+        """x: [tokens, width]. chosen, weights: of each token's experts, [tokens, top_k]. count: experts of the layer.
+        compute: with the experts of this rank."""
         order, places, ends = sort_choices(chosen, count)
         rows = compute(SpreadTokens.apply(x, order, places), weights.flatten()[order], ends)
-        return GatherRows.apply(rows, order, places)
+        return Dispatched(GatherRows.apply(rows, order, places), ends.new_zeros(1))
 
 
 class SharedDispatch(Dispatch):
-    """Experts that are shared by the ranks of `group`."""
+    """Experts that are shared by the ranks of `group`.
 
-    def __init__(self, group: TensorGroup):
-        self.group = group
+    capacity: how many rows a rank has room for, as a multiple of the mean over ranks; 0 for as many as arrive. exact:
+    whether there is room for all that arrive whatever the capacity, as in evaluation and in a step that is run again.
+    """
+
+    exact = False
+
+    def __init__(self, group: TensorGroup, capacity: float = 0.0):
+        self.group, self.capacity = group, capacity
+
+    def room(self, chosen: Tensor) -> int:
+        """Rows that this rank has room for, a multiple of 16 of them, or 0 for as many as arrive."""
+        if self.exact or not self.capacity or not torch.is_grad_enabled():
+            return 0
+        choices = chosen.shape[0] * chosen.shape[1]
+        return min(-(-math.ceil(self.capacity * choices) // 16) * 16, self.group.size * choices)
 
 
 # Operators of our own, which recompute can save.
@@ -202,7 +226,7 @@ class ReturnRows(torch.autograd.Function):
 class AllToAll(SharedDispatch):
     """Sends a row for each choice, by two all-to-alls in forward and two in backward. The host waits once for sizes."""
 
-    def run(self, x: Tensor, chosen: Tensor, weights: Tensor, count: int, compute: Compute) -> Tensor:
+    def run(self, x: Tensor, chosen: Tensor, weights: Tensor, count: int, compute: Compute) -> Dispatched:
         order, places, ends = sort_choices(chosen, count)
         counts = exchange_counts(ends, self.group.key)
         arrivals, own_ends = order_arrivals(counts, order)
@@ -210,57 +234,92 @@ class AllToAll(SharedDispatch):
         rows = SendRows.apply(SpreadTokens.apply(x, order, places), *travel)
         # The weights travel too: what is kept for their gradient is then as narrow as an expert, see `Experts.compute`.
         rows = compute(rows, SendRows.apply(weights.flatten()[order], *travel), own_ends)
-        return GatherRows.apply(ReturnRows.apply(rows, *travel), order, places)
+        return Dispatched(GatherRows.apply(ReturnRows.apply(rows, *travel), order, places), own_ends.new_zeros(1))
 
 
 @torch.library.custom_op("trainer::select_choices", mutates_args=())
-def select_choices(chosen: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The choices [tokens, top_k] of the experts from `first` on, `count` of them. Returns what `sort_choices` returns,
-    with the place -1 for choices of other experts. The host waits for the number of rows."""
+def select_choices(chosen: Tensor, first: int, count: int, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The choices [tokens, top_k] of the experts from `first` on, `count` of them. room: how many rows there are, or 0
+    for as many as there are such choices; then the host waits for their number.
+
+    Returns what `sort_choices` returns, with the place -1 for choices that have no row; and the number of choices of
+    these experts for which there is no room, [1].
+    """
     choices = chosen.flatten() - first
     own = (choices >= 0) & (choices < count)
     by_expert, order = torch.where(own, choices, count).sort(stable=True)
     ends = torch.searchsorted(by_expert, torch.arange(count, device=order.device), right=True, out_int32=True)
-    places = torch.where(own, inverse_order(order), -1).view_as(chosen)
-    return order[: int(ends[-1])].clone(), places, ends
+    rows = room or int(ends[-1])
+    places = inverse_order(order)
+    places = torch.where(own & (places < rows), places, -1).view_as(chosen)
+    return order[:rows].clone(), places, ends.clamp(max=rows), (ends[-1:] - rows).clamp(min=0)
 
 
 @select_choices.register_fake
-def _(chosen: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    rows = torch.library.get_ctx().new_dynamic_size()
+def _(chosen: Tensor, first: int, count: int, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows = room or torch.library.get_ctx().new_dynamic_size()
     ends = chosen.new_empty(count, dtype=torch.int32)
-    return chosen.new_empty(rows), chosen.new_empty(chosen.shape), ends
-
-
-def gather_own(rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
-    """`gather_rows` where the place of a choice that has no row is -1."""
-    return gather_rows(F.pad(rows, (0, 0, 0, 1)), order, places)  # -1 is the row of zeros behind the others
-
-
-class SpreadOwn(SpreadTokens):
-    """`SpreadTokens` for some of the choices."""
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple:
-        return gather_own(gradient, *ctx.saved_tensors), None, None
-
-
-class GatherOwn(GatherRows):
-    """`GatherRows` for some of the choices."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(order, places)
-        return gather_own(rows, order, places)
+    return chosen.new_empty(rows), chosen.new_empty(chosen.shape), ends, ends.new_empty(1)
 
 
 class AllGather(SharedDispatch):
     """Sends each token once to all ranks, and sums what their experts return: an all-gather and a reduce-scatter. That
-    is less than a row for each choice where tokens have more experts than there are ranks. The host waits once."""
+    is less than a row for each choice where tokens have more experts than there are ranks. The host waits once, and
+    with a `capacity` never."""
 
-    def run(self, x: Tensor, chosen: Tensor, weights: Tensor, count: int, compute: Compute) -> Tensor:
+    def run(self, x: Tensor, chosen: Tensor, weights: Tensor, count: int, compute: Compute) -> Dispatched:
         group, own = self.group, count // self.group.size
-        tokens, all_weights = GatherTokens.apply(group, x), GatherTokens.apply(group, weights)
-        order, places, ends = select_choices(group.wait(group.gather(chosen)), own * group.rank, own)
-        rows = compute(SpreadOwn.apply(tokens, order, places), all_weights.flatten()[order], ends)
-        return ReduceScatterSum.apply(group, GatherOwn.apply(rows, order, places))
+        everyone, all_weights = group.wait(group.gather(chosen)), GatherTokens.apply(group, weights)
+        room = self.room(chosen)
+        order, places, ends, missing = select_choices(everyone, own * group.rank, own, room)
+        rows = self.fetch_rows(x, order, places, chosen, own)
+        rows = compute(rows, SpreadWeights.apply(all_weights, order, places), ends)
+        return Dispatched(self.return_rows(rows, order, places, chosen, own), missing)
+
+    def fetch_rows(self, x: Tensor, order: Tensor, places: Tensor, chosen: Tensor, own: int) -> Tensor:
+        """This rank's rows of all ranks' tokens: [rows, width]. chosen: the experts of this rank's tokens; own: how
+        many experts a rank has."""
+        return SpreadTokens.apply(GatherTokens.apply(self.group, x), order, places)
+
+    def return_rows(self, rows: Tensor, order: Tensor, places: Tensor, chosen: Tensor, own: int) -> Tensor:
+        """The sums of all ranks' rows of each of this rank's tokens: [tokens, width]."""
+        return ReduceScatterSum.apply(self.group, GatherRows.apply(rows, order, places))
+
+
+class PullTokens(torch.autograd.Function):
+    """`pull_tokens`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, places: Tensor, chosen: Tensor, own: int, group: str) -> Tensor:
+        ctx.save_for_backward(places, chosen)
+        ctx.place = own, group
+        return pull_tokens(x, order, places, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple:
+        return push_sums(gradient.contiguous(), *ctx.saved_tensors, *ctx.place), None, None, None, None, None
+
+
+class PushSums(torch.autograd.Function):
+    """`push_sums`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, places: Tensor, chosen: Tensor, own: int, group: str) -> Tensor:
+        ctx.save_for_backward(order, places)
+        ctx.group = group
+        return push_sums(rows, places, chosen, own, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple:
+        return pull_tokens(gradient.contiguous(), *ctx.saved_tensors, ctx.group), None, None, None, None, None
+
+
+class SharedMemory(AllGather):
+    """`AllGather` between the GPUs of a node without buffers of gathered tokens: kernels copy tokens from the memory of
+    their rank to the rows of their choices, and write sums of rows into it."""
+
+    def fetch_rows(self, x: Tensor, order: Tensor, places: Tensor, chosen: Tensor, own: int) -> Tensor:
+        return PullTokens.apply(x, order, places, chosen, own, self.group.key)
+
+    def return_rows(self, rows: Tensor, order: Tensor, places: Tensor, chosen: Tensor, own: int) -> Tensor:
+        return PushSums.apply(rows, order, places, chosen, own, self.group.key)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from trainer.config.model import EXPERT_ALIGNMENT, ExpertsSpec
 from trainer.distributed.collectives import GROUPS
-from trainer.model.dispatch import Dispatch, cast_result
+from trainer.model.dispatch import Dispatch, Dispatched, cast_result
 from trainer.model.initial import DeclaredModule
 from trainer.model.linear import DeferredGrads, accumulate_gradients, detach_weights, number_layer, weight_views
 from trainer.model.stage import BlockReport
@@ -343,7 +343,8 @@ class GroupedBias(torch.autograd.Function):
 
 def spread_groups(values: Tensor, ends: Tensor, rows: int) -> Tensor:
     """A row of values [experts, ...] for each of the sorted rows of experts: [rows, ...]."""
-    return values[torch.searchsorted(ends, torch.arange(rows, device=ends.device, dtype=ends.dtype), right=True)]
+    experts = torch.searchsorted(ends, torch.arange(rows, device=ends.device, dtype=ends.dtype), right=True)
+    return values[experts.clamp(max=len(values) - 1)]  # rows without an expert get the last one's
 
 
 class GroupedLinear(DeclaredModule):
@@ -401,8 +402,8 @@ class Experts(nn.Module):
         self.up = GroupedLinear(spec, width, inner, ("inner", "embed"), bias=bias)
         self.down = GroupedLinear(spec, inner, width, ("embed", "inner"), residual=True, bias=bias)
 
-    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """x and result: [tokens, width]. chosen, weights: [tokens, top_k], as the router returns them."""
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Dispatched:
+        """x: [tokens, width]. chosen, weights: [tokens, top_k], as the router returns them."""
         return self.dispatch.run(x, chosen, weights, self.count, self.compute)
 
     def compute(self, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:

@@ -373,19 +373,22 @@ class Mixture(Block):
             self.shared = FeedForward(replace(spec, width=spec.experts.shared_width), width)
         if spec.experts.shared_gate:
             self.shared_gate = WideLinear(width, 1)
-        self.reports = self.router.reports
+        self.reports = self.router.reports | {"overflow": 1}
         self.by_sequence = spec.experts.balance > 0 and spec.experts.balance_over == "sequence"
 
     def forward(self, x: Tensor, sequences: Sequences | None = None) -> Any:
         """x and result: [tokens, width], this rank's tokens. sequences: theirs, where `by_sequence`."""
         routing = self.router(x)
-        result = self.experts(x, routing.chosen, routing.weights)
+        result, missing = self.experts(x, routing.chosen, routing.weights)
         if self.shared is not None:
             shared = self.shared(x)
             if self.shared_gate is not None:
                 shared = (self.shared_gate(x).sigmoid() * shared).to(x.dtype)
             result = result + shared
-        return ReportedOutput(result, self.router.report(routing, sequences)) if self.training else result
+        if not self.training:
+            return result
+        loss, statistics = self.router.report(routing, sequences)
+        return ReportedOutput(result, BlockReport(loss, statistics | {"overflow": missing}))
 
 
 ATTENTION: dict[str, Callable[[AttentionSpec, NormSpec, int], Block]] = {

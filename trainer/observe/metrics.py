@@ -84,6 +84,8 @@ METRICS: dict[str, str] = {
     "damaged": "rows of the training data that were left out as damaged; null without data.on_error=skip, and with a "
     "stream",
     "term/NAME": "mean per valid token of a registered term of the loss (loss.terms), which `loss` does not contain",
+    "experts/overflow": "share of the choices of experts for which a rank had no room (parallel.ep_capacity), before "
+    "the step was run again",
     "experts/fullest": "tokens of a layer's fullest expert as a multiple of the mean of its experts, the largest of "
     "any layer",
     "experts/idle": "share of a layer's experts without any token in this step, the largest of any layer",

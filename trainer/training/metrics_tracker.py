@@ -79,6 +79,7 @@ class MetricsTracker:
         self.first_skipped: int | None = None  # of the streak of skipped steps that the last step belongs to
         self.scale_before = 1.0  # the loss scale with which that streak began
         self.asked, self.latest, self.repeated = ControlFlag(0), dict[str, Any](), 0
+        self.overflow = 0.0  # of the step that is being run again
         self.predicted: tuple[Simulation, int] | None = None  # and the step from which its measurement counts
         self.log = Logger(
             Path(config.run.dir), config.logging, config.run, state.step, dataclasses.asdict(config), world.rank == 0
@@ -188,14 +189,28 @@ class MetricsTracker:
         for told in self.slowdown.add(record):
             self.log.event(told)
 
+    def statistics_of(self, numbers: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """What layers have reported in a step, by name."""
+        return dict(zip(self.reports, np.split(numbers["statistics"], np.cumsum([*self.reports.values()])[:-1])))
+
+    def note_overflow(self, numbers: Mapping[str, Any]) -> float:
+        """The share of the choices of experts for which ranks had no room in a step that will be run again."""
+        statistics = self.statistics_of(numbers)
+        missing, choices = (
+            sum(statistics[f"{name}.{key}"].sum() for name in self.mixtures) for key in ("overflow", "load")
+        )
+        self.overflow = float(missing / choices) if missing else 0.0
+        return self.overflow
+
     def reported(self, numbers: dict[str, Any]) -> dict[str, float]:
         """The mean over valid tokens of each registered term of the loss, and what the routers of experts report."""
-        statistics = dict(zip(self.reports, np.split(numbers["statistics"], np.cumsum([*self.reports.values()])[:-1])))
+        statistics = self.statistics_of(numbers)
         valid = max(numbers["valid"], 1)
         terms = {f"term/{name}": statistics[f"head.{name}"].item() / valid for name in self.config.loss.terms}
-        return terms | {
-            f"experts/{name}": value for name, value in load_metrics(statistics, self.mixtures, valid).items()
-        }
+        experts = load_metrics(statistics, self.mixtures, valid)
+        if self.config.parallel.ep_capacity:
+            experts["overflow"], self.overflow = self.overflow, 0.0
+        return terms | {f"experts/{name}": value for name, value in experts.items()}
 
     def evaluated(self, record: dict[str, Any]) -> None:
         """Writes an evaluation's line of metrics."""

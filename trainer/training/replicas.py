@@ -352,14 +352,21 @@ class StepRepeats:
         self.state.gate.open()
         return [taken for taken in self.steps if taken.step >= step]
 
-    def settle(self, first: Ready, second: Ready) -> tuple[str, bool]:
+    def settle(self, first: Ready, second: Ready, overflow: float) -> tuple[str, bool]:
         """Compares both executions of a step. Returns what they tell, for people, and whether the second result is not
-        finite either."""
+        finite either. overflow: the share of the choices of experts for which the first execution had no room."""
         step, numbers, host = first
         again = self.state.gate.suspects(second[1])
         self.state.gate.open()
         if again:  # which the gate has kept from the loss scale
             self.state.scaler.update(torch.ones_like(self.state.gate.shut))
+        if overflow:
+            capacity = self.state.config.parallel.ep_capacity
+            text = (
+                f"a rank had no room for {overflow:.2g} of all choices of experts, and the step was run again with "
+                f"room for all; if this is frequent, raise parallel.ep_capacity={capacity:g}"
+            )
+            return f"step {step}: {text}", again
         reports = self.world.gather(self._report(numbers, second[1], host["ids"], again))
         same = not self.state.config.run.deterministic or np.array_equal(
             numbers["squares"], second[1]["squares"], equal_nan=True

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from trainer.config.model import ModelSpec
 from trainer.distributed.mesh import World
 from trainer.distributed.p2p import PipelineChannels, stage_edges
 from trainer.distributed.tensors import Fragment
-from trainer.model.experts import Router
+from trainer.model.experts import Experts, Router
 from trainer.model.initial import InitialWeights, ParameterInfo, Weights, parameter_infos
 from trainer.model.linear import DeferredGrads
 from trainer.model.loss import loss_terms
@@ -232,6 +234,23 @@ class TrainState:
         return {
             f"{name}.{key}": buffer for name, router in self.routers.items() for key, buffer in router.named_buffers()
         }
+
+    @cached_property
+    def overflow(self) -> tuple[int, ...]:
+        """Where `statistics` of `train_step` holds how many choices of a layer's experts had no room."""
+        starts = itertools.accumulate(self.reports.values(), initial=0)
+        return tuple(start for name, start in zip(self.reports, starts) if name.endswith("feed_forward.overflow"))
+
+    @contextmanager
+    def exact_dispatch(self, exact: bool) -> Iterator[None]:
+        """Context in which ranks have room for all rows of experts that arrive, if `exact`."""
+        modules = [module for stage in self.stages.values() for module in stage.modules()]
+        dispatches = {module.dispatch for module in modules if isinstance(module, Experts)}
+        for dispatch in dispatches:
+            dispatch.exact = exact
+        yield
+        for dispatch in dispatches:
+            dispatch.exact = False
 
     def rebalance_experts(self, statistics: Tensor, skipped: Tensor) -> None:
         """Has routers take over the load of a step. statistics: see `train_step`; skipped: whether its update was

@@ -75,6 +75,11 @@ def train_step(state: TrainState, batches: list[MicroBatch], requested: int) -> 
     scale = scaler.value.double()
     # The gradients still contain the loss scale. The optimizer divides by it inside of its update.
     loss, norm = total / divisor, squares.sum().sqrt() / scale
+    if state.config.parallel.ep_capacity:
+        # Choices of experts without room are missing from this step's numbers. It is run again, as one that is not
+        # finite.
+        missing = statistics[on_device(state.overflow, world.device)].sum() > 0
+        loss, norm = (value.masked_fill(missing, torch.nan) for value in (loss, norm))
     found_inf = torch.maximum(state.gate.found_inf(loss, norm), empty)
     clip = state.config.optimizer.clip_norm
     coefficient = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones_like(norm)

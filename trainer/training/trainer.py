@@ -289,9 +289,11 @@ class Trainer:
         # The queued numbers belong to discarded executions. The steps below produce new ones.
         self.ledger.deferred.discard()
         self.ledger.begin_step()
-        self.take_step(suspect)
+        overflow = self.ledger.note_overflow(first[1])
+        with self.state.exact_dispatch(overflow > 0):
+            self.take_step(suspect)
         [second] = self.ledger.deferred.peek(block=True)
-        explanation, failed_again = self.repeats.settle(first, second)
+        explanation, failed_again = self.repeats.settle(first, second, overflow)
         self.ledger.repeated += 1
         self.ledger.log.event(explanation)
         # A result that is not finite twice may come from replicas that have drifted apart.

@@ -8,14 +8,18 @@ from trainer.config import ParallelConfig
 from trainer.config.model import ModelSpec
 from trainer.distributed.collectives import TensorGroup
 from trainer.distributed.mesh import World
-from trainer.model.dispatch import AllGather, AllToAll, SharedDispatch
+from trainer.model.dispatch import AllGather, AllToAll, SharedDispatch, SharedMemory
 from trainer.model.experts import Experts, GroupedLinear
 from trainer.model.layers import ExpertUnit, Layer
 from trainer.model.stage import Stage
 from trainer.parallel.experts.plan import choose_dispatch
 from trainer.parallel.tensor.apply import shard_parameter
 
-DISPATCH: dict[str, type[SharedDispatch]] = {"alltoall": AllToAll, "allgather": AllGather}
+DISPATCH: dict[str, type[SharedDispatch]] = {
+    "alltoall": AllToAll,
+    "allgather": AllGather,
+    "shared_memory": SharedMemory,
+}
 """`parallel.ep_dispatch` -> its implementation."""
 
 
@@ -26,7 +30,7 @@ def share_experts(model: Stage, parallel: ParallelConfig, spec: ModelSpec, world
         return
     mesh = world.dimensions["ep"]
     group = TensorGroup(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size())
-    dispatch = DISPATCH[choose_dispatch(parallel, spec, group.size)](group)
+    dispatch = DISPATCH[choose_dispatch(parallel, spec, group.size)](group, parallel.ep_capacity)
     for layer in [module for module in model.modules() if isinstance(module, Layer)]:
         for module in [*layer.modules()]:
             if isinstance(module, GroupedLinear):

@@ -25,6 +25,22 @@ def check_experts(parallel: ParallelConfig, spec: ModelSpec | None, world: int, 
             f"parallel.ep_dispatch={parallel.ep_dispatch} is for ranks that share experts, and parallel.ep=1 has none; "
             "set parallel.ep_dispatch=auto, or parallel.ep=2 or more"
         )
+    if parallel.ep == 1 and parallel.ep_capacity:
+        yield (
+            f"parallel.ep_capacity={parallel.ep_capacity:g} is for ranks that share experts, and parallel.ep=1 has "
+            "none; set parallel.ep_capacity=0, or parallel.ep=2 or more"
+        )
+    if 0 < parallel.ep_capacity < 1:
+        yield (
+            f"parallel.ep_capacity={parallel.ep_capacity:g} has no room for balanced experts; set 0, or 1 or more, "
+            "such as 1.5"
+        )
+    if parallel.ep_dispatch == "shared_memory" and node % parallel.ep:
+        yield (
+            f"parallel.ep_dispatch=shared_memory: groups of parallel.ep={parallel.ep} span nodes of {node} processes; "
+            "set parallel.ep_dispatch=alltoall, or parallel.ep to one of "
+            f"{', '.join(map(str, list_divisors(node)))}"
+        )
     if parallel.ep == 1 or spec is None:
         return
     counts = [count for count, _ in list_mixtures(spec)]
@@ -63,6 +79,11 @@ def check_expert_plan(config: Config, spec: ModelSpec | None, plan: Plan, node: 
     if plan.ep == 1:
         return
     parallel = config.parallel
+    if parallel.ep_capacity and spec is not None and choose_dispatch(parallel, spec, plan.ep) == "alltoall":
+        yield (
+            f"parallel.ep_capacity={parallel.ep_capacity:g}: an all-to-all has to know on the host how many rows each "
+            "rank sends; set parallel.ep_dispatch=shared_memory or allgather, or parallel.ep_capacity=0"
+        )
     if plan.engine == "deepspeed":
         yield (
             f"parallel.ep={plan.ep}: DeepSpeed partitions all parameters over the same ranks, and experts have ranks "

@@ -165,7 +165,12 @@ class FSDP:
                 # Losses are already divided by the global number of valid tokens, so gradients are summed and never
                 # averaged. On a rank alone the factor stays unset: FSDP would divide by one in a pass over all
                 # gradients.
-                if (plan.world // plan.pp if module in experts else plan.replicate * plan.shard) > 1:
+                ranks = (
+                    folded["expert_replicate"] * folded["expert_shard"]
+                    if module in experts
+                    else plan.replicate * plan.shard
+                )
+                if ranks > 1:
                     module.set_gradient_divide_factor(1.0)
                 # A plain SUM. Otherwise FSDP divides inside of the reduction (PREMUL_SUM), which gloo does not have.
                 module.set_force_sum_reduction_for_comms(True)

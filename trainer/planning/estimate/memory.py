@@ -23,7 +23,7 @@ from trainer.parallel.context.plan import attention_kernel, gathered_elements
 from trainer.parallel.pipeline.plan import estimated_costs
 from trainer.planning.documents import mask_bytes
 from trainer.planning.float8 import gathered_in_float8
-from trainer.planning.layer import Program, head_program, model_programs
+from trainer.planning.layer import Program, has_experts, head_program, model_programs
 from trainer.planning.parameters import UpdateSettings, head_rows, layer_specs
 from trainer.planning.plan import Plan
 from trainer.planning.recompute import RecomputeEffect, left_by_recompute
@@ -234,6 +234,8 @@ class ModelBytes:
         self.every = plan.stage >= 2 and not once  # whether each micro-batch's gradients are reduced
         self.copied = config.parallel.zero.collectives == "copy_engine"
         self.boxes = symmetric_buffer_bytes(config.parallel.tp_overlap, self.stream * plan.tp)
+        if config.parallel.ep_dispatch == "shared_memory" and has_experts(spec):  # tokens, and sums from each rank
+            self.boxes += 2 * (1 + plan.ep) * self.stream
         # Bytes of a layer in fp8 on their way.
         self.narrow = max(gathered_in_float8(config, spec, plan), default=0.0)
 

@@ -310,7 +310,7 @@ class _Timer:
         ring = self.rings["ep"]
         if ring.ranks == 1 or not experts.count:
             return 0.0
-        if choose_dispatch(self.config.parallel, self.spec, ring.ranks) == "allgather":
+        if choose_dispatch(self.config.parallel, self.spec, ring.ranks) != "alltoall":
             return 2 * ring.seconds(ring.ranks * self.stream)
         return 2 * ring.seconds(experts.top_k * self.stream)
 
