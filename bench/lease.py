@@ -251,11 +251,14 @@ def converge(lease: Lease, launcher: Launcher) -> Iterator[Line]:
         for run in runs:
             found.append(run.result())
             yield found[-1]
-    losses = {model: [one["loss"] for one in found if one["model"] == model and "loss" in one] for model in MODELS}
+    losses = {(one["model"], one["seed"]): one["loss"] for one in found if "loss" in one}
+    by_model = {model: [loss for (name, _), loss in losses.items() if name == model] for model in MODELS}
+    both = [seed for seed in SEEDS if all((model, seed) in losses for model in MODELS)]
+    by_model["mixture less dense"] = [losses["mixture", seed] - losses["dense", seed] for seed in both]
     yield {
         "summary": {
-            model: {"runs": len(some), "mean": statistics.mean(some), "deviation": statistics.stdev(some)}
-            for model, some in losses.items()
+            name: {"runs": len(some), "mean": statistics.mean(some), "deviation": statistics.stdev(some)}
+            for name, some in by_model.items()
             if len(some) > 1
         }
     }
@@ -289,16 +292,18 @@ def many_gpus(lease: Lease) -> list[Case]:
         if count <= gpus
     ]
     small = ["model.attention.heads=8", "model.attention.kv_heads=8", "model.depth=8", "batch.sequence_length=512"]
-    both = ["precision=fp32", "batch.global_size=16"]
+    # In later steps a token near the border between two experts may go to the other one.
+    both = ["precision=fp32", "batch.global_size=16", "steps=1"]
     plans = [
         lease.command(
             f"plans.{name}",
             200,
             [
                 *(*torchrun, "--nproc-per-node", str(gpus), "-m", "trainer", "parity", "+config=debug"),
-                *(f"model={model}", *small, *both, "steps=2", f"plans=[{', '.join(map(json.dumps, some))}]"),
+                *(f"model={model}", *small, *both, f"plans=[{', '.join(map(json.dumps, some))}]"),
+                f"json={lease.scratch / f'parity-{name}.json'}",
             ],
-            read_parity,
+            partial(read_parity, lease.scratch / f"parity-{name}.json"),
         )
         for name, model, some in (
             ("dense", "tiny", dense_plans(gpus)),
@@ -390,10 +395,20 @@ def read_verdict(text: str) -> Line:
     return {"verdict": verdict} if verdict else {"error": last_error(text)}
 
 
-def read_parity(text: str) -> Line:
-    """The lines of plans and how many passed."""
-    lines = [" ".join(line.split()) for line in text.splitlines() if line.rstrip().endswith(("PASS", "FAIL"))]
-    return {"plans": lines} if lines and "exit code" not in text else {"plans": lines, "error": last_error(text)}
+def read_parity(file: Path, text: str) -> Line:
+    """Each plan's verdict, and its largest errors of a loss and of a gradient."""
+    if not file.is_file():
+        return {"error": last_error(text)}
+    found = json.loads(file.read_text())["plans"]
+    file.unlink()
+    plans = {}
+    for plan in found:
+        steps = (plan["errors"] or {}).get("steps") or []
+        worst = [f"{max(step[index] for step in steps):.1e}" for index in (0, 2)] if steps else plan["reasons"][:1]
+        plans[plan["plan"]] = " ".join([plan["verdict"], *worst])
+    line: Line = {"plans": plans}
+    failed = [name for name, verdict in plans.items() if not verdict.startswith("PASS")]
+    return line | ({"error": "no PASS: " + "; ".join(failed)} if failed else {})
 
 
 def read_drill(text: str) -> Line:
@@ -450,10 +465,7 @@ def main(arguments: list[str]) -> int:
     with open(out / "results.jsonl", "a") as file:
         for case in cases:
             left, started = SECONDS - (time.monotonic() - begun), time.monotonic()
-            lines: Iterator[Line] = iter([{"error": "not started: no time is left"}])
-            if left > min(45, case.limit):
-                lines = case.measure(Launcher(logs, gpus, min(case.limit, left)))
-            for line in lines:
+            for line in run_case(case, Launcher(logs, gpus, min(case.limit, left))):
                 failed += "error" in line
                 took = {"took": round(time.monotonic() - started), "log": f"{case.name}.log"}
                 file.write(json.dumps({"case": case.name} | line | took | {"machine": machine}) + "\n")
@@ -461,6 +473,17 @@ def main(arguments: list[str]) -> int:
                 print(f"{time.monotonic() - begun:4.0f} s  {case.name}: {summarise(line)}", flush=True)
             shutil.make_archive(str(out / "logs"), "gztar", logs)
     return int(failed > 0)
+
+
+def run_case(case: Case, launcher: Launcher) -> Iterator[Line]:
+    """The case's lines, or why there are none. A case that fails does not keep the next one from running."""
+    if launcher.limit < min(45, case.limit):
+        yield {"error": "not started: no time is left"}
+        return
+    try:
+        yield from case.measure(launcher)
+    except Exception as error:
+        yield {"error": f"{type(error).__name__}: {error}"}
 
 
 def summarise(line: Line) -> str:

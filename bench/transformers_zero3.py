@@ -49,6 +49,15 @@ def settings(micro: int, ranks: int) -> dict:
     }
 
 
+def fill_matrices(model: torch.nn.Module) -> None:
+    """Draws random matrices. Experts and routers are no `torch.nn.Linear`, which fills its own, and transformers cannot
+    fill parameters that `zero.Init` has cut to shards."""
+    for parameter in model.parameters():
+        if len(parameter.ds_shape) > 1:
+            with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0), torch.no_grad():
+                parameter.normal_(std=0.02)
+
+
 def main() -> None:
     given = OWN | dict(argument.split("=", 1) for argument in sys.argv[1:])
     spec = read_spec(given["model"])
@@ -65,6 +74,7 @@ def main() -> None:
         kinds["experts_implementation"] = given["experts"]
     with deepspeed.zero.Init(config_dict_or_path=options):
         model = AutoModelForCausalLM.from_config(config, **kinds)
+    fill_matrices(model)
     if given["recompute"] == "true":
         model.gradient_checkpointing_enable()
     model.train()
