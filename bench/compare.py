@@ -30,7 +30,8 @@ from typing import Any
 
 import torch
 import yaml
-from specs import read_spec
+from gpu_check import stop
+from specs import read_spec, torchtitan_name
 
 ROOT = Path(__file__).parents[1]
 STEPS, DROPPED = 20, 10
@@ -87,36 +88,46 @@ ROWS = {
 }
 
 
-def launch(name: str, out: Path, arguments: list[str], folder: Path, **variables: str) -> str:
-    """What a torchrun over all GPUs printed; also in OUT/NAME.log. variables: of its environment."""
-    gpus = max(1, torch.cuda.device_count())
-    environment = os.environ | {"OMP_NUM_THREADS": "8", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    environment |= variables
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "bench"), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
-    process = subprocess.Popen(
-        [*command, *arguments],
-        env=environment,
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
-    try:
-        text, _ = process.communicate(timeout=LIMIT)
-    except subprocess.TimeoutExpired:
-        process.terminate()  # torchrun's processes have sessions of their own, and it ends them
-        text = process.communicate(timeout=60)[0] + f"\nstopped after {LIMIT:.0f} s"
-    (out / f"{name}.log").write_text(text)
-    return text
+@dataclass(frozen=True)
+class Launcher:
+    """Starts programs under torchrun on the first GPUs of this machine. out: folder of the logs; gpus: ranks; limit:
+    seconds that a program may take. Without GPUs the ranks are processes on the CPUs."""
+
+    out: Path
+    gpus: int
+    limit: float
+
+    def run(self, name: str, arguments: list[str], folder: Path = ROOT, **variables: str) -> str:
+        """Runs a program under torchrun and returns what it printed, which is also in OUT/NAME.log. folder: where it
+        runs; variables: of its environment."""
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.gpus)]
+        return self.execute(name, [*command, *arguments], folder, **variables)
+
+    def execute(self, name: str, command: list[str], folder: Path = ROOT, **variables: str) -> str:
+        """The same for any command."""
+        environment = {"OMP_NUM_THREADS": "8", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} | dict(os.environ)
+        environment |= {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **variables}
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "bench"), os.environ.get("PYTHONPATH", "")])
+        path, ending = self.out / f"{name}.log", ""
+        with open(path, "wb") as log:
+            process = subprocess.Popen(command, env=environment, cwd=folder, stdout=log, stderr=log)
+            try:
+                if code := process.wait(self.limit):
+                    ending = f"\nexit code {code}"
+            except subprocess.TimeoutExpired:
+                stop(process)
+                ending = f"\nstopped after {self.limit:.0f} s"
+            log.write(ending.encode())
+        return path.read_text(errors="replace")
 
 
-def ours(name: str, out: Path, model: str | Path, length: int, sequences: int, settings: Settings) -> dict[str, Any]:
+def ours(
+    name: str, launcher: Launcher, model: str | Path, length: int, sequences: int, settings: Settings
+) -> dict[str, Any]:
     """model: its file, from the repository's root."""
     shape = [f"model={model}", f"length={length}", f"micro={sequences}", f"warm={DROPPED}", f"steps={STEPS - DROPPED}"]
     common = ["precision.compute=bf16", "parallel.zero.stage=3", "compile=true"]
-    return told(launch(name, out, ["bench/step.py", f"case={name}", *shape, *common, *settings], ROOT))
+    return told(launcher.run(name, ["bench/step.py", f"case={name}", *shape, *common, *settings]))
 
 
 def told(text: str) -> dict[str, Any]:
@@ -126,36 +137,45 @@ def told(text: str) -> dict[str, Any]:
         return {"error": last_error(text)}
     shares = {name: share for name, share in found[0].get("shares", {}).items() if name != "longest_kernels"}
     line = {"tokens": found[0]["tokens_per_second_per_gpu"], "reserved": found[0].get("reserved_gib", 0.0)}
+    line |= {key: found[0][key] for key in ("plan", "predicted", "experts") if key in found[0]}
     return line | ({"shares": shares, "without_work": found[0]["without_work"]} if shares else {})
 
 
 def last_error(text: str) -> str:
-    """The last error that a log names, or its last line."""
+    """Why a program ended: the last error that its log names, other than torchrun's, or the log's last line."""
     lines = text.strip().splitlines() or [""]
-    return next((line for line in reversed(lines) if re.search(r"\b\w+(Error|Exception): ", line)), lines[-1])
+    if lines[-1].startswith("stopped after"):
+        return lines[-1]
+    told = (line for line in reversed(lines) if re.search(r"\b\w*(Error|Exception|error): ", line))
+    return next((line for line in told if "ChildFailedError" not in line), lines[-1])
 
 
 def torchtitan(
-    name: str, out: Path, model: Path, length: int, sequences: int, settings: Settings, assets: Path
+    name: str, launcher: Launcher, model: Path, length: int, sequences: int, settings: Settings, assets: Path
 ) -> dict[str, Any]:
-    arguments = f"""-m torchtitan.train --job.dump_folder {out}/titan --model.name llama3 --model.flavor spec
-        --experimental.custom_import specs --model.hf_assets_path {assets}/tokenizer --training.dataset c4_test
-        --training.dataset_path {assets}/corpus --training.seq_len {length} --training.local_batch_size {sequences}
-        --training.steps {STEPS} --compile.enable --metrics.log_freq 5 --metrics.disable_color_printing
-        --lr_scheduler.warmup_steps 2""".split()
-    text = launch(name, out, [*arguments, *settings], out, TITAN_SPEC=str(model))
+    kind = torchtitan_name(read_spec(model))
+    arguments = f"""-m torchtitan.train --job.dump_folder {assets}/titan --model.name {kind} --model.flavor spec
+        --experimental.custom_import specs --model.hf_assets_path {assets}/tokenizer
+        --training.dataset c4_test --training.dataset_path {assets}/corpus --training.seq_len {length}
+        --training.local_batch_size {sequences} --training.steps {STEPS} --compile.enable --metrics.log_freq 5
+        --metrics.disable_color_printing --lr_scheduler.warmup_steps 2""".split()
+    text = launcher.run(name, [*arguments, *settings], assets, TITAN_SPEC=str(model))
     logged = re.findall(r"step: +(\d+) .*?memory: +([\d.]+)GiB.*?tps: +([\d,]+)", text)
-    speeds = [float(tokens.replace(",", "")) for step, _, tokens in logged if int(step) > DROPPED]
+    last = max((int(step) for step, *_ in logged), default=0)
+    speeds = [float(tokens.replace(",", "")) for step, _, tokens in logged if int(step) > last // 2]
     if not speeds:
         return {"error": last_error(text)}
     return {"tokens": statistics.median(speeds), "reserved": max(float(memory) for _, memory, _ in logged)}
 
 
-def transformers(name: str, out: Path, model: Path, length: int, sequences: int, settings: Settings) -> dict[str, Any]:
+def transformers(
+    name: str, launcher: Launcher, model: Path, length: int, sequences: int, settings: Settings
+) -> dict[str, Any]:
     shape = [f"model={model}", f"length={length}", f"micro={sequences}", f"warm={DROPPED}", f"steps={STEPS - DROPPED}"]
-    built_for = "{}.{}".format(*torch.cuda.get_device_capability())  # DeepSpeed cannot read names such as 9.0a
-    arguments = ["bench/transformers_zero3.py", *shape, *settings]
-    return told(launch(name, out, arguments, ROOT, TORCH_CUDA_ARCH_LIST=built_for))
+    variables = {}
+    if torch.cuda.is_available():  # DeepSpeed cannot read names such as 9.0a
+        variables["TORCH_CUDA_ARCH_LIST"] = "{}.{}".format(*torch.cuda.get_device_capability())
+    return told(launcher.run(name, ["bench/transformers_zero3.py", *shape, *settings], **variables))
 
 
 def make_assets(folder: Path) -> Path:
@@ -180,6 +200,7 @@ def make_assets(folder: Path) -> Path:
 def measure(out: Path, rows: list[str], rounds: int, wanted: list[str], depth: int = 0) -> Iterator[dict[str, Any]]:
     """The measurements, the sides in turn."""
     assets = make_assets(out / "assets")
+    launcher = Launcher(out, max(1, torch.cuda.device_count()), LIMIT)
     for number in range(rounds):
         for name in rows:
             row, model = ROWS[name], out / f"{name}.yaml"
@@ -196,7 +217,7 @@ def measure(out: Path, rows: list[str], rounds: int, wanted: list[str], depth: i
             for side, run, choices in (one for one in sides if one[0] in wanted):
                 for index, settings in enumerate(choices):
                     began = time.monotonic()
-                    found = run(f"{name}-{side}-{index}-{number}", out, model, row.length, row.sequences, settings)
+                    found = run(f"{name}-{side}-{index}-{number}", launcher, model, row.length, row.sequences, settings)
                     took = round(time.monotonic() - began)
                     yield {"row": name, "side": side, "settings": settings} | found | {"seconds": took}
 

@@ -1,10 +1,11 @@
 """Speed of the training step alone, on random tokens: tokens/s, MFU, memory, and where a step's time goes.
 
-    torchrun --nproc-per-node N bench/step.py case=NAME model=configs/model/llama3_8b.yaml length=8192 micro=1
-    [out=FILE] \
-        [parallel.zero.stage=3 activation.mode=selective compile=true ...]
+    torchrun --nproc-per-node N bench/step.py case=NAME model=configs/model/llama3_8b.yaml length=8192 micro=1 \
+        [out=FILE] [balanced=true] [parallel.zero.stage=3 activation.mode=selective compile=true ...]
 
-Everything after the first few keys is a setting of the configuration schema. Needs no corpus and no Hydra.
+Everything after the first few keys is a setting of the configuration schema. Needs no corpus and no Hydra. With
+balanced=true every expert of a mixture gets the same number of tokens, whatever the router says. The line also says
+what `trainer estimate` predicts of the step.
 """
 
 from __future__ import annotations
@@ -30,14 +31,18 @@ from torch._dynamo.utils import counters
 from trainer.config import Config
 from trainer.data.batches import MicroBatch
 from trainer.distributed.mesh import join_world, local_device
+from trainer.model import experts
 from trainer.model.attention import kernel_priority
+from trainer.observe.report import device_name
 from trainer.parallel.pipeline.plan import PipelinePlan, resolve_pipeline
 from trainer.planning import layer as cost
+from trainer.planning.estimate.step import estimate_step
 from trainer.planning.features import resolve_plan
-from trainer.planning.hardware import peak_flops
+from trainer.planning.hardware import load_hardware, peak_flops, shipped_for
 from trainer.planning.plan import BatchPlan, node_size
 from trainer.planning.resolve import Layout
 from trainer.training.auto import AutoSchedule
+from trainer.training.metrics_tracker import load_metrics
 from trainer.training.run import decide_together
 from trainer.training.session import find_hardware
 from trainer.training.state import TrainState
@@ -65,6 +70,7 @@ def main() -> None:
         "depth": "",
         "trace": "",
         "out": "",
+        "balanced": "false",
     }
     config, changes = Config(), dict(argument.split("=", 1) for argument in sys.argv[1:])
     for name, value in changes.items():
@@ -75,6 +81,8 @@ def main() -> None:
         target = attrgetter(".".join(blocks))(config) if blocks else config
         assert hasattr(target, last), name
         setattr(target, last, value if value == "off" else yaml.safe_load(value))  # for YAML false
+    if own["balanced"] == "true":
+        experts.choose_experts = choose_in_turn
     spec = read_spec(own["model"])
     spec.depth = int(own["depth"] or spec.depth)
     length, micro, accumulation, warm_up, steps = (
@@ -154,6 +162,8 @@ def main() -> None:
         "chosen": chosen,
         "graph_breaks": sum(counters["graph_break"].values()),
         "settings": changes,
+        "experts": expert_loads(state, scalars["statistics"]),
+        "predicted": predict(config, layout, shipped_for(device_name(device))),
     }
     if plan.pp > 1:
         finish = [None] * world_size
@@ -192,6 +202,31 @@ def main() -> None:
         if own["out"]:
             with open(own["out"], "a") as file:
                 file.write(json.dumps(result) + "\n")
+
+
+def choose_in_turn(scores: torch.Tensor, top_k: int, *_: int) -> torch.Tensor:
+    """Choices of experts in place of the router's: one expert after the other, so that all get the same number of
+    tokens. torchtitan chooses the same under `--debug.moe_force_load_balance`. scores: [tokens, experts]; result: int64
+    [tokens, top_k]."""
+    tokens, count = scores.shape
+    return (torch.arange(tokens * top_k, device=scores.device) % count).view(tokens, top_k)
+
+
+def expert_loads(state: TrainState, statistics: torch.Tensor) -> dict[str, float]:
+    """The metrics of how evenly the last step's tokens were spread over experts: see `trainer help experts`."""
+    parts = statistics.cpu().split([*state.reports.values()])
+    by_name = {name: part.numpy() for name, part in zip(state.reports, parts)}
+    mixtures = [name.removesuffix(".load") for name in by_name if name.endswith("feed_forward.load")]
+    return {name: round(value, 3) for name, value in load_metrics(by_name, mixtures, 1.0).items()}
+
+
+def predict(config: Config, layout: Layout, hardware: str) -> dict[str, Any]:
+    """What `trainer estimate` says of this step on a kind of machine. hardware: a name of configs/hardware."""
+    try:
+        found = estimate_step(config, layout, load_hardware(hardware))
+    except Exception as error:  # whatever it is, the measurement is not lost
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"seconds": round(found.seconds, 4), "gib": round(found.memory / 2**30, 2)}
 
 
 def rebuilt(state: TrainState, pipeline: PipelinePlan) -> TrainState:

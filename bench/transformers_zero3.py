@@ -1,10 +1,11 @@
 """Speed of what many run today: a model of transformers under DeepSpeed's ZeRO-3, on random tokens.
 
     torchrun --nproc-per-node N bench/transformers_zero3.py model=configs/model/llama3_8b.yaml length=8192 micro=1 \
-        [recompute=true] [attention=sdpa] [warm=10] [steps=10] [depth=]
+        [recompute=true] [attention=sdpa] [experts=grouped_mm] [warm=10] [steps=10] [depth=]
 
 The model is ours, as `trainer export` would write it, in bf16 with fp32 master weights; AdamW is DeepSpeed's fused one,
-recompute that of transformers: whole layers. Prints a JSON line as bench/step.py does."""
+recompute that of transformers: whole layers. experts: how transformers multiplies the experts of a mixture (`eager`
+loops over them; without a value it takes its own default). Prints a JSON line as bench/step.py does."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ import time
 
 import deepspeed
 import torch
+import torch._dynamo  # which transformers imports with the model, and which cannot be imported under `zero.Init`
 from specs import read_spec
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -27,6 +29,7 @@ OWN = {
     "micro": "1",
     "recompute": "true",
     "attention": "sdpa",
+    "experts": "",
     "warm": "10",
     "steps": "10",
     "depth": "",
@@ -46,6 +49,15 @@ def settings(micro: int, ranks: int) -> dict:
     }
 
 
+def fill_matrices(model: torch.nn.Module) -> None:
+    """Draws random matrices. Experts and routers are no `torch.nn.Linear`, which fills its own, and transformers cannot
+    fill parameters that `zero.Init` has cut to shards."""
+    for parameter in model.parameters():
+        if len(parameter.ds_shape) > 1:
+            with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0), torch.no_grad():
+                parameter.normal_(std=0.02)
+
+
 def main() -> None:
     given = OWN | dict(argument.split("=", 1) for argument in sys.argv[1:])
     spec = read_spec(given["model"])
@@ -57,8 +69,12 @@ def main() -> None:
     values, options = config_from_spec(spec), settings(micro, ranks)
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     config.use_cache = False
+    kinds = {"attn_implementation": given["attention"]}
+    if given["experts"]:
+        kinds["experts_implementation"] = given["experts"]
     with deepspeed.zero.Init(config_dict_or_path=options):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=given["attention"])
+        model = AutoModelForCausalLM.from_config(config, **kinds)
+    fill_matrices(model)
     if given["recompute"] == "true":
         model.gradient_checkpointing_enable()
     model.train()
