@@ -143,6 +143,7 @@ def shrink(values: dict[str, Any]) -> None:
 
 
 EP2 = [*SELECTIVE, "parallel.ep=2"]
+BY_SHARED_MEMORY = ["parallel.ep_dispatch=shared_memory", "parallel.ep_capacity=1.5"]
 EXPERT_RANKS = ["--parallelism.expert_parallel_degree"]
 BALANCED, BALANCED_PEER = ["balanced=true"], ["--debug.moe_force_load_balance"]
 
@@ -167,7 +168,7 @@ def experts(lease: Lease) -> list[Case]:
         return [
             own("zero3", SELECTIVE),
             peer("torchtitan_fsdp", []),
-            own("ep2_symmetric", [*EP2, "parallel.ep_dispatch=symmetric"]),
+            own("ep2_shared_memory", [*EP2, *BY_SHARED_MEMORY]),
             peer("torchtitan_ep2", [*EXPERT_RANKS, "2"]),
             own("ep2_alltoall", [*EP2, "parallel.ep_dispatch=alltoall"]),
             own("ep2_allgather", [*EP2, "parallel.ep_dispatch=allgather"]),
@@ -332,7 +333,7 @@ def many_gpus(lease: Lease) -> list[Case]:
     qwen3 = lease.model("qwen3_30b_a3b", 48 if gpus >= 8 else 24)
     shared = [*SELECTIVE, f"parallel.ep={gpus}", *BALANCED]
     steps += [
-        lease.step("qwen3.ep_symmetric", qwen3, 4096, 2, [*shared, "parallel.ep_dispatch=symmetric"], 220),
+        lease.step("qwen3.ep_shared_memory", qwen3, 4096, 2, [*shared, *BY_SHARED_MEMORY], 220),
         lease.titan(*("qwen3.torchtitan_ep", qwen3, 4096, 2, [*EXPERT_RANKS, str(gpus), *BALANCED_PEER], 260)),
         lease.step("qwen3.ep_alltoall", qwen3, 4096, 2, [*shared, "parallel.ep_dispatch=alltoall"], 220),
         lease.step("qwen3.zero3", qwen3, 4096, 2, [*SELECTIVE, *BALANCED], 220),
@@ -384,7 +385,7 @@ def context_plans(gpus: int) -> list[str]:
 
 
 def expert_plans(gpus: int) -> list[str]:
-    dispatches = ("alltoall", "allgather", "symmetric")
+    dispatches = ("alltoall", "allgather", "shared_memory")
     plans = [f"parallel.ep={gpus} parallel.ep_dispatch={name} parallel.zero.stage=3" for name in dispatches]
     return [*plans, "parallel.ep=4", "parallel.ep=2 parallel.tp=2 parallel.zero.stage=3"]
 
