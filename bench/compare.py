@@ -175,7 +175,7 @@ def transformers(
     variables = {}
     if torch.cuda.is_available():  # DeepSpeed cannot read names such as 9.0a
         variables["TORCH_CUDA_ARCH_LIST"] = "{}.{}".format(*torch.cuda.get_device_capability())
-    return told(launcher.run(name, ["bench/transformers_zero3.py", *shape, *settings], **variables))
+    return told(launcher.run(name, ["bench/transformers_zero3.py", *shape, *settings], ROOT, **variables))
 
 
 def make_assets(folder: Path) -> Path:

@@ -4,4 +4,6 @@
 # Usage: [LEASE_SECONDS=590] bench/experts.sh OUT_FOLDER [CASE...] (qwen3 deepseek qwen3_12 zero3 convergence, or a case of these);
 # a JSON line a case goes to OUT_FOLDER/results.jsonl when it ends, logs to OUT_FOLDER/logs.tar.gz.
 set -u
-exec python3 "$(dirname "${BASH_SOURCE[0]}")/lease.py" experts "$@"
+bench=$(realpath "$(dirname "${BASH_SOURCE[0]}")")
+export PYTHONPATH=$(dirname "$bench"):${PYTHONPATH:-}
+exec python3 "$bench/lease.py" experts "$@"

@@ -4,4 +4,6 @@
 # Usage: [LEASE_SECONDS=590] bench/many_gpus.sh OUT_FOLDER [CASE...] (check plans llama qwen3 tensor adapters killed, or a case of
 # these); a JSON line a case goes to OUT_FOLDER/results.jsonl when it ends, logs to OUT_FOLDER/logs.tar.gz.
 set -u
-exec python3 "$(dirname "${BASH_SOURCE[0]}")/lease.py" many_gpus "$@"
+bench=$(realpath "$(dirname "${BASH_SOURCE[0]}")")
+export PYTHONPATH=$(dirname "$bench"):${PYTHONPATH:-}
+exec python3 "$bench/lease.py" many_gpus "$@"

@@ -5,7 +5,6 @@ torchtitan imports this module by `--experimental.custom_import specs`, and find
 
 from __future__ import annotations
 
-import importlib
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -40,16 +39,12 @@ def read_spec(path: str | Path) -> ModelSpec:
     return ModelSpec.from_dict(read_values(path))
 
 
-TABLES = {
-    "llama": ("llama3", "llama3_args"),
-    "qwen3_moe": ("qwen3", "qwen3_args"),
-    "deepseek_v2": ("deepseek_v3", "deepseekv3_args"),
-}
-"""Our family -> torchtitan's model, and the table of its flavors."""
+TORCHTITAN = {"llama": "llama3", "qwen3_moe": "qwen3", "deepseek_v2": "deepseek_v3"}
+"""Our family -> torchtitan's model."""
 
 
 def torchtitan_name(spec: ModelSpec) -> str:
-    return TABLES[spec.family][0]
+    return TORCHTITAN[spec.family]
 
 
 def torchtitan_arguments(spec: ModelSpec) -> dict[str, Any]:
@@ -104,11 +99,15 @@ def expert_arguments(spec: ModelSpec) -> dict[str, Any]:
 def add_flavors(spec: ModelSpec) -> None:
     """Makes the model a flavor `spec` of torchtitan's, whose attention is causal. Where torchtitan's own flavors keep
     documents apart by flex attention, that is flavor `spec_flex`."""
-    name, table = TABLES[spec.family]
-    module = importlib.import_module(f"torchtitan.models.{name}")
-    flavors, arguments = getattr(module, table), torchtitan_arguments(spec)
+    from torchtitan.models.deepseek_v3 import deepseekv3_args
+    from torchtitan.models.llama3 import llama3_args
+    from torchtitan.models.moe import MoEArgs
+    from torchtitan.models.qwen3 import qwen3_args
+
+    tables = {"llama": llama3_args, "qwen3_moe": qwen3_args, "deepseek_v2": deepseekv3_args}
+    flavors, arguments = tables[spec.family], torchtitan_arguments(spec)
     if spec.family != "llama":
-        arguments["moe_args"] = module.MoEArgs(**expert_arguments(spec))
+        arguments["moe_args"] = MoEArgs(**expert_arguments(spec))
     flavors["spec"] = type(next(iter(flavors.values())))(**arguments)
     if spec.family == "deepseek_v2":
         flavors["spec_flex"] = replace(flavors["spec"], attn_type="flex", attn_mask_type="block_causal")
