@@ -118,9 +118,16 @@ def main() -> None:
     def train() -> dict[str, torch.Tensor]:
         return recorded(batches, 0) if recorded else train_step(state, batches, 0)
 
+    repeats = 0
+
     def step() -> float:
+        nonlocal repeats
         begun = time.perf_counter()
         scalars = train()
+        if config.parallel.ep_capacity and scalars["found_inf"].item():  # without room for all rows of experts
+            repeats += 1
+            with state.exact_dispatch(True):
+                scalars = train()
         loss = scalars["loss"].item()
         assert loss == loss and scalars["found_inf"].item() == 0, scalars
         return time.perf_counter() - begun
@@ -163,6 +170,7 @@ def main() -> None:
         "graph_breaks": sum(counters["graph_break"].values()),
         "settings": changes,
         "experts": expert_loads(state, scalars["statistics"]),
+        "run_again": repeats,  # steps
         "predicted": predict(config, layout, shipped_for(device_name(device))),
     }
     if plan.pp > 1:
