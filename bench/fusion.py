@@ -10,7 +10,7 @@ layers     the four products of a layer of Llama-3 8B and of 70B, forward, for `
 sweep      gather and product for 1 to 16,384 tokens of a rank, 3,584 x 8,192
 sweep_k    the published sweep (arXiv 2511.02168): the same sizes, with 1 to 16,384 tokens whose 8,192 inputs are shared
            by the ranks, and all of the weight on each. Only `off`, `copy_engine`, which adds up as parts come, `torch`
-The whole step: bench/parallel_8b.sh OUT fusion_off fusion_copy_engine fusion_triton
+The whole step: bench/parallel_8b.sh OUT fusion_off fusion_copy_engine
 
 On CPUs, where processes share memory, it runs to be tried: with `scale=64 repeats=3 most=16`, which divides widths by
 64 and takes at most 16 tokens of sweeps.
@@ -34,13 +34,12 @@ from torch import Tensor
 from trainer.config import ConfigError, RunConfig
 from trainer.distributed.collectives import TensorGroup
 from trainer.distributed.copy_engine import CopyEngineGroup, PendingGather, copy_stream
-from trainer.distributed.fused_kernels import FusedKernelGroup
 from trainer.distributed.mesh import World, join_world, local_device
 from trainer.planning.plan import Plan
 from trainer.precision.products import GEMMRole, matmul, matmul_into
 
 OUTPUT = GEMMRole.OUTPUT
-METHODS = ("off", "copy_engine", "triton", "torch")
+METHODS = ("off", "copy_engine", "torch")
 LAYERS = {"8B": (4096, 6144, 28672, 14336), "70B": (8192, 10240, 57344, 28672)}
 """Width, outputs of queries, keys and values together, of gate and up, and inputs of down, over all ranks."""
 
@@ -158,11 +157,7 @@ class Clock:
 def backends(world: World, wanted: list[str]) -> dict[str, Callable[[Case], Tensor]]:
     mesh = world.dimensions["tp"]
     place = mesh.get_group().group_name, mesh.get_local_rank(), mesh.size()
-    made: dict[str, TensorGroup] = {
-        "off": TensorGroup(*place),
-        "copy_engine": CopyEngineGroup(*place),
-        "triton": FusedKernelGroup(*place),
-    }
+    made: dict[str, TensorGroup] = {"off": TensorGroup(*place), "copy_engine": CopyEngineGroup(*place)}
     found: dict[str, Callable[[Case], Tensor]] = {
         name: lambda case, group=group: both(group, case) for name, group in made.items()
     }

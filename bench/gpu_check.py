@@ -147,7 +147,7 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
                 "compile=true",
                 *more,
             )
-            for name, more in {"copy_engine": ("activation=selective",), "triton": ()}.items()
+            for name, more in {"copy_engine": ("activation=selective",)}.items()
             if pair == 2
         ),
         *(

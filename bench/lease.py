@@ -342,7 +342,7 @@ def many_gpus(lease: Lease) -> list[Case]:
     ]
     for count in (4, 8):
         for name, depth in (("llama3_8b", 8), ("llama3_70b", 4)):
-            for overlap in ("off", "copy_engine", "triton") if count <= gpus else ():
+            for overlap in ("off", "copy_engine") if count <= gpus else ():
                 settings = [*SELECTIVE, f"parallel.tp={count}", f"parallel.tp_overlap={overlap}"]
                 case = f"tensor.{name}_tp{count}_{overlap}"
                 steps.append(lease.step(case, lease.model(name, depth), 8192, 2, settings, 120))

@@ -20,7 +20,6 @@ case_ tp2 parallel.tp=2 parallel.zero.stage=3 micro=2
 fused="parallel.tp=2 parallel.zero.stage=3 micro=2 activation.save=[attention]"
 case_ fusion_off $fused
 case_ fusion_copy_engine $fused parallel.tp_overlap=copy_engine
-case_ fusion_triton $fused parallel.tp_overlap=triton
 case_ tp4 parallel.tp=4 parallel.zero.stage=1 micro=2
 case_ pp2_1f1b parallel.pp=2 $pp
 case_ pp2_interleaved parallel.pp=2 $pp parallel.pipeline.schedule=interleaved

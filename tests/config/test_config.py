@@ -351,17 +351,10 @@ def test_intervals(value, low, high, ends):
     assert (describe_outside("x", value, f"{ends[0]}{low}, {high}{ends[1]}") is None) == legal
 
 
-def test_kernels_of_fused_products_are_not_in_fp8():
-    plan = ["parallel.tp=2", "precision=bf16"]
-    (found,) = problems(*plan, "parallel.tp_overlap=triton", "precision.float8.recipe=tensorwise", world_size=2)
-    assert (
-        "parallel.tp_overlap=triton multiplies in the compute type" in found
-        and "set parallel.tp_overlap=copy_eng" in found
-    )
-    narrow = ["precision.float8.recipe=tensorwise", "precision.float8.ends=0"]
-    assert (
-        compose([*plan, "parallel.tp_overlap=copy_engine", *narrow], world_size=2).parallel.tp_overlap == "copy_engine"
-    )
+def test_copies_beside_products_go_with_fp8():
+    plan = ["parallel.tp=2", "precision=bf16", "precision.float8.recipe=tensorwise", "precision.float8.ends=0"]
+    copied = compose([*plan, "parallel.tp_overlap=copy_engine"], world_size=2)
+    assert copied.parallel.tp_overlap == "copy_engine"
 
 
 def test_off_is_a_word_also_in_yaml():

@@ -14,7 +14,7 @@ from support.variations import small
 from torch import Tensor
 
 from trainer.config.model import ModelSpec, assign_fields
-from trainer.distributed.fused_kernels import merge_attention
+from trainer.distributed.sharded_kv import merge_attention
 from trainer.generate.sampling import SamplingOptions, TokenGenerator
 from trainer.generate.sharded_model import ShardedModel
 from trainer.hf.families import FAMILIES

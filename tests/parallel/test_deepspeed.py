@@ -139,8 +139,8 @@ REFUSED = [  # processes, nodes, the plan, words of the refusal, a legal neighbo
     (
         4,
         1,
-        {"stage": 1, "tp": 2, "tp_overlap": "triton"},
-        ["parallel.tp_overlap=triton", "tp_overlap=off"],
+        {"stage": 1, "tp": 2, "tp_overlap": "copy_engine"},
+        ["parallel.tp_overlap=copy_engine", "tp_overlap=off"],
         {"stage": 1, "tp": 2},
     ),
     (4, 1, {"shard": 2, "stage": 3}, ["parallel.shard=2", "parallel.shard=-1"], {"stage": 3}),

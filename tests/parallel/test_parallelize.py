@@ -13,12 +13,6 @@ from trainer.parallel.parallelize import check_model
 from trainer.training.run import starting_point
 
 
-def test_kernels_over_shared_memory_are_refused_on_cpus() -> None:
-    config = trainer.compose(["+config=debug", "parallel.tp=2", "parallel.tp_overlap=triton"], world_size=2)
-    with pytest.raises(ConfigError, match="parallel.tp_overlap=triton needs GPUs.*parallel.tp_overlap=copy_engine"):
-        check_model(config, starting_point(config)[0], torch.device("cpu"))
-
-
 @pytest.mark.skipif(torch.__version__ < (2, 13), reason="meshes are not saved")
 @pytest.mark.parametrize(
     "refused, recompute",

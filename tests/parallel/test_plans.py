@@ -171,12 +171,6 @@ REFUSED = [  # processes, settings, words of the refusal, a legal neighbour that
     ),
     (
         2,
-        {"tp": 2, "tp_overlap": "triton", "tp_across_nodes": True},
-        ["parallel.tp_overlap=triton", "parallel.tp_across_nodes=true", "tp_overlap=off"],
-        {"tp": 2, "tp_across_nodes": True},
-    ),
-    (
-        2,
         {"tp": 2, "tp_overlap": "copy_engine", "tp_across_nodes": True},
         ["parallel.tp_overlap=copy_engine", "parallel.tp_across_nodes=true", "tp_overlap=off"],
         {"tp": 2, "tp_overlap": "copy_engine"},

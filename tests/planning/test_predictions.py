@@ -54,7 +54,6 @@ MEASURED = {
     "tp4": (4, ZERO3 | {"parallel__tp": 4, "batch__micro_size": 2, "parallel__zero__stage": 1}, 7446, None, None),
     # Of plans whose shards are whole, others were measured before gradients of these had no pool of their own.
     "tp2, whole shards": (2, TP2, 8150, 60.9, 65.0),
-    "tp2, triton": (2, TP2 | {"parallel__tp_overlap": "triton"}, 8207, None, None),
     "cp2": (2, ZERO3 | CP2, 6633, 79.8, 99.2),
     "cp2, all products kept, copied": (2, ZERO3 | CP2 | KEPT | COPIED, 7181, 98.8, 114.1),
     "ZeRO-2, two micro-batches": (2, ZERO3 | {"parallel__zero__stage": 2, "batch__accumulation": 2}, None, 92.2, None),

@@ -290,16 +290,6 @@ FUSED = [
 """Products of tensor-parallel ranks beside their collectives, by copies."""
 
 
-IN_KERNELS = [
-    PLAIN | {"tp": 2, "tp_overlap": "triton"} | more
-    for more in (
-        {"recompute": "selective", "precision": "bf16", "compile": "graphs"},
-        {"precision": "fp16", "family": "gpt2", "micro_batches": 3, "loss": "chunk"},
-    )
-]
-"""The same in kernels that only GPUs run."""
-
-
 COPIED = [
     PLAIN | {"collectives": "copy_engine"} | more
     for more in (
@@ -498,7 +488,7 @@ COMPILED_EXPERTS = [
 COMPILED_LATENT = [LATENT[1] | {"compile": "graphs", "attention": "causal"}]
 
 
-def cases(processes: int, compiled: bool, gpus: bool = False) -> list[Case]:
+def cases(processes: int, compiled: bool) -> list[Case]:
     """Everything that runs on this number of processes."""
     chosen = [*data_parallel(processes)] if processes <= 4 else []
     chosen += [
@@ -527,7 +517,6 @@ def cases(processes: int, compiled: bool, gpus: bool = False) -> list[Case]:
         ]
         chosen += [case | {"recompute": "layers", "bits": True} for case in RECOMPUTED[1:4]]
         chosen += COMPILED + COMPILED_EXPERTS + COMPILED_LATENT if compiled else []
-        chosen += IN_KERNELS if gpus else []
     if processes == 4:
         chosen.append(PLAIN | {"dp": 2, "tp": 2, "stage": 1, "precision": "fp16", "overflow": True})
     return chosen + (CUBES if processes == 8 else [])

@@ -16,7 +16,7 @@ from types import ModuleType
 import torch
 from support.triton_ranks import Memory, be_late, compare, compile_for_hopper, count_by_tensors, drawn, run, without
 
-from trainer.distributed.fused_kernels import merge_attention
+from trainer.distributed.sharded_kv import merge_attention
 from trainer.kernels import decode as kernels
 from trainer.kernels.exchange import check_error
 from trainer.model.cache import add_sinks, attend_kv

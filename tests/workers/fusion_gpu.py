@@ -1,13 +1,10 @@
 """Products of tensor-parallel ranks beside their collectives on GPUs, at the shapes of a layer of an 8B model: every
 method beside `off`, over many epochs, with memory that is poisoned first and ranks that are late at random.
 
-    torchrun --nproc-per-node 2 tests/workers/fusion_gpu.py OUT.json [kernels] [EPOCHS [TOKENS...]]
+    torchrun --nproc-per-node 2 tests/workers/fusion_gpu.py OUT.json [EPOCHS [TOKENS...]]
 
 TOKENS: of all ranks together, in bf16 alone; else those below. Ranks that share a GPU have it in turn, and `off` sends
-by gloo: few tokens and epochs are for that.
-
-kernels: `triton` alone, beside `off` on CPUs in fp32, without the products of weight gradients, which cuBLAS makes: for
-compute-sanitizer, which cannot follow cuBLAS."""
+by gloo: few tokens and epochs are for that."""
 
 from __future__ import annotations
 
@@ -29,8 +26,8 @@ from torch import Tensor
 from trainer.distributed import symmetric_memory
 from trainer.distributed.collectives import TensorGroup
 from trainer.distributed.copy_engine import CopyEngineGroup
-from trainer.distributed.fused_kernels import OUT_OF_REACH, FusedKernelGroup, NodeShardedKVGroup, ShardedKVGroup
 from trainer.distributed.mesh import World, join_world
+from trainer.distributed.sharded_kv import OUT_OF_REACH, NodeShardedKVGroup, ShardedKVGroup
 from trainer.distributed.symmetric_memory import SymmetricMemory, allocate_symmetric
 from trainer.kernels import decode
 from trainer.parallel.context.apply import make_member
@@ -40,7 +37,7 @@ from trainer.precision.products import Float8Multiply, GEMMRole, Multiply, matmu
 
 WIDTH, QUERIES, KEYS, HIDDEN = 4096, 4096, 1024, 14336
 TOKENS = {torch.bfloat16: (8192, 1000, 32), torch.float16: (1000,)}
-"""Of all ranks together: some are no whole tiles, and the last few are pulled. Triton compiles for each."""
+"""Of all ranks together."""
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """Of the norm of a difference: `off` rounds partial sums as often, at other places."""
 
@@ -72,12 +69,6 @@ def run(
 ) -> list[Tensor]:
     """Of a function above, or of the backend's method of that name."""
     return getattr(type(group), function.__name__, function)(group, *arguments, multiply=multiply)
-
-
-def on_cpu(arguments: list[Any]) -> list[Any]:
-    """Tensors among them, and in lists, in fp32."""
-    kinds = {Tensor: lambda one: one.cpu().float(), list: on_cpu}
-    return [kinds.get(type(one), lambda other: other)(one) for one in arguments]
 
 
 class Shapes:
@@ -162,7 +153,7 @@ def share_states(world: World, epochs: int, late: random.Random) -> None:
             assert torch.equal(part[: len(mine)], mine), f"epoch {epoch}: sums of {len(expected)} rows"
 
 
-def main(out: str, epochs: int = 40, *some: int, kernels: bool = False) -> None:
+def main(out: str, epochs: int = 40, *some: int) -> None:
     size, device = int(os.environ["WORLD_SIZE"]), shared_device()
     world = join_world(Plan(tp=size), device)
     name, rank = world.dimensions["tp"].get_group().group_name, world.place("tp")
@@ -171,26 +162,19 @@ def main(out: str, epochs: int = 40, *some: int, kernels: bool = False) -> None:
     methods = {
         "copy_engine": CopyEngineGroup(name, rank, size),
         "copy_engine, looking": CopyEngineGroup(name, rank, size),
-        "triton": FusedKernelGroup(name, rank, size),
     }
-    looks = {"copy_engine, looking": 10**6, "triton": 10**8}
-    if kernels:
-        methods = {"triton": methods["triton"]}
+    looks = {"copy_engine, looking": 10**6}
     off, narrow = TensorGroup(name, rank, size), [Float8Multiply(recipe) for recipe in ("tensorwise", "rowwise")]
     for dtype, counts in ({torch.bfloat16: some} if some else TOKENS).items():
         shapes, tolerance = Shapes(rank, size, device, dtype), TOLERANCE[dtype]
         for epoch in range(epochs):
             tokens = counts[epoch % len(counts)]
-            in_fp8 = dtype is torch.bfloat16 and tokens % (16 * size) == 0 and not kernels
+            in_fp8 = dtype is torch.bfloat16 and tokens % (16 * size) == 0
             for (call, (function, *arguments)), multiply in itertools.product(
                 shapes.calls(tokens).items(), [matmul, *(narrow if in_fp8 else [])]
             ):
-                if kernels and "gradients" in call:
-                    continue
-                expected = run(function, off, on_cpu(arguments) if kernels else arguments, multiply)
+                expected = run(function, off, arguments, multiply)
                 for method, group in methods.items():
-                    if method == "triton" and multiply is not matmul:
-                        continue
                     if late.random() < 0.3:
                         torch.cuda._sleep(late.randrange(5_000_000))
                     with patch.object(symmetric_memory, "MAX_POLLS", looks.get(method, 0)):
@@ -217,5 +201,5 @@ def main(out: str, epochs: int = 40, *some: int, kernels: bool = False) -> None:
 
 if __name__ == "__main__":
     _, out, *words = sys.argv
-    main(out, *(int(word) for word in words if word != "kernels"), kernels="kernels" in words)
+    main(out, *map(int, words))
     dist.destroy_process_group()

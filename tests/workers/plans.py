@@ -469,7 +469,7 @@ def main(out: str, *which: str) -> None:
     if which == ("deepspeed",):
         chosen = deepspeed(processes)
     else:
-        chosen = cases(processes, CAN_COMPILE, device.type == "cuda")
+        chosen = cases(processes, CAN_COMPILE)
         chosen = parts(chosen, int(which[1]))[int(which[0])] if which else chosen
     results = {
         "cases": measure(chosen, worlds, device, Path(out).parent),

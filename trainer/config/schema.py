@@ -336,9 +336,8 @@ class ParallelConfig:
     tp_overlap: str = option(
         "off",
         "products of tensor-parallel ranks and their collectives: off (one after the other), copy_engine (copy "
-        "engines move tokens and sums between the GPUs of a node meanwhile), triton (in one kernel, over memory that "
-        "these share)",
-        ("off", "copy_engine", "triton"),
+        "engines move tokens and sums between the GPUs of a node meanwhile)",
+        ("off", "copy_engine"),
     )
     cp: int = option(1, "context-parallel ranks, which share each sequence", unit="ranks", range="[1, inf)")
     context: ContextConfig = option(ContextConfig(), "how context-parallel ranks share a sequence")

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from trainer.checkpointing.loading import SavedModel
 from trainer.config import Config, ConfigError
 from trainer.config.model import ModelSpec
-from trainer.distributed.fused_kernels import NodeShardedKVGroup, ShardedKVGroup
 from trainer.distributed.mesh import World, join_world
 from trainer.distributed.p2p import PipelineChannels
+from trainer.distributed.sharded_kv import NodeShardedKVGroup, ShardedKVGroup
 from trainer.model.cache import BLOCK, KVCache
 from trainer.model.experts import Router, cast_model
 from trainer.model.initial import fill_parameters

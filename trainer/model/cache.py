@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.distributed.fused_kernels import ShardedKVGroup, merge_attention
+from trainer.distributed.sharded_kv import ShardedKVGroup, merge_attention
 from trainer.model.attention import build_mask, cap_score, causal_attention
 
 BLOCK = 64

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import shutil
@@ -43,21 +42,8 @@ def check_compiler(config: Config, device: torch.device) -> None:
         )
 
 
-def check_fusion(config: Config, device: torch.device) -> None:
-    """Raises `ConfigError` where `parallel.tp_overlap=triton` cannot run: its kernels share memory between GPUs."""
-    if config.parallel.tp_overlap != "triton":
-        return
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        missing = "Triton, which is not installed" if device.type == "cuda" else "GPUs, and this run is on CPUs"
-        raise ConfigError(
-            f"parallel.tp_overlap=triton needs {missing}; set parallel.tp_overlap=copy_engine, which needs neither, or "
-            "parallel.tp_overlap=off"
-        )
-
-
 def check_model(config: Config, spec: ModelSpec, device: torch.device) -> None:
     """Checks that need the modules of the model, before any process group exists. Raises `ConfigError`."""
-    check_fusion(config, device)
     with torch.device("meta"):
         model = Transformer(spec)
     check_declared(model, spec)

@@ -147,14 +147,14 @@ class HostTensor:
         return x
 
 
-SHARED = ("trainer.copied_gather_matmul", "trainer.fused_gather_matmul")
+SHARED = ("trainer.copied_gather_matmul",)
 """Operators (x, weights, ...) that compute the products of one gathered input with several matrices."""
 
 ALIASES = {
     "matmul": (
         *("aten.mm", "aten.addmm", "aten.bmm", "aten._scaled_mm", "trainer.grouped_matmul"),
         *SHARED,
-        *("trainer.copied_matmul_scatter", "trainer.fused_matmul_scatter"),
+        "trainer.copied_matmul_scatter",
     ),
     "attention": (
         "aten._scaled_dot_product_cudnn_attention",

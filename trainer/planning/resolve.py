@@ -193,11 +193,6 @@ def _check_stores(config: Config) -> Iterator[str]:
 def _narrow(config: Config) -> Iterator[str]:
     """What does not go with products in fp8, or with gradients in fewer bits."""
     narrow, plain = float8_setting(config.precision)
-    if narrow and config.parallel.tp_overlap == "triton":
-        yield (
-            f"parallel.tp_overlap=triton multiplies in the compute type, and {narrow} in fp8; set "
-            f"parallel.tp_overlap=copy_engine or off, or {plain}"
-        )
     if config.parallel.zero.collectives != "nccl" and (codecs := enabled_codecs(config.parallel.grad_comm)):
         yield (
             f"parallel.zero.collectives={config.parallel.zero.collectives} sends gradients as they are, and "

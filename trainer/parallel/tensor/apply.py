@@ -18,18 +18,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 from trainer.distributed.collectives import TensorGroup
 from trainer.distributed.copy_engine import CopyEngineGroup
-from trainer.distributed.fused_kernels import FusedKernelGroup
 from trainer.distributed.mesh import World
 from trainer.distributed.tensors import local_values
 from trainer.model.initial import DeclaredModule
 from trainer.model.layers import Linear
 from trainer.model.stage import Stage
 
-BACKENDS: dict[str, type[TensorGroup]] = {
-    "off": TensorGroup,
-    "copy_engine": CopyEngineGroup,
-    "triton": FusedKernelGroup,
-}
+BACKENDS: dict[str, type[TensorGroup]] = {"off": TensorGroup, "copy_engine": CopyEngineGroup}
 """`parallel.tp_overlap` -> the implementation of the tensor-parallel ranks' communication."""
 
 

@@ -8,7 +8,7 @@ the fixed time of a kernel.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from trainer.config import Config, ConfigError, PrecisionConfig
@@ -73,12 +73,6 @@ def wire_formats(config: Config, plan: Plan, node: int, plain: float) -> tuple[W
 # here is what the class of that name in `distributed/` does: which parts travel while which are multiplied. With r
 # the collective's time over the product's, hiding makes a product at most (1 + r) / max(1, r) times as fast; what is
 # left open at the ends follows from the order of the parts.
-
-
-GATHERED, SENT = (1.135, 20e-6), (1.07, 130e-6)
-"""Triton: times of its products over cuBLAS's, and seconds that each takes besides, where input is gathered and where
-results are sent. Fitted to eight products on two H200, four of each: right within 6%
-(bench/results/2026-11-tensor-parallel-h200-h100.md)."""
 
 
 class OverlapTime(NamedTuple):
@@ -177,29 +171,7 @@ class CopyEngineOverlap(CollectiveOverlap):
         return took._replace(products=took.products + to_weight)
 
 
-class TritonOverlap(CopyEngineOverlap):
-    """The same in kernels, which copy while they multiply, slower; weights' gradients are cuBLAS's products. What a
-    call takes besides, sums too, is in the constants of the products."""
-
-    def __init__(self, link: TensorGroupLink):
-        super().__init__(replace(link, call=0.0, adding=0.0))
-
-    def gathered(self, product: float) -> OverlapTime:
-        return super().gathered(GATHERED[0] * product + GATHERED[1])
-
-    def reduced(self, product: float) -> OverlapTime:
-        return super().reduced(SENT[0] * product + SENT[1])
-
-    def columns(self, to_input: float, to_weights: float) -> OverlapTime:
-        sent = self.reduced(to_input)
-        return OverlapTime(sent.products + to_weights, sent.exposed + self.behind(sent.products))
-
-
-OVERLAP_MODELS: dict[str, type[CollectiveOverlap]] = {
-    "off": CollectiveOverlap,
-    "copy_engine": CopyEngineOverlap,
-    "triton": TritonOverlap,
-}
+OVERLAP_MODELS: dict[str, type[CollectiveOverlap]] = {"off": CollectiveOverlap, "copy_engine": CopyEngineOverlap}
 """By the value of `parallel.tp_overlap`."""
 
 
