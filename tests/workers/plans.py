@@ -103,7 +103,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "width": 40,
             "experts": {"count": 6, "top_k": 2, "bias_rate": 0.02, "balance": 0.2, "z_loss": 0.02},
         },
-        "overrides": {"-1": {"feed_forward": {"experts": GROUPED_EXPERTS | {"balance_over": "previous"}}}},
+        "overrides": {
+            "1": {"feed_forward": {"experts": {"bias_rate": 0.5, "bias_rule": "quantile"}}},
+            "-1": {"feed_forward": {"experts": GROUPED_EXPERTS | {"balance_over": "previous"}}},
+        },
     },
     "all experts": {"feed_forward": {"width": 40, "experts": {"count": 3, "top_k": 3, "normalise": False}}},
     "eight experts": {"feed_forward": {"width": 40, "experts": GROUPED_EXPERTS | {"shared_width": 20}}},

@@ -16,7 +16,7 @@ from trainer.config import Config, GradCommConfig, PrecisionConfig
 from trainer.config.model import ModelSpec
 from trainer.config.schema import MuonConfig
 from trainer.data.batches import MicroBatch
-from trainer.model.experts import Router, WideLinear
+from trainer.model.experts import MARGIN_EDGES, Router, WideLinear
 from trainer.model.initial import Weights, initialize_model, parameter_infos
 from trainer.model.loss import loss_terms
 from trainer.model.stage import split_report
@@ -84,7 +84,7 @@ def train_reference(
         targets = sum(int((batch.targets != IGNORE).sum()) for batch in batches)
         valid = max(1, targets)
         while True:
-            loss, loads = 0.0, dict[str, Tensor]()
+            loss, counts = 0.0, dict[str, Tensor]()
             for batch in batches:
                 copies = {
                     name: parameter if name in wide else parameter.to(compute)
@@ -94,7 +94,7 @@ def train_reference(
                 objective, entropy = losses_of(output, batch.targets.flatten(), config)
                 (objective * (scale / valid)).backward()
                 loss += entropy.item() / valid
-                add_loads(loads, output)
+                add_counts(counts, output)
             if scale <= 1 or all(parameter.grad.isfinite().all() for parameter in model.parameters()):
                 break
             scale /= 2
@@ -118,33 +118,48 @@ def train_reference(
                 optimizer.step()
             optimizer.zero_grad()
         if targets:
-            rebalance_experts(model, loads)
+            rebalance_experts(model, counts)
         updates += targets > 0
     seen.parameters = copy_parameters(model)
     return seen
 
 
-def add_loads(loads: dict[str, Tensor], output: Any) -> None:
-    """Adds up the tokens of each expert of a micro-batch, by router."""
+def add_counts(counts: dict[str, Tensor], output: Any) -> None:
+    """Adds up what routers count of a micro-batch, by the names of the statistics."""
     _, report = split_report(output)
     for name, values in report.statistics.items() if report is not None else ():
-        if name.endswith(".load"):
-            router = name.removesuffix("load") + "router"
-            loads[router] = loads.get(router, 0) + values
+        if name.endswith((".load", ".margins")):
+            counts[name] = counts.get(name, 0) + values
 
 
-def rebalance_experts(model: Transformer, loads: dict[str, Tensor]) -> None:
+def rebalance_experts(model: Transformer, counts: dict[str, Tensor]) -> None:
     """Moves biases towards equal load, and notes the load for the next step's balance loss."""
     for name, router in model.named_modules():
         if not isinstance(router, Router):
             continue
-        load = loads[name].tolist()
+        block = name.removesuffix("router")
+        load = counts[f"{block}load"].tolist()
         mean = sum(load) / len(load)
+        changes = [(count < mean) - (count > mean) for count in load]
+        if (margins := counts.get(f"{block}margins")) is not None:
+            rows = margins.view(len(load), -1).tolist()
+            changes = [find_quantile(row, router.spec.top_k / router.spec.count) for row in rows]
+            changes = [change - sum(changes) / len(changes) for change in changes]
         for expert, count in enumerate(load):
             if router.balance is not None:
-                router.balance[expert] += router.spec.bias_rate * ((count < mean) - (count > mean))
+                router.balance[expert] += router.spec.bias_rate * changes[expert]
             if router.usage is not None:
                 router.usage[expert] = count / mean
+
+
+def find_quantile(bins: list[int], share: float) -> float:
+    """The margin above those of a share of the tokens, which are counted in bins of `MARGIN_EDGES`."""
+    edges, left = [MARGIN_EDGES[0], *MARGIN_EDGES, MARGIN_EDGES[-1]], share * sum(bins)
+    for count, lower, upper in zip(bins, edges, edges[1:]):
+        if count and left <= count:
+            return lower + left / count * (upper - lower)
+        left -= count
+    return edges[-1]
 
 
 def optimizers_of(model: Transformer, config: Config) -> list[torch.optim.Optimizer]:

@@ -238,7 +238,8 @@ class TrainState:
         skipped, a scalar."""
         by_name = dict(zip(self.reports, statistics.split([*self.reports.values()])))
         for name, router in self.routers.items():
-            router.rebalance(by_name[name.removesuffix("router") + "load"], skipped)
+            block = name.removesuffix("router")
+            router.rebalance(by_name[f"{block}load"], skipped, by_name.get(f"{block}margins"))
 
     def after_load(self) -> None:
         """To be called after `tensors` have been filled: restores what a checkpoint does not hold."""

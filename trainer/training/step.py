@@ -133,26 +133,38 @@ def sum_over_ranks(
     over parameters afterwards, in a fixed order, which makes the global norm independent of the plan.
     """
     names = len(state.names)
-    positions = {name: index for index, name in enumerate(state.names, start=1)}
-    # A copy of a tied embedding goes to the position of its original. Its square is zero, so nothing is counted twice.
-    mine = [positions[name.removesuffix(COPY)] for name in state.shared.parameters]
-    starts = dict(zip(state.reports, itertools.accumulate(state.reports.values(), initial=1 + names)))
-    for name in statistics:
-        mine += range(starts[name], starts[name] + state.reports[name])
+    own = tuple(state.shared.parameters), tuple(statistics)
+    places = find_places(tuple(state.names), tuple(state.reports.items()), *own, squares.device)
     # Layout: [loss, squares of all parameters of the model, statistics]. A rank adds its parts to zeros at their
     # positions.
     vector = torch.zeros(1 + names + sum(state.reports.values()), dtype=torch.float64, device=squares.device)
-    vector.index_add_(0, on_device(tuple(mine), squares.device), torch.cat([squares, *statistics.values()]))
+    vector.index_add_(0, places, torch.cat([squares, *statistics.values()]))
     vector[0] += loss
     vector = state.world.sum_all(vector)
     return vector[0], vector[1 : 1 + names], vector[1 + names :]
 
 
 @lru_cache(maxsize=16)
-def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Integers as a tensor on `device`, cached between steps: an upload from pageable memory would make the host wait
-    for all queued device work in every step."""
-    return torch.tensor(numbers, device=device)
+def find_places(
+    names: tuple[str, ...],
+    reports: tuple[tuple[str, int], ...],
+    parameters: tuple[str, ...],
+    statistics: tuple[str, ...],
+    device: torch.device,
+) -> Tensor:
+    """Where a rank's squares and statistics stand in the vector of `sum_over_ranks`: int64 [values].
+
+    names, reports: of the whole model. parameters, statistics: of this rank. Cached between steps: an upload from
+    pageable memory would make the host wait for all queued device work in every step.
+    """
+    positions = {name: index for index, name in enumerate(names, start=1)}
+    # A copy of a tied embedding goes to the position of its original. Its square is zero, so nothing is counted twice.
+    mine = [positions[name.removesuffix(COPY)] for name in parameters]
+    sizes = dict(reports)
+    starts = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=1 + len(names))))
+    for name in statistics:
+        mine += range(starts[name], starts[name] + sizes[name])
+    return torch.tensor(mine, device=device)
 
 
 @torch.no_grad()
