@@ -31,6 +31,7 @@ from support.reference import random_batch, rows, settings, tiny_spec
 from support.schedules import merge_backward
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from trainer.config import Config, Float8Config
@@ -40,6 +41,7 @@ from trainer.distributed.mesh import World, join_world, local_device
 from trainer.distributed.tensors import local_regions, local_values
 from trainer.model.experts import WideLinear
 from trainer.model.initial import InitialWeights, parameter_infos
+from trainer.model.layers import ExpertUnit
 from trainer.model.loss import IGNORE
 from trainer.optim.optimizer import Optimizer
 from trainer.parallel.pipeline.plan import resolve_pipeline
@@ -294,9 +296,20 @@ def measure(chosen: list[Case], worlds: Worlds, device: torch.device, folder: Pa
             if isinstance(module, WideLinear):
                 routers.add(str(module.weight.dtype))
 
+        def set_factor(
+            unit: FSDPModule, factor: float, set_of_torch: Any = FSDPModule.set_gradient_divide_factor
+        ) -> None:
+            """Experts that are on one rank alone need no factor, with which FSDP would copy all of their gradients."""
+            ranks = plan.expert_mesh["expert_replicate"] * plan.expert_mesh["expert_shard"]
+            assert ranks > 1 or not isinstance(unit, ExpertUnit), describe(case)
+            set_of_torch(unit, factor)
+
         watch = None if "compile" in case else register_module_forward_pre_hook(note_type)
         try:
-            with patch.object(torch, "compile", partial(compile, backend=GRAPHS)) if graphs else nullcontext():
+            with (
+                patch.object(torch, "compile", partial(compile, backend=GRAPHS)) if graphs else nullcontext(),
+                patch.object(FSDPModule, "set_gradient_divide_factor", set_factor),
+            ):
                 seen = train_plan(config, spec, plan, pipeline, world, data)
         except Exception as error:
             error.add_note(f"in the case {describe(case)}")
