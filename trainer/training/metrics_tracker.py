@@ -104,6 +104,8 @@ class MetricsTracker:
             f"comm/bytes_{kind}": count for kind, count in state.compression.sent.items()
         }
         values = torch.tensor([*peaks.values()], dtype=torch.float64, device=self.world.device)
+        if (fullest := scalars.get("fullest_rank")) is not None:
+            peaks["fullest_rank"], values = 0.0, torch.cat([values, fullest[None]])
         if self.world.size > 1:
             dist.all_reduce(values, dist.ReduceOp.MAX)
         self.deferred.push(
@@ -193,9 +195,10 @@ class MetricsTracker:
         statistics = dict(zip(self.reports, np.split(numbers["statistics"], np.cumsum([*self.reports.values()])[:-1])))
         valid = max(numbers["valid"], 1)
         terms = {f"term/{name}": statistics[f"head.{name}"].item() / valid for name in self.config.loss.terms}
-        return terms | {
-            f"experts/{name}": value for name, value in load_metrics(statistics, self.mixtures, valid).items()
-        }
+        loads = load_metrics(statistics, self.mixtures, valid)
+        if "fullest_rank" in numbers:
+            loads["fullest_rank"] = numbers["fullest_rank"]
+        return terms | {f"experts/{name}": value for name, value in loads.items()}
 
     def evaluated(self, record: dict[str, Any]) -> None:
         """Writes an evaluation's line of metrics."""

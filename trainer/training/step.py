@@ -8,6 +8,7 @@ from enum import IntFlag
 from functools import lru_cache
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -43,7 +44,8 @@ def train_step(state: TrainState, batches: list[MicroBatch], requested: int) -> 
     squares (squared gradient norm of each parameter of the whole model, in the order of `state.names`), losses and
     targets (summed loss and number of valid tokens of each of this rank's sequences; they differ by rank and are parts
     of a sum over the ranks that share a sequence), statistics (the statistics that layers report, concatenated in the
-    order of `state.reports`).
+    order of `state.reports`). With expert parallelism also fullest_rank, of which the largest of all ranks counts: see
+    `measure_load`.
     """
     world, scaler, optimizer = state.world, state.scaler, state.optimizer
     # The gradient of every micro-batch is divided by the number of valid tokens of the global batch, so this number has
@@ -103,6 +105,8 @@ def train_step(state: TrainState, batches: list[MicroBatch], requested: int) -> 
         "targets": targets,
         "statistics": statistics,
     }
+    if state.plan.ep > 1:
+        result["fullest_rank"] = measure_load(state, state.runtime.statistics)
     # Last, because everything above has to use the scale that this step's gradients were computed with.
     scaler.update(found_inf, torch.maximum(state.gate.shut, empty))
     state.step += 1
@@ -142,6 +146,20 @@ def sum_over_ranks(
     vector[0] += loss
     vector = state.world.sum_all(vector)
     return vector[0], vector[1 : 1 + names], vector[1 + names :]
+
+
+def measure_load(state: TrainState, statistics: dict[str, Tensor]) -> Tensor:
+    """The rows that this rank's experts received in a step, over the mean of the ranks that share them: fp64 scalar, of
+    the layer in which that is most; 0 without a layer with experts. All ranks call it together.
+
+    statistics: this rank's, of which the load of its tokens is summed over its `ep` group alone."""
+    mesh = state.world.dimensions["ep"]
+    loads = [load.view(mesh.size(), -1).sum(1) for name, load in statistics.items() if name.endswith(".load")]
+    if not loads:
+        return torch.zeros((), dtype=torch.float64, device=state.world.device)
+    rows = torch.stack(loads)
+    dist.all_reduce(rows, group=mesh.get_group())
+    return (rows[:, mesh.get_local_rank()] / rows.mean(1)).max()
 
 
 @lru_cache(maxsize=16)
