@@ -53,6 +53,7 @@ from trainer.parity.compare import (
     judge_plan,
     train_reference,
 )
+from trainer.parity.routing import known_choices
 from trainer.parity.watch import train_plan
 from trainer.planning import parameters as cost_parameters
 from trainer.planning.features import resolve_plan
@@ -112,7 +113,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "all experts": {"feed_forward": {"width": 40, "experts": {"count": 3, "top_k": 3, "normalise": False}}},
     "eight experts": {"feed_forward": {"width": 40, "experts": GROUPED_EXPERTS | {"shared_width": 20}}},
-    "both experts": {"feed_forward": {"width": 40, "experts": {"count": 2, "top_k": 2, "normalise": False}}},
     "two experts": {"feed_forward": {"width": 40, "experts": {"count": 2, "top_k": 1, "normalise": False}}},
     "gpt_oss": {
         "attention": {"output_bias": True, "sinks": True, "window": 5},
@@ -287,7 +287,38 @@ def measure(chosen: list[Case], worlds: Worlds, device: torch.device, folder: Pa
         plan = resolve_plan(config.parallel, dist.get_world_size(), spec)
         batch = BatchPlan(LENGTH, SEQUENCES, SEQUENCES // plan.dp // case["micro_batches"], case["micro_batches"])
         pipeline, world = resolve_pipeline(config, spec, plan, batch), worlds.of(plan, device)
-        data = batches(case, spec, device, world.data.get_local_rank(), plan.dp, case["micro_batches"])
+        own = batches(case, spec, device, world.data.get_local_rank(), plan.dp, case["micro_batches"])
+        # Scales are those of a micro-batch, so the reference in fp8 has the same.
+        float8 = config.precision if "float8" in case else None
+        parts = 1 if float8 is None else plan.dp * case["micro_batches"]
+        others = [case["loss"] == "z_loss", *map(case.get, ("attention", "optimizer", "float8"))]
+        key = json.dumps([spec.to_dict(), *others, parts])
+        kind = coarsest_tolerance(config.precision, config.parallel.grad_comm)
+        base = settings(loss__z_loss=config.loss.z_loss)
+        base.optimizer, base.precision.types = config.optimizer, config.precision.types
+        if world.rank == 0:
+            if key not in references:
+                compute = DTYPES[config.precision.compute] if float8 else torch.float32
+                data = batches(case, spec, device, micro_batches=parts)
+                references[key] = train_reference(base, spec, data, device, compute=compute, float8=float8)
+            if key + kind not in plain:  # fp32 has to do with the table
+                plain[key + kind] = (
+                    None
+                    if kind not in DTYPES or kind == "fp32"
+                    else compare_runs(
+                        train_reference(
+                            base,
+                            spec,
+                            batches(case, spec, device),
+                            device,
+                            compute=DTYPES[kind],
+                            choices=known_choices(kind, references[key].choices),
+                        ),
+                        references[key],
+                        kind,
+                    )
+                )
+        choices = world.agree(lambda: known_choices(kind, references[key].choices))
         graphs = case.get("compile") == "graphs" and device.type == "cpu"
         counters.clear()
         routers: set[str] = set()
@@ -310,7 +341,7 @@ def measure(chosen: list[Case], worlds: Worlds, device: torch.device, folder: Pa
                 patch.object(torch, "compile", partial(compile, backend=GRAPHS)) if graphs else nullcontext(),
                 patch.object(FSDPModule, "set_gradient_divide_factor", set_factor),
             ):
-                seen = train_plan(config, spec, plan, pipeline, world, data)
+                seen = train_plan(config, spec, plan, pipeline, world, own, choices=choices)
         except Exception as error:
             error.add_note(f"in the case {describe(case)}")
             raise
@@ -320,28 +351,6 @@ def measure(chosen: list[Case], worlds: Worlds, device: torch.device, folder: Pa
         if plan.cp == 1 or device.type == "cpu":  # a GPU's kernel for the last queries is not compiled
             assert not counters["graph_break"], f"{describe(case)}: compiled in parts: {dict(counters['graph_break'])}"
         if world.rank == 0:
-            # Scales are those of a micro-batch, so the reference in fp8 has the same.
-            float8 = config.precision if "float8" in case else None
-            parts = 1 if float8 is None else plan.dp * case["micro_batches"]
-            others = [case["loss"] == "z_loss", *map(case.get, ("attention", "optimizer", "float8"))]
-            key = json.dumps([spec.to_dict(), *others, parts])
-            kind = coarsest_tolerance(config.precision, config.parallel.grad_comm)
-            base = settings(loss__z_loss=config.loss.z_loss)
-            base.optimizer, base.precision.types = config.optimizer, config.precision.types
-            if key not in references:
-                compute = DTYPES[config.precision.compute] if float8 else torch.float32
-                data = batches(case, spec, device, micro_batches=parts)
-                references[key] = train_reference(base, spec, data, device, compute=compute, float8=float8)
-            if key + kind not in plain:  # fp32 has to do with the table
-                plain[key + kind] = (
-                    None
-                    if kind not in DTYPES or kind == "fp32"
-                    else compare_runs(
-                        train_reference(base, spec, batches(case, spec, device), device, compute=DTYPES[kind]),
-                        references[key],
-                        kind,
-                    )
-                )
             result = judge_plan(describe(case), [], kind, seen, references[key], plain[key + kind])
             results.append(
                 dataclasses.asdict(result)

@@ -8,7 +8,8 @@ kernels run, and gradients need no atomic additions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -37,7 +38,23 @@ def choose_experts(scores: Tensor, top_k: int, groups: int, top_groups: int, bes
         chosen = grouped.topk(best, -1).values.sum(-1).topk(top_groups, -1).indices
         outside = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, chosen, False)
         scores = grouped.masked_fill(outside[..., None], -torch.inf).flatten(-2)
-    return scores.topk(top_k, -1).indices
+    chosen = scores.topk(top_k, -1).indices
+    return chosen if _replacement is None else _replacement(chosen)
+
+
+_replacement: Callable[[Tensor], Tensor] | None = None
+
+
+@contextmanager
+def replace_choices(replace: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """The context in which tokens go to the experts that `replace` returns for those that they have chosen, both int64
+    [tokens, top_k]. For `trainer parity`, which compares models in 16 bits with the same routing."""
+    global _replacement
+    before, _replacement = _replacement, replace
+    try:
+        yield
+    finally:
+        _replacement = before
 
 
 @choose_experts.register_fake
