@@ -68,7 +68,7 @@ STARTS: tuple[dict[str, Any], ...] = (
 )
 """Changes of a spec, one of which makes each field count."""
 INERT = {"name", "family", "max_length", "init.std", "init.truncate", "init.embedding_std", "init.residual"}
-INERT |= {f"feed_forward.experts.{name}" for name in ("bias_rate", "balance", "balance_over", "z_loss")}
+INERT |= {f"feed_forward.experts.{name}" for name in ("bias_rate", "bias_rule", "balance", "balance_over", "z_loss")}
 """Fields that change no logits of given weights. Biases of experts are no parameters, and begin with zeros."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from trainer.model.stage import split_report
 from trainer.model.transformer import Transformer
 from trainer.optim.muon import orthogonalise_matrix
 from trainer.parallel.recompute import apply_recompute
+from trainer.parity.compare import find_quantile
 from trainer.planning.features import resolve_plan
 from trainer.planning.float8 import describe_float8, float8_linears
 from trainer.planning.layer import model_programs
@@ -297,6 +299,59 @@ def test_biases_move_towards_equal_load(load, skipped, start):
     assert torch.equal(router.balance, expected)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 999),
+    count=st.integers(2, 9),
+    tokens=st.integers(1, 300),
+    scale=st.sampled_from([1e-4, 0.1, 30.0]),
+)
+def test_quantiles_of_margins_are_those_of_all_tokens(seed, count, tokens, scale):
+    """The exact quantile lies in the same bin, and so many tokens have a negative margin as the expert has tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    ranked = scale * torch.rand(tokens, count, generator=generator)
+    top_k = 1 + seed % (count - 1)
+    counts = experts.count_margins(ranked, top_k).view(count, experts.MARGIN_BINS)
+    load = torch.bincount(ranked.topk(top_k).indices.flatten(), minlength=count)
+    assert torch.equal(counts[:, : experts.MARGIN_BINS // 2].sum(1), load) and (counts.sum(1) == tokens).all()
+    margins = (ranked.sort(-1, descending=True).values[:, top_k, None] - ranked).sort(0).values
+    exact = margins[math.ceil(tokens * top_k / count - 1e-9) - 1]
+    found = experts.margin_quantiles(counts.double(), top_k / count)
+    edges = [-math.inf, *experts.MARGIN_EDGES, math.inf]
+    for one, other, row in zip(found.tolist(), exact.tolist(), counts.tolist()):
+        lower = max(edge for edge in edges if edge <= other)
+        upper = min(edge for edge in edges if edge > other)
+        assert max(lower, edges[1]) <= one <= min(upper, edges[-2])
+        assert one == pytest.approx(find_quantile(row, top_k / count), abs=1e-12)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus"])
+def test_quantiles_balance_skewed_scores_in_few_steps(score):
+    """Steps by the sign are far from equal load by then."""
+    torch.manual_seed(4)
+    x, fullest = torch.randn(2000, 8), {}
+    for rule, rate in (("sign", 1e-3), ("quantile", 1.0)):
+        router = experts.Router(ExpertsSpec(count=16, top_k=3, score=score, bias_rate=rate, bias_rule=rule), 8)
+        with torch.no_grad():
+            router.weight.normal_(generator=torch.Generator().manual_seed(5))
+            router.weight[3] *= 4  # of high scores for half of the tokens
+        for _ in range(12):
+            statistics = router.report(router(x), None).statistics
+            router.rebalance(*(statistics["load"].double(), torch.tensor(0.0)), margins_of(statistics))
+        load = router.report(router(x), None).statistics["load"]
+        fullest[rule] = (load.max() * 16 / load.sum()).item()
+        if rule == "quantile":
+            assert router.balance.mean().abs() < 1e-6
+            before = router.balance.clone()
+            router.rebalance(load.double(), torch.tensor(1.0), margins_of(statistics))
+            assert torch.equal(router.balance, before)
+    assert fullest["quantile"] < (1.15 if score == "softmax" else 1.05) and fullest["sign"] > 1.5, fullest
+
+
+def margins_of(statistics: dict[str, Tensor]) -> Tensor | None:
+    return statistics["margins"].double() if "margins" in statistics else None
+
+
 # Recompute, deferred gradients, initial weights, Muon.
 
 
@@ -316,7 +371,9 @@ POLICIES = {
 def test_recompute_does_not_choose_again(policy, compiled, monkeypatch):
     """A second choice for the same tokens would be another. Losses of the router count once."""
     spec = with_experts(groups=2, top_groups=1, balance=0.1, z_loss=0.1, bias_rate=0.1)
+    spec.overrides = {"1": {"feed_forward": {"experts": {"groups": 1, "bias_rule": "quantile"}}}}
     spec.feed_forward.bias = True
+    assert not spec.check()
     tokens, calls = torch.randint(0, 61, (2, 12)), []
     plain, model, topk = build(spec), build(spec), Tensor.topk
     apply_recompute(model, ActivationConfig(**POLICIES[policy]))
@@ -343,6 +400,7 @@ def test_recompute_does_not_choose_again(policy, compiled, monkeypatch):
     monkeypatch.setattr(experts, "count_choices", counting)
     objective_of(model, tokens).backward()
     assert counted.count(2 * 6) == spec.depth  # by sequence, which may need other ranks
+    assert counted.count(experts.MARGIN_BINS * 6) == 1
     assert calls == [24] * spec.depth
     for (name, one), other in zip(model.named_parameters(), plain.parameters()):
         torch.testing.assert_close(one.grad, other.grad, msg=lambda text, name=name: f"{name}: {text}")
@@ -403,6 +461,10 @@ WRONG = {
     "top_k in groups": ({"groups": 3, "top_k": 3}, ["top_k=3", "2 experts in 1 of 3 groups"]),
     "top2 of one": ({"groups": 6, "top_groups": 2, "group_score": "top2"}, ["group_score=top2", "group_score=max"]),
     "gate without block": ({"shared_gate": True}, ["shared_gate=true", "shared_width"]),
+    "quantile without rate": ({"bias_rule": "quantile"}, ["bias_rate=0", "bias_rule=quantile", "bias_rate=1"]),
+    "rate of quantiles": ({"bias_rule": "quantile", "bias_rate": 1.5}, ["bias_rate=1.5", "at most 1"]),
+    "quantile in groups": ({"bias_rule": "quantile", "bias_rate": 1, "groups": 2, "top_groups": 2}, ["groups=2"]),
+    "quantile of all": ({"bias_rule": "quantile", "bias_rate": 1, "top_k": 6}, ["top_k=6", "all 6", "bias_rule=sign"]),
     "load without loss": ({"balance_over": "previous"}, ["balance_over=previous", "experts.balance"]),
 }
 BLOCKS = {

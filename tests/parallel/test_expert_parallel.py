@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from support.launch import launch
@@ -10,9 +11,12 @@ from support.launch import launch
 from trainer.config import Config, ConfigError, ModelConfig
 from trainer.config.model import ExpertsSpec, FeedForwardSpec, ModelSpec
 from trainer.parallel.experts.plan import choose_dispatch
+from trainer.planning.decide import MemoryLimit, decide
 from trainer.planning.estimate.plans import rank_plans
+from trainer.planning.estimate.step import estimate_step
 from trainer.planning.features import check_whole_plan, communication_table, resolve_plan
 from trainer.planning.hardware import load_hardware
+from trainer.planning.resolve import resolve_layout
 from trainer.planning.states import state_bytes
 
 SIZES = {"alltoall": "exchange_counts", "allgather": "select_choices", "shared_memory": "select_choices"}
@@ -129,13 +133,36 @@ def test_what_experts_cannot_travel_by_is_refused(changes, words):
     assert all(word in problem for word in words)
 
 
-def test_fewer_bytes_decide_how_tokens_travel():
-    """An all-gather sends each token to every other rank, an all-to-all a row for each choice."""
-    config = config_of(ep=4)
-    assert choose_dispatch(config.parallel, spec_of(count=16, top_k=8), 4) == "allgather"
-    assert choose_dispatch(config.parallel, spec_of(count=16, top_k=4), 4) == "alltoall"
+@pytest.mark.parametrize(("ep", "devices"), [(2, 8), (8, 8), (8, 2)])
+@pytest.mark.parametrize("top_k", [1, 2, 3, 5, 8])
+def test_less_time_decides_how_tokens_travel(top_k, ep, devices):
+    """The estimate, the choice of a run and the table of its start name the way whose predicted step is shorter."""
+    spec, hardware = spec_of(count=16, top_k=top_k), replace(load_hardware("h100"), devices=devices)
+    spec.width, found, ways = 1024, {}, ("auto", "alltoall", "allgather")
+    for way in ways:
+        config = config_of(ep=ep, ep_dispatch=way)
+        config.model, config.batch.sequence_length, config.batch.micro_size = ModelConfig(**vars(spec)), 2048, 4
+        layout = resolve_layout(config, 8, config.model, devices)
+        found[way] = estimate_step(config, layout, hardware)
+        assert decide(config, layout, MemoryLimit(None, 1e15), devices, hardware).config.parallel.ep_dispatch == (
+            found[way].config.parallel.ep_dispatch
+        )
+        rows = dict(communication_table(found[way].config, spec, layout.plan))
+        assert rows["tokens of experts"] == f"parallel.ep_dispatch={found[way].config.parallel.ep_dispatch}"
+    faster = min(ways[1:], key=lambda way: found[way].seconds)
+    assert found["auto"].config.parallel.ep_dispatch == faster
+    assert found["auto"].seconds == found[faster].seconds < found[({*ways[1:]} - {faster}).pop()].seconds
+
+
+def test_experts_of_a_token_decide_between_the_ways():
+    """An all-gather sends each token to every other rank, an all-to-all a row for each choice, which is then sorted."""
+    config, chosen = config_of(ep=4), {}
+    plan = resolve_plan(config.parallel, 4, spec_of(count=16))
+    for top_k in (1, 2, 8):
+        chosen[top_k] = choose_dispatch(config, spec_of(count=16, top_k=top_k), plan)
+    assert chosen == {1: "alltoall", 2: "alltoall", 8: "allgather"}
     config.parallel.ep_dispatch = "alltoall"
-    assert choose_dispatch(config.parallel, spec_of(count=16, top_k=8), 4) == "alltoall"
+    assert choose_dispatch(config, spec_of(count=16, top_k=8), plan) == "alltoall"
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -163,12 +190,13 @@ def test_the_fastest_plans_are_looked_for_with_shared_experts():
         kept: rank_plans(config, load_hardware("h100"), 4, 4, most=40, kept=kept) for kept in ((), ("parallel.ep",))
     }
     assert {one.layout.plan.ep for one in found[()].best} > {1}
+    assert all((one.config.parallel.ep_dispatch == "auto") == (one.layout.plan.ep == 1) for one in found[()].best)
     assert {one.layout.plan.ep for one in found["parallel.ep",].best} == {1}
     config.model.feed_forward.experts.count = 5
     assert {one.layout.plan.ep for one in rank_plans(config, load_hardware("h100"), 4, 4, most=40).best} == {1}
 
 
-@pytest.mark.parametrize(("top_k", "dispatch"), [(2, "alltoall"), (4, "allgather")])
+@pytest.mark.parametrize(("top_k", "dispatch"), [(1, "alltoall"), (4, "allgather")])
 def test_the_table_names_the_dispatch_of_the_trained_model(top_k, dispatch):
     """Of the spec, as with `model.from_hf`, and not of the settings below `model`."""
     config, spec = config_of(ep=2), spec_of(count=8, top_k=top_k)

@@ -383,12 +383,12 @@ EXPERTS = [
         {"dp": 2, "stage": 2, "recompute": "selective", "optimizer": "muon"},
         {"dp": 2, "stage": 3, "recompute": "full", "gradients": {"min_size": 0, **hop("inner", "int8")}},
         {"tp": 2, "recompute": "selective"},
-        {"tp": 2, "family": "all experts", "precision": "bf16", "tp_overlap": "copy_engine"},
+        {"tp": 2, "precision": "bf16", "tp_overlap": "copy_engine"},
         {"cp": 2, "way": "allgather zigzag", "stage": 3, "recompute": "full"},
         {"pp": 2, "schedule": "1f1b", "recompute": "full", "micro_batches": 3},
-        {"pp": 2, "schedule": "zb_v", "family": "all experts", "precision": "fp16", "recompute": "selective"},
+        {"pp": 2, "schedule": "zb_v", "precision": "fp16", "recompute": "selective"},
         {"dp": 2, "stage": 3, "collectives": "copy_engine", "micro_batches": 3, "tied": True},
-        {"dp": 4, "stage": 3, "family": "all experts", "precision": "fp16", "recompute": "modules"},
+        {"dp": 4, "stage": 3, "precision": "fp16", "recompute": "modules"},
         {"dp": 4, "stage": 2, "shard": 2, "family": "all experts", "recompute": "every2", "optimizer": "muon"},
         {"dp": 2, "tp": 2, "stage": 3, "offload": True, "optimizer": "muon"},
         {"tp": 2, "pp": 2, "schedule": "zb_h1", "recompute": "full", "micro_batches": 3},
@@ -399,8 +399,8 @@ EXPERTS = [
         {"family": "gpt_oss", "pp": 2, "schedule": "zb_v", "micro_batches": 3, "recompute": "full"},
     )
 ]
-"""Experts beside a dense layer. In 16 bits a token may go to another expert than in fp32, so most of these cases send
-each token to all experts, of which two or four ranks share three: each holds a part of every expert."""
+"""Experts beside a dense layer. In 16 bits tokens go to the experts that they go to in fp32. Of `all experts`, two or
+four ranks share three: each holds a part of every expert."""
 
 
 EXPERT_PARALLEL = [
@@ -411,12 +411,13 @@ EXPERT_PARALLEL = [
         {"dp": 2, "ep_dispatch": "alltoall", "stage": 2, "recompute": "full", "optimizer": "muon"},
         {"dp": 2, "stage": 3, "recompute": "modules", "family": "experts"},
         {"dp": 2, "ep_dispatch": "alltoall", "stage": 3, "family": "two experts", "micro_batches": 3, "offload": True},
-        {"dp": 2, "stage": 2, "family": "both experts", "precision": "fp16"},
+        {"dp": 2, "stage": 2, "family": "two experts", "precision": "fp16"},
         {"tp": 2, "ep_dispatch": "alltoall", "recompute": "selective"},
         {"tp": 2, "family": "balanced experts", "recompute": "full", "micro_batches": 3},
         {"dp": 2, "family": "gpt_oss", "stage": 3, "ep_dispatch": "alltoall", "recompute": "selective"},
         {"pp": 2, "tp": 2, "family": "gpt_oss", "schedule": "zb_v", "micro_batches": 3},
-        {"cp": 2, "way": "allgather zigzag", "ep_dispatch": "alltoall", "stage": 3, "recompute": "full"},
+        {"cp": 2, "way": "allgather zigzag", "ep_dispatch": "alltoall", "stage": 3, "recompute": "full"}
+        | {"precision": "bf16"},
         {"dp": 2, "ep_dispatch": "allgather", "ep_capacity": 2.0, "stage": 1, "recompute": "full"},
         {"dp": 2, "ep_dispatch": "shared_memory", "stage": 3, "recompute": "full", "micro_batches": 3},
         {"dp": 2, "ep_dispatch": "shared_memory", "ep_capacity": 2.0, "family": "gpt_oss", "recompute": "selective"},
@@ -425,7 +426,7 @@ EXPERT_PARALLEL = [
         {"dp": 2, "pp": 2, "ep_dispatch": "shared_memory", "ep_capacity": 2.0, "stage": 2, "schedule": "zb_v"},
         {"dp": 4, "stage": 3, "ep": 4, "ep_dispatch": "alltoall", "recompute": "every2"},
         {"dp": 4, "stage": 2, "shard": 2, "ep_dispatch": "alltoall", "optimizer": "muon"},
-        {"dp": 4, "stage": 3, "shard": 2, "family": "both experts", "precision": "fp16"},
+        {"dp": 4, "stage": 3, "shard": 2, "precision": "fp16"},
         {"dp": 2, "tp": 2, "ep": 4, "stage": 1, "micro_batches": 3},
         {"dp": 2, "tp": 2, "stage": 3, "ep_dispatch": "alltoall", "recompute": "full", "optimizer": "muon"},
         {"cp": 2, "tp": 2, "way": "allgather zigzag", "ep": 4, "ep_dispatch": "alltoall", "stage": 2},
@@ -434,7 +435,7 @@ EXPERT_PARALLEL = [
     )
 ]
 """Experts that data-, context- or tensor-parallel ranks share. Of `two experts` each token has one, so that ranks may
-receive nothing. In 16 bits it has both, since one token that goes to the other expert changes the gradients."""
+receive nothing."""
 LATENT = [
     PLAIN | {"family": "latent"} | more
     for more in (
@@ -478,7 +479,8 @@ COMPILED_EXPERTS = [
     EXPERTS[0] | {"compile": "graphs", "pp": 2, "schedule": "zb_v", "recompute": "selective"},
     BALANCED[0] | {"compile": "graphs", "tp": 2},
     EXPERT_PARALLEL[0] | {"compile": "graphs", "stage": 3, "recompute": "selective", "ep_dispatch": "alltoall"},
-    EXPERT_PARALLEL[0] | {"compile": "graphs", "stage": 1, "recompute": "selective", "ep_dispatch": "allgather"},
+    EXPERT_PARALLEL[0]
+    | {"compile": "graphs", "stage": 1, "recompute": "selective", "ep_dispatch": "allgather", "precision": "bf16"},
     EXPERT_PARALLEL[0]
     | {"compile": "graphs", "stage": 3, "recompute": "selective", "ep_dispatch": "shared_memory", "ep_capacity": 2.0},
     EXPERTS[0] | {"family": "gpt_oss", "compile": "graphs", "dp": 2, "stage": 3, "recompute": "selective"},

@@ -134,12 +134,19 @@ def test_any_plan_resumes_any_other(root, alone, four, two, name):
     legs = [results[f"{name}_{leg}"] for leg in range(1, len(CHAINS[name][4]) + len(CHAINS[name][2]) + 1)]
     legs.append(run(root / f"chain_{name}", STEPS, **TRAINED[name]))
     assert len(legs) == 5
+    plans = [*[{}] * FIRST, *(plan for plan in CHAINS[name][4] for _ in range(LEG)), *[{}] * STEPS]
+    shared = [plan.get("parallel.ep", 1) for plan in plans]
     for leg, seen in enumerate(legs, start=1):
         assert_equal(seen, whole, FIRST + leg * LEG)
         once = [list(ids) for ids in dict.fromkeys(map(tuple, seen["ids"]))]  # steps may be run again
         assert once == whole["ids"][FIRST + (leg - 1) * LEG : FIRST + leg * LEG], leg
-        for line, expected in zip(seen["experts"], whole["experts"]):
+        for ep, line, expected in zip(shared, seen["experts"], whole["experts"]):
+            rank, *_ = (some.pop("experts/fullest_rank", None) for some in (line, expected))
             assert line == (pytest.approx(expected, rel=2e-6) if name == "tied" else dict.fromkeys(expected))
+            if ep == 4:  # each rank has one expert
+                assert rank == line["experts/fullest"] > 1
+            else:
+                assert 1 <= rank <= line["experts/fullest"] if ep == 2 else rank is None
     kept = [read_tensors(root / f"{run}/checkpoints/step-{STEPS:08d}") for run in (name, f"chain_{name}")]
     routers = [key for key in kept[0] if ".router." in key and key.startswith("model.") and "weight" not in key]
     assert len(routers) == (8 if name == "tied" else 0) and all(

@@ -31,6 +31,7 @@ from support.reference import random_batch, rows, settings, tiny_spec
 from support.schedules import merge_backward
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from trainer.config import Config, Float8Config
@@ -40,6 +41,7 @@ from trainer.distributed.mesh import World, join_world, local_device
 from trainer.distributed.tensors import local_regions, local_values
 from trainer.model.experts import WideLinear
 from trainer.model.initial import InitialWeights, parameter_infos
+from trainer.model.layers import ExpertUnit
 from trainer.model.loss import IGNORE
 from trainer.optim.optimizer import Optimizer
 from trainer.parallel.pipeline.plan import resolve_pipeline
@@ -51,6 +53,7 @@ from trainer.parity.compare import (
     judge_plan,
     train_reference,
 )
+from trainer.parity.routing import known_choices
 from trainer.parity.watch import train_plan
 from trainer.planning import parameters as cost_parameters
 from trainer.planning.features import resolve_plan
@@ -103,11 +106,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "width": 40,
             "experts": {"count": 6, "top_k": 2, "bias_rate": 0.02, "balance": 0.2, "z_loss": 0.02},
         },
-        "overrides": {"-1": {"feed_forward": {"experts": GROUPED_EXPERTS | {"balance_over": "previous"}}}},
+        "overrides": {
+            "1": {"feed_forward": {"experts": {"bias_rate": 0.5, "bias_rule": "quantile"}}},
+            "-1": {"feed_forward": {"experts": GROUPED_EXPERTS | {"balance_over": "previous"}}},
+        },
     },
     "all experts": {"feed_forward": {"width": 40, "experts": {"count": 3, "top_k": 3, "normalise": False}}},
     "eight experts": {"feed_forward": {"width": 40, "experts": GROUPED_EXPERTS | {"shared_width": 20}}},
-    "both experts": {"feed_forward": {"width": 40, "experts": {"count": 2, "top_k": 2, "normalise": False}}},
     "two experts": {"feed_forward": {"width": 40, "experts": {"count": 2, "top_k": 1, "normalise": False}}},
     "gpt_oss": {
         "attention": {"output_bias": True, "sinks": True, "window": 5},
@@ -283,36 +288,16 @@ def measure(chosen: list[Case], worlds: Worlds, device: torch.device, folder: Pa
         plan = resolve_plan(config.parallel, dist.get_world_size(), spec)
         batch = BatchPlan(LENGTH, SEQUENCES, SEQUENCES // plan.dp // case["micro_batches"], case["micro_batches"])
         pipeline, world = resolve_pipeline(config, spec, plan, batch), worlds.of(plan, device)
-        data = batches(case, spec, device, world.data.get_local_rank(), plan.dp, case["micro_batches"])
-        graphs = case.get("compile") == "graphs" and device.type == "cpu"
-        counters.clear()
-        routers: set[str] = set()
-
-        def note_type(module: nn.Module, _: Any) -> None:
-            if isinstance(module, WideLinear):
-                routers.add(str(module.weight.dtype))
-
-        watch = None if "compile" in case else register_module_forward_pre_hook(note_type)
-        try:
-            with patch.object(torch, "compile", partial(compile, backend=GRAPHS)) if graphs else nullcontext():
-                seen = train_plan(config, spec, plan, pipeline, world, data)
-        except Exception as error:
-            error.add_note(f"in the case {describe(case)}")
-            raise
-        finally:
-            if watch is not None:
-                watch.remove()
-        if plan.cp == 1 or device.type == "cpu":  # a GPU's kernel for the last queries is not compiled
-            assert not counters["graph_break"], f"{describe(case)}: compiled in parts: {dict(counters['graph_break'])}"
+        own = batches(case, spec, device, world.data.get_local_rank(), plan.dp, case["micro_batches"])
+        # Scales are those of a micro-batch, so the reference in fp8 has the same.
+        float8 = config.precision if "float8" in case else None
+        parts = 1 if float8 is None else plan.dp * case["micro_batches"]
+        others = [case["loss"] == "z_loss", *map(case.get, ("attention", "optimizer", "float8"))]
+        key = json.dumps([spec.to_dict(), *others, parts])
+        kind = coarsest_tolerance(config.precision, config.parallel.grad_comm)
+        base = settings(loss__z_loss=config.loss.z_loss)
+        base.optimizer, base.precision.types = config.optimizer, config.precision.types
         if world.rank == 0:
-            # Scales are those of a micro-batch, so the reference in fp8 has the same.
-            float8 = config.precision if "float8" in case else None
-            parts = 1 if float8 is None else plan.dp * case["micro_batches"]
-            others = [case["loss"] == "z_loss", *map(case.get, ("attention", "optimizer", "float8"))]
-            key = json.dumps([spec.to_dict(), *others, parts])
-            kind = coarsest_tolerance(config.precision, config.parallel.grad_comm)
-            base = settings(loss__z_loss=config.loss.z_loss)
-            base.optimizer, base.precision.types = config.optimizer, config.precision.types
             if key not in references:
                 compute = DTYPES[config.precision.compute] if float8 else torch.float32
                 data = batches(case, spec, device, micro_batches=parts)
@@ -322,11 +307,51 @@ def measure(chosen: list[Case], worlds: Worlds, device: torch.device, folder: Pa
                     None
                     if kind not in DTYPES or kind == "fp32"
                     else compare_runs(
-                        train_reference(base, spec, batches(case, spec, device), device, compute=DTYPES[kind]),
+                        train_reference(
+                            base,
+                            spec,
+                            batches(case, spec, device),
+                            device,
+                            compute=DTYPES[kind],
+                            choices=known_choices(kind, references[key].choices),
+                        ),
                         references[key],
                         kind,
                     )
                 )
+        choices = world.agree(lambda: known_choices(kind, references[key].choices))
+        graphs = case.get("compile") == "graphs" and device.type == "cpu"
+        counters.clear()
+        routers: set[str] = set()
+
+        def note_type(module: nn.Module, _: Any) -> None:
+            if isinstance(module, WideLinear):
+                routers.add(str(module.weight.dtype))
+
+        def set_factor(
+            unit: FSDPModule, factor: float, set_of_torch: Any = FSDPModule.set_gradient_divide_factor
+        ) -> None:
+            """Experts that are on one rank alone need no factor, with which FSDP would copy all of their gradients."""
+            ranks = plan.expert_mesh["expert_replicate"] * plan.expert_mesh["expert_shard"]
+            assert ranks > 1 or not isinstance(unit, ExpertUnit), describe(case)
+            set_of_torch(unit, factor)
+
+        watch = None if "compile" in case else register_module_forward_pre_hook(note_type)
+        try:
+            with (
+                patch.object(torch, "compile", partial(compile, backend=GRAPHS)) if graphs else nullcontext(),
+                patch.object(FSDPModule, "set_gradient_divide_factor", set_factor),
+            ):
+                seen = train_plan(config, spec, plan, pipeline, world, own, choices=choices)
+        except Exception as error:
+            error.add_note(f"in the case {describe(case)}")
+            raise
+        finally:
+            if watch is not None:
+                watch.remove()
+        if plan.cp == 1 or device.type == "cpu":  # a GPU's kernel for the last queries is not compiled
+            assert not counters["graph_break"], f"{describe(case)}: compiled in parts: {dict(counters['graph_break'])}"
+        if world.rank == 0:
             result = judge_plan(describe(case), [], kind, seen, references[key], plain[key + kind])
             results.append(
                 dataclasses.asdict(result)

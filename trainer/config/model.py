@@ -221,7 +221,7 @@ class AttentionSpec:
 EXPERT_ALIGNMENT = 8
 """The grouped GEMM of GPUs reads rows at multiples of 16 bytes, which are 8 elements in 16 bits."""
 
-LOSS_OF_EXPERTS = ("experts.balance", "experts.balance_over", "experts.z_loss")
+LOSS_OF_EXPERTS = ("experts.balance", "experts.balance_over", "experts.bias_rule", "experts.z_loss")
 """Ends of the names of fields that change how a model is trained, and not what it computes."""
 
 MOST_EXPERTS = 4_096
@@ -257,8 +257,15 @@ class ExpertsSpec:
     bias_rate: float = option(
         0.0,
         "change of each expert's bias in a step, towards equal load; it is added to the score for the choice alone "
-        "(DeepSeek-V3: 1e-3); 0 means no bias",
+        "(DeepSeek-V3: 1e-3); with bias_rule=quantile, the share of the computed change that is applied (Kimi K3: 1); "
+        "0 means no bias",
         range="[0, inf)",
+    )
+    bias_rule: str = option(
+        "sign",
+        "how the biases change: by bias_rate towards equal load, or by the change with which the tokens of the step "
+        "would have loaded the expert equally",
+        ("sign", "quantile"),
     )
     balance: float = option(
         0.0,
@@ -311,10 +318,34 @@ class ExpertsSpec:
             found.append(f"{path}.group_score=top2 needs two experts in a group; set group_score=max, or fewer groups")
         if self.shared_gate and not self.shared_width:
             found.append(f"{path}.shared_gate=true needs a shared block; set {path}.shared_width, or shared_gate=false")
+        found += self.check_bias_rule(path)
         if self.balance_over != "sequence" and not self.balance:
             found.append(
                 f"{path}.balance_over={self.balance_over} has no effect without a balance loss; set {path}.balance, or "
                 "balance_over=sequence"
+            )
+        return found
+
+    def check_bias_rule(self, path: str) -> list[str]:
+        """What `bias_rule=quantile` cannot go with. path: of these settings."""
+        if self.bias_rule == "sign":
+            return []
+        prefix, way_out = f"{path}.bias_rule={self.bias_rule}", f"or {path}.bias_rule=sign"
+        found = []
+        if not 0 < self.bias_rate <= 1:
+            found.append(
+                f"{path}.bias_rate={self.bias_rate:g} must be above 0 and at most 1 with {prefix}, where it is the "
+                f"share of the computed change; set {path}.bias_rate=1, {way_out}"
+            )
+        if self.groups > 1:
+            found.append(
+                f"{prefix}: the score that an expert needs is not defined for a choice within {path}.groups="
+                f"{self.groups}; set {path}.groups=1, {way_out}"
+            )
+        if self.top_k == self.count:
+            found.append(
+                f"{prefix}: {path}.top_k={self.top_k} sends each token to all {self.count} experts, which leaves "
+                f"nothing to balance; set a smaller {path}.top_k, {way_out}"
             )
         return found
 

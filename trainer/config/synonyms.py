@@ -47,6 +47,7 @@ _NAMES = {
     "model.feed_forward.experts.count": "moe experts num_experts num_local_experts n_routed_experts",
     "model.feed_forward.experts.top_k": "num_experts_per_tok moe_router_topk",
     "model.feed_forward.experts.bias_rate": "moe_router_bias_update_rate load_balance_coeff",
+    "model.feed_forward.experts.bias_rule": "quantile_balancing",
     "model.feed_forward.experts.balance": "aux_loss moe_aux_loss_coeff router_aux_loss_coef load_balancing_loss",
     "model.feed_forward.experts.balance_over": "moe_router_load_balancing_type",
     "model.feed_forward.experts.z_loss": "moe_z_loss_coeff router_z_loss_coef",

@@ -8,7 +8,8 @@ kernels run, and gradients need no atomic additions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -37,7 +38,23 @@ def choose_experts(scores: Tensor, top_k: int, groups: int, top_groups: int, bes
         chosen = grouped.topk(best, -1).values.sum(-1).topk(top_groups, -1).indices
         outside = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, chosen, False)
         scores = grouped.masked_fill(outside[..., None], -torch.inf).flatten(-2)
-    return scores.topk(top_k, -1).indices
+    chosen = scores.topk(top_k, -1).indices
+    return chosen if _replacement is None else _replacement(chosen)
+
+
+_replacement: Callable[[Tensor], Tensor] | None = None
+
+
+@contextmanager
+def replace_choices(replace: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """The context in which tokens go to the experts that `replace` returns for those that they have chosen, both int64
+    [tokens, top_k]. For `trainer parity`, which compares models in 16 bits with the same routing."""
+    global _replacement
+    before, _replacement = _replacement, replace
+    try:
+        yield
+    finally:
+        _replacement = before
 
 
 @choose_experts.register_fake
@@ -49,6 +66,52 @@ def count_choices(keys: Tensor, size: int) -> Tensor:
     """How often each number below `size` is in `keys`: int64 [size]."""
     # Not `bincount`, which makes the host wait for the device, and has no fixed shape for the compiler.
     return keys.new_zeros(size).index_add_(0, keys, torch.ones_like(keys))
+
+
+_WIDTHS = [2.0**power for power in range(-30, 1)]
+MARGIN_EDGES = [*(-width for width in reversed(_WIDTHS)), 0.0, *_WIDTHS]
+"""Edges of the bins in which margins of scores are counted: zero, and powers of two from 2^-30 to 1 on both sides. They
+are fine near zero, where the quantile lies once the experts are balanced: each step starts from the biases of the step
+before, so the width of a bin limits the speed of the balance and not its accuracy."""
+
+MARGIN_BINS = len(MARGIN_EDGES) + 1
+
+
+@torch.library.custom_op("trainer::count_margins", mutates_args=())
+def count_margins(ranked: Tensor, top_k: int) -> Tensor:
+    """How many tokens have a margin for an expert in each bin: int64 [experts x MARGIN_BINS].
+
+    ranked: the scores by which experts are chosen, [tokens, experts]. The margin of a token for an expert is the
+    token's score of rank `top_k` + 1 minus the expert's score. It is the change of the expert's bias from which on the
+    expert has the token, and is negative for an expert that has it.
+    """
+    cutoff = ranked.topk(top_k + 1, -1).values[:, -1:]
+    bins = torch.bucketize((cutoff - ranked).float(), device_edges(ranked.device), right=True)
+    first = torch.arange(0, ranked.shape[1] * MARGIN_BINS, MARGIN_BINS, device=ranked.device)
+    return count_choices((first + bins).flatten(), ranked.shape[1] * MARGIN_BINS)
+
+
+@count_margins.register_fake
+def _(ranked: Tensor, top_k: int) -> Tensor:
+    return ranked.new_empty(ranked.shape[1] * MARGIN_BINS, dtype=torch.int64)
+
+
+@cache
+def device_edges(device: torch.device) -> Tensor:
+    """`MARGIN_EDGES` on a device, copied once: a copy from the host's memory would make the host wait."""
+    return torch.tensor(MARGIN_EDGES, device=device)
+
+
+def margin_quantiles(counts: Tensor, share: float) -> Tensor:
+    """The margin of each expert that is above those of a share of the tokens: fp64 [experts]. Within a bin, margins
+    count as evenly spread; the outermost bins count as their edges. counts: fp64 [experts, MARGIN_BINS], exact."""
+    edges = device_edges(counts.device).double()
+    below, wanted = counts.cumsum(-1), share * counts.sum(-1, keepdim=True)
+    place = (below < wanted).sum(-1, keepdim=True).clamp(max=MARGIN_BINS - 1)
+    inside = counts.gather(-1, place)
+    part = (wanted - below.gather(-1, place) + inside) / inside.clamp(min=1)
+    lower, upper = (edges[(place + step).clamp(0, len(edges) - 1)] for step in (-1, 0))
+    return (lower + part * (upper - lower)).squeeze(-1)
 
 
 class Sequences(NamedTuple):
@@ -143,7 +206,8 @@ SCORES: dict[str, Callable[[Tensor], Tensor]] = {
 class Router(WideLinear):
     """Chooses the experts of each token and their weights, in fp32, and balances the load of the experts.
 
-    balance: fp32 [experts], added to the scores for the choice alone (Wang et al., arXiv 2408.15664). usage: fp32
+    balance: fp32 [experts], added to the scores for the choice alone (Wang et al., arXiv 2408.15664; quantiles: Kimi K3
+    technical report, equations 13 and 14, after Su, kexue.fm/archives/11619). usage: fp32
     [experts], the load of each expert in the previous step over the mean load, for a loss that balances the global
     batch (Qiu et al., arXiv 2501.11873). Both are buffers that checkpoints hold, begin with zeros, and are None where
     the spec does not use them.
@@ -166,25 +230,29 @@ class Router(WideLinear):
         """x: [tokens, width]."""
         spec, logits = self.spec, super().forward(x)
         scores = SCORES[spec.score](logits)
-        ranked = scores.detach() if self.balance is None else scores.detach() + self.balance
-        best = 2 if spec.group_score == "top2" else 1
+        ranked, best = self.rank(scores), 2 if spec.group_score == "top2" else 1
         chosen = choose_experts(ranked, spec.top_k, spec.groups, spec.top_groups, best)
         weights = scores.gather(-1, chosen)
         if spec.normalise:
             weights = weights / weights.sum(-1, keepdim=True)
         return Routing(chosen, weights if spec.scale == 1 else weights * spec.scale, logits, scores)
 
+    def rank(self, scores: Tensor) -> Tensor:
+        """What experts are chosen by: the scores with the biases, without a gradient."""
+        return scores.detach() if self.balance is None else scores.detach() + self.balance
+
     @property
     def reports(self) -> dict[str, int]:
         """The statistics that `report` has, with the number of values of each."""
         spec = self.spec
         sizes = {"load": spec.count, "balance": spec.balance > 0, "z_loss": spec.z_loss > 0, "bias": spec.bias_rate > 0}
+        sizes["margins"] = spec.count * MARGIN_BINS * (spec.bias_rule == "quantile")
         return {name: int(size) for name, size in sizes.items() if size}
 
     def report(self, routing: Routing, sequences: Sequences | None) -> BlockReport:
         """The losses that balance the experts, and statistics: `load`, how many tokens each expert has; `balance` and
         `z_loss`, the two losses; `bias`, the range of `balance` times the sum of `load`, since ranks and micro-batches
-        add up what they report.
+        add up what they report; `margins`, see `count_margins`.
 
         For a given usage, the balance loss is linear in the scores of each token. Each rank therefore adds the terms
         of its own tokens, and only the usage is a sum over ranks.
@@ -205,15 +273,25 @@ class Router(WideLinear):
         if self.balance is not None:
             low, high = self.balance.aminmax()
             statistics["bias"] = (high - low).double()[None] * chosen.numel()
+        if spec.bias_rule == "quantile":  # last: recompute ends with what backward needs, and does not count again
+            statistics["margins"] = count_margins(self.rank(scores), spec.top_k)
         return BlockReport(sum(loss for _, loss in losses) if losses else None, statistics)
 
     @torch.no_grad()
-    def rebalance(self, load: Tensor, skipped: Tensor) -> None:
-        """Takes over what a step shows. load: fp64 [experts], the tokens of each expert in the whole step; the counts
-        are exact. skipped: scalar, 1 where the step's update was skipped; then nothing changes."""
+    def rebalance(self, load: Tensor, skipped: Tensor, margins: Tensor | None = None) -> None:
+        """Takes over what a step shows.
+
+        load: fp64 [experts], the tokens of each expert in the whole step; margins: fp64 [experts x MARGIN_BINS], see
+        `count_margins`. The counts are exact. skipped: scalar, 1 where the step's update was skipped; then nothing
+        changes.
+        """
         mean, applied = load.mean(), skipped == 0
         if self.balance is not None:
-            self.balance.add_((mean - load).sign() * applied, alpha=self.spec.bias_rate)
+            change = (mean - load).sign()
+            if margins is not None:
+                change = margin_quantiles(margins.view(-1, MARGIN_BINS), self.spec.top_k / self.spec.count)
+                change -= change.mean()  # of all biases alike, which changes no choice
+            self.balance.add_(change * applied, alpha=self.spec.bias_rate)
         if self.usage is not None:
             self.usage.copy_(torch.where(applied, load / mean, self.usage))
 

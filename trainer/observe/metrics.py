@@ -88,6 +88,8 @@ METRICS: dict[str, str] = {
     "the step was run again",
     "experts/fullest": "tokens of a layer's fullest expert as a multiple of the mean of its experts, the largest of "
     "any layer",
+    "experts/fullest_rank": "rows that a rank's experts receive as a multiple of the mean of its parallel.ep group, "
+    "the largest of any layer and rank; null without parallel.ep",
     "experts/idle": "share of a layer's experts without any token in this step, the largest of any layer",
     "experts/entropy": "entropy of the load of a layer's experts over that of equal load, 0 to 1, the smallest of any "
     "layer",

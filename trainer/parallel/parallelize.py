@@ -125,7 +125,7 @@ def parallelize(
     # Compilation is lazy: layers are traced in the first step, when everything below has been applied.
     shard_model(model, world.dimensions["tp"], backend)
     share_sequences(model, config, spec, plan, world)
-    share_experts(model, config.parallel, spec, world)
+    share_experts(model, config, spec, plan, world)
     # After the split over `tp`, so that FSDP shards DTensors further and knows both dimensions. Storage comes last, for
     # this rank's shards only.
     engine.shard(model)

@@ -34,6 +34,7 @@ from trainer.parity.compare import (
     print_comparison,
     train_reference,
 )
+from trainer.parity.routing import known_choices
 from trainer.parity.watch import generate_plans, make_case, train_plan
 from trainer.planning.neighbours import global_size
 from trainer.planning.parameters import declare_parameters
@@ -129,6 +130,7 @@ def compare_plans(
                     perturb_weights(weights or partial(initial_value, spec, base.run.seed, device=device)),
                     torch.bfloat16 if kind == FP8 else DTYPES.get(kind, torch.float32),
                     precision if kind == FP8 else None,
+                    known_choices(kind, expected.choices),
                 )
             plain[kind] = compare_runs(again, expected, kind)
     worlds: dict[tuple[int, ...], World] = {}
@@ -142,8 +144,9 @@ def compare_plans(
         if rank == 0:
             print_notice(f"plan {number} of {len(legal)}: {'; '.join(case.describe())}")
         data = first_steps(samples, case.config, batch, world.data.get_local_rank(), plan.dp, steps, device)
-        seen = train_plan(case.config, spec, plan, pipeline, world, data, weights)
         kind = coarsest_tolerance(case.config.precision, case.config.parallel.grad_comm)
+        choices = world.agree(partial(known_choices, kind, expected.choices))
+        seen = train_plan(case.config, spec, plan, pipeline, world, data, weights, choices)
         results[index] = world.agree(lambda: judge_plan(case.text, case.describe(), kind, seen, expected, plain[kind]))
     world.agree(
         lambda: report_results(expected, results, plain, json_path)

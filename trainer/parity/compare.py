@@ -16,7 +16,7 @@ from trainer.config import Config, GradCommConfig, PrecisionConfig
 from trainer.config.model import ModelSpec
 from trainer.config.schema import MuonConfig
 from trainer.data.batches import MicroBatch
-from trainer.model.experts import Router, WideLinear
+from trainer.model.experts import MARGIN_EDGES, Router, WideLinear
 from trainer.model.initial import Weights, initialize_model, parameter_infos
 from trainer.model.loss import loss_terms
 from trainer.model.stage import split_report
@@ -24,6 +24,7 @@ from trainer.model.transformer import Transformer
 from trainer.optim.muon import COEFFICIENTS
 from trainer.optim.optimizer import learning_rate, parameter_policies
 from trainer.parallel.parallelize import multiply_in_float8
+from trainer.parity.routing import Choices, RoutingReplay
 from trainer.planning.parameters import NEWTON_SCHULZ_STEPS, float8_settings
 from trainer.util.tables import console_for, print_table, titled_table
 
@@ -42,7 +43,9 @@ LOSS_SCALE = 4096.0
 class Trajectory:
     """What is compared: losses, norms, and whole fp32 tensors on the CPU by global name.
 
-    problems: faults on the way, whatever the numbers. overflows: how many steps the loss scaler skipped.
+    problems: faults on the way, whatever the numbers. overflows: how many steps the loss scaler skipped. choices: the
+    experts that tokens went to. differing: the share of tokens that would have chosen other experts than those of the
+    reference, which they were sent to; None where they went where they chose.
     """
 
     initial: dict[str, Tensor] = field(default_factory=dict)
@@ -52,6 +55,8 @@ class Trajectory:
     parameters: dict[str, Tensor] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     overflows: int = 0
+    choices: Choices = field(default_factory=Choices)
+    differing: float | None = None
 
 
 def train_reference(
@@ -62,11 +67,13 @@ def train_reference(
     weights: Weights | None = None,
     compute: torch.dtype = torch.float32,
     float8: PrecisionConfig | None = None,
+    choices: Choices | None = None,
 ) -> Trajectory:
     """Trains in this process with none of the project's parallel, optimizer or loss code.
 
     steps: the micro-batches of each optimizer step, of any size. compute: the type of forward and backward, float8: of
-    products; a type other than fp32 shows how much accuracy the type by itself costs."""
+    products; a type other than fp32 shows how much accuracy the type by itself costs. choices: of another trajectory,
+    where tokens are to go to the experts that they went to there."""
     model = Transformer(spec).to(device)
     if float8 is not None:
         multiply_in_float8(model, spec, float8)
@@ -79,22 +86,25 @@ def train_reference(
         for key in module.declared
     }
     seen, scale = Trajectory(initial=copy_parameters(model)), LOSS_SCALE if compute is torch.float16 else 1.0
-    updates = 0
-    for batches in steps:
+    updates, replay = 0, RoutingReplay(choices)
+    replay.watch(model)
+    for number, batches in enumerate(steps):
+        replay.begin_step(number, batches)
         targets = sum(int((batch.targets != IGNORE).sum()) for batch in batches)
         valid = max(1, targets)
         while True:
-            loss, loads = 0.0, dict[str, Tensor]()
+            loss, counts = 0.0, dict[str, Tensor]()
             for batch in batches:
                 copies = {
                     name: parameter if name in wide else parameter.to(compute)
                     for name, parameter in model.named_parameters()
                 }
-                output = torch.func.functional_call(model, copies, (batch.tokens,), {"documents": batch.documents})
+                with replay.active():
+                    output = torch.func.functional_call(model, copies, (batch.tokens,), {"documents": batch.documents})
                 objective, entropy = losses_of(output, batch.targets.flatten(), config)
                 (objective * (scale / valid)).backward()
                 loss += entropy.item() / valid
-                add_loads(loads, output)
+                add_counts(counts, output)
             if scale <= 1 or all(parameter.grad.isfinite().all() for parameter in model.parameters()):
                 break
             scale /= 2
@@ -118,33 +128,49 @@ def train_reference(
                 optimizer.step()
             optimizer.zero_grad()
         if targets:
-            rebalance_experts(model, loads)
+            rebalance_experts(model, counts)
         updates += targets > 0
-    seen.parameters = copy_parameters(model)
+    seen.parameters, seen.choices = copy_parameters(model), replay.choices
+    seen.differing = None if choices is None else replay.differing / max(1, replay.tokens)
     return seen
 
 
-def add_loads(loads: dict[str, Tensor], output: Any) -> None:
-    """Adds up the tokens of each expert of a micro-batch, by router."""
+def add_counts(counts: dict[str, Tensor], output: Any) -> None:
+    """Adds up what routers count of a micro-batch, by the names of the statistics."""
     _, report = split_report(output)
     for name, values in report.statistics.items() if report is not None else ():
-        if name.endswith(".load"):
-            router = name.removesuffix("load") + "router"
-            loads[router] = loads.get(router, 0) + values
+        if name.endswith((".load", ".margins")):
+            counts[name] = counts.get(name, 0) + values
 
 
-def rebalance_experts(model: Transformer, loads: dict[str, Tensor]) -> None:
+def rebalance_experts(model: Transformer, counts: dict[str, Tensor]) -> None:
     """Moves biases towards equal load, and notes the load for the next step's balance loss."""
     for name, router in model.named_modules():
         if not isinstance(router, Router):
             continue
-        load = loads[name].tolist()
+        block = name.removesuffix("router")
+        load = counts[f"{block}load"].tolist()
         mean = sum(load) / len(load)
+        changes = [(count < mean) - (count > mean) for count in load]
+        if (margins := counts.get(f"{block}margins")) is not None:
+            rows = margins.view(len(load), -1).tolist()
+            changes = [find_quantile(row, router.spec.top_k / router.spec.count) for row in rows]
+            changes = [change - sum(changes) / len(changes) for change in changes]
         for expert, count in enumerate(load):
             if router.balance is not None:
-                router.balance[expert] += router.spec.bias_rate * ((count < mean) - (count > mean))
+                router.balance[expert] += router.spec.bias_rate * changes[expert]
             if router.usage is not None:
                 router.usage[expert] = count / mean
+
+
+def find_quantile(bins: list[int], share: float) -> float:
+    """The margin above those of a share of the tokens, which are counted in bins of `MARGIN_EDGES`."""
+    edges, left = [MARGIN_EDGES[0], *MARGIN_EDGES, MARGIN_EDGES[-1]], share * sum(bins)
+    for count, lower, upper in zip(bins, edges, edges[1:]):
+        if count and left <= count:
+            return lower + left / count * (upper - lower)
+        left -= count
+    return edges[-1]
 
 
 def optimizers_of(model: Transformer, config: Config) -> list[torch.optim.Optimizer]:
@@ -254,11 +280,6 @@ at least five times the largest errors of 108 models of all families on CPUs, of
 was off by up to 0.6 (bf16) and 0.05 (fp16) at 8,192 tokens."""
 
 
-ROUTED = 0.5
-"""The same for the gradients of a router and of experts. A token whose scores are nearly equal goes to another expert
-in 16 bits than in fp32, and an expert may have few tokens: 0.08 was seen with 384 tokens and 2 of 6 experts."""
-
-
 def coarsest_tolerance(precision: PrecisionConfig, grad_comm: GradCommConfig | None = None) -> str:
     """The row of `TOLERANCES` for a plan's numeric types, and for the codecs of its gradients."""
     codecs = {hop.codec for hop in (grad_comm.inner, grad_comm.outer)} if grad_comm is not None else set()
@@ -361,8 +382,6 @@ def plain_problems(kind: str, plain: RunComparison | None) -> list[str]:
     if plain is None or kind not in PLAIN or not plain.steps:
         return []
     (loss, norm, gradient), first = PLAIN[kind], plain.steps[0]
-    if any(f".feed_forward.{part}." in first.where for part in ("experts", "router")):
-        gradient = ROUTED
     prefix = f"one plain process in {kind} is wrong by itself, step 1: the"
     return [
         *describe_excess(f"{prefix} loss is off", first.loss, loss),
@@ -376,7 +395,7 @@ class PlanResult:
     """The outcome of a plan.
 
     description: the resolved plan, in short lines. kind: the key of its `TOLERANCES`. reasons: why it failed or was
-    refused. overflows: how many steps the loss scaler skipped."""
+    refused. overflows: how many steps the loss scaler skipped. differing: see `Trajectory`."""
 
     plan: str
     verdict: str
@@ -387,6 +406,7 @@ class PlanResult:
     norms: list[float] = field(default_factory=list)
     errors: RunComparison | None = None
     overflows: int = 0
+    differing: float | None = None
 
 
 def judge_plan(
@@ -413,8 +433,9 @@ def judge_plan(
         reasons += describe_excess(f"{prefix} gradient norm is off", step.norm, limit.norm)
         reasons += describe_excess(f"{prefix} gradient of {step.where} is off", step.gradient, limit.gradient)
     reasons += describe_excess(f"after the last step {errors.where} is off", errors.weights, allowed[-1].weights)
+    verdict = "FAIL" if reasons else "PASS"
     return PlanResult(
-        plan, "FAIL" if reasons else "PASS", reasons, description, kind, seen.losses, seen.norms, errors, seen.overflows
+        plan, verdict, reasons, description, kind, seen.losses, seen.norms, errors, seen.overflows, seen.differing
     )
 
 
@@ -474,9 +495,10 @@ def print_comparison(expected: Trajectory, results: Sequence[PlanResult], plain:
             ],
         )
     for result in results:
-        verdict = f"[{COLOURS[result.verdict]}]{result.verdict}[/]" + f", {result.overflows} overflows" * bool(
-            result.overflows
-        )
+        verdict = f"[{COLOURS[result.verdict]}]{result.verdict}[/]"
+        verdict += f", {result.overflows} overflows" * bool(result.overflows)
+        if result.differing is not None:
+            verdict += f", {result.differing:.2%} of tokens would have chosen other experts"
         steps = result.errors.steps if result.errors else []
         rows = [
             [str(number), f"{loss:.6f}", f"{norm:.6f}", *(f"{error:.1e}" for error in step[:3]), step.where]

@@ -7,6 +7,7 @@ import gc
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from trainer.parallel.parallelize import check_compiler, check_model
 from trainer.parallel.pipeline.plan import PipelinePlan
 from trainer.parallel.zero.fsdp import check_engine
 from trainer.parity.compare import Trajectory
+from trainer.parity.routing import Choices, RoutingReplay
 from trainer.planning.features import check_plan, resolve_plan
 from trainer.planning.float8 import numeric_types
 from trainer.planning.neighbours import build_variant, fit_batch
@@ -54,9 +56,9 @@ gradient. Both are sums in fp64 over the same values."""
 class StateRecorder:
     """Records a training state: what this rank holds of weights and gradients, and what is wrong with them.
 
-    agreed: scalars that all ranks must have alike."""
+    agreed: scalars that all ranks must have alike. replay: has tokens go to known experts, or is None."""
 
-    def __init__(self, state: TrainState):
+    def __init__(self, state: TrainState, replay: RoutingReplay | None = None):
         self.state, self.overflows, self.empty = state, 0, False
         self.boxes_held: list[tuple[TensorRegion, Tensor]] = []
         self.problems: list[str] = []
@@ -64,6 +66,9 @@ class StateRecorder:
         self.norms: list[float] = []
         self.squares: list[list[float]] = []
         self.agreed: list[str] = []
+        self.replay = replay
+        for model in state.stages.values() if replay is not None else ():
+            replay.watch(model)
         self._sum, self._update = state.shared.sum, state.optimizer.step
         state.shared.sum, state.optimizer.step = self.sum, self.update
         self.record("initial")
@@ -78,7 +83,10 @@ class StateRecorder:
                 else []
             )
             self.empty = not state.world.sum_all(own_targets(state, batches).sum())
-            scalars = train_step(state, batches, False)
+            if self.replay is not None:
+                self.replay.begin_step(number - 1, batches)
+            with nullcontext() if self.replay is None else self.replay.active():
+                scalars = train_step(state, batches, False)
             self.agreed.append(f"{scalars['loss'].item()} {scalars['grad_norm'].item()}")
             if self.empty or not scalars["found_inf"] or not state.scaler.enabled or scalars["loss_scale"] <= 1:
                 break
@@ -132,6 +140,11 @@ class StateRecorder:
         self.record("parameters")
         shapes = {name: info.shape for name, info in declare_parameters(self.state.spec).items()}
         whole, differing = assemble_tensors(self.boxes_held, shapes | router_shapes(self.state.spec))
+        replay, counts = self.replay, torch.zeros(2)
+        if replay is not None:
+            self.problems += replay.problems
+            counts = torch.tensor([replay.differing, replay.tokens], dtype=torch.float64)
+            counts = self.state.world.sum_all(counts.to(self.state.world.device))
         everyone = self.state.world.gather((self.agreed, self.problems))
         problems = [f"{box.kind}: {box.name} differs between ranks that hold the same part of it" for box in differing]
         problems += ["found_inf, clipping, loss or gradient norm differ between ranks"] * any(
@@ -148,6 +161,7 @@ class StateRecorder:
             whole.get("parameters", {}),
             problems,
             self.overflows,
+            differing=None if replay is None else (counts[0] / counts[1].clamp(min=1)).item(),
         )
 
     def find_miscounted(self, gradients: list[dict[str, Tensor]]) -> Iterator[str]:
@@ -195,11 +209,15 @@ def train_plan(
     world: World,
     steps: Iterable[list[MicroBatch]],
     weights: Weights | None = None,
+    choices: Choices | None = None,
 ) -> Trajectory:
-    """Trains under a plan. steps: this rank's micro-batches. All ranks call it together; rank 0 gets the tensors."""
+    """Trains under a plan. All ranks call it together; rank 0 gets the tensors.
+
+    steps: this rank's micro-batches. choices: of the reference, alike on all ranks, where tokens are to go to the
+    experts that they went to there."""
     with numeric_mode(config):
         state = TrainState.build(config, spec, plan, pipeline, world, weights)
-        watch = StateRecorder(state)
+        watch = StateRecorder(state, None if choices is None else RoutingReplay(choices))
         for batches in steps:
             watch.train(batches)
         seen = watch.trajectory()

@@ -21,6 +21,7 @@ from trainer.config import ActivationConfig, Config, ConfigError
 from trainer.config.hardware import HardwareConfig
 from trainer.config.model import ModelSpec
 from trainer.parallel.compress.plan import reduces_at_step_end
+from trainer.parallel.experts.plan import choose_dispatch
 from trainer.parallel.pipeline.plan import resolve_pipeline
 from trainer.planning.estimate.memory import MemoryPeak, can_replay, find_peaks
 from trainer.planning.estimate.recompute import RecomputeChoice, decide_recompute, with_section
@@ -149,12 +150,15 @@ def decide(
     config: Config, layout: Layout, available: MemoryLimit, node: int, hardware: HardwareConfig | None = None
 ) -> Decision:
     """Decides `auto` of `activation.mode`, `loss.tile`, `activation.tile` and `activation.offload`: takes the first
-    choice whose predicted peak fits, or else the one with the smallest peak. Ranks that agree on the arguments get the
-    same decision.
+    choice whose predicted peak fits, or else the one with the smallest peak. And `parallel.ep_dispatch`, by time. Ranks
+    that agree on the arguments get the same decision.
 
     available: memory of the rank with least. node: processes of a machine. hardware: how fast the machine is, which
-    `activation.mode=auto` needs to know. It takes the fastest choice that fits, and keeps inputs in host memory only if
-    nothing fits otherwise."""
+    `activation.mode=auto` needs to know; `parallel.ep_dispatch=auto` takes an H200 where it is not known.
+    `activation.mode=auto` takes the fastest choice that fits, and keeps inputs in host memory only if nothing fits
+    otherwise.
+    """
+    config = decide_dispatch(config, layout, hardware)
     tokens = layout.batch.sequence_length * layout.batch.micro_size / layout.plan.token_ranks
     limit = limit_of(config, available)
     automatic = config.activation.mode == "auto"
@@ -177,6 +181,17 @@ def decide(
         if found[-1][0] <= limit:
             return decision
     return min(found, key=lambda one: one[0])[1]
+
+
+def decide_dispatch(config: Config, layout: Layout, hardware: HardwareConfig | None) -> Config:
+    """The configuration with `parallel.ep_dispatch=auto` decided for a layout on a kind of machine."""
+    if layout.plan.ep == 1 or config.parallel.ep_dispatch != "auto":
+        return config
+    decided = copy.copy(config)
+    tokens = layout.tokens / layout.plan.tp
+    chosen = choose_dispatch(config, layout.spec, layout.plan, hardware, tokens)
+    decided.parallel = replace(config.parallel, ep_dispatch=chosen)
+    return decided
 
 
 def limit_of(config: Config, available: MemoryLimit) -> float | None:

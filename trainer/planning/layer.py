@@ -36,7 +36,17 @@ ATTENTION_BACKWARD = 2.5
 makes five matrix products where the forward pass has two."""
 
 Kind = Literal[
-    "residual", "norm", "all_gather", "gemm", "attention", "elementwise", "choice", "reduce_scatter", "lookup", "loss"
+    "residual",
+    "norm",
+    "all_gather",
+    "gemm",
+    "attention",
+    "elementwise",
+    "choice",
+    "permute",
+    "reduce_scatter",
+    "lookup",
+    "loss",
 ]
 
 
@@ -55,7 +65,9 @@ class Op:
     sends: bytes of the whole tensor of a collective among the tensor-parallel ranks; 0 where there is only one.
     gemms: the GEMMs that read what a collective gathers, or write what it sums; it can overlap with these.
     rows, matrices: how many rows of the GEMM's input a token is, and how many matrices of the shape there are: one for
-    each expert.
+    each expert. wide: whether the GEMM multiplies in fp32 whatever the compute type.
+    moved: bytes that a permutation of rows reads and writes. The gradient of the permutation that a block begins with
+    moves as many as the one that it ends with, and the other way round.
     """
 
     name: str
@@ -72,6 +84,8 @@ class Op:
     gemms: tuple[str, ...] = ()
     rows: float = 1.0
     matrices: int = 1
+    wide: bool = False
+    moved: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -344,6 +358,7 @@ def mixture_ops(layer: LayerSpec, width: int, tp: int, element_bytes: int) -> It
             deferred=deferred,
             rows=share,
             matrices=matrices,
+            wide=not info.stacked,
         )
 
     scores = WIDE * experts.count / tp
@@ -355,20 +370,21 @@ def mixture_ops(layer: LayerSpec, width: int, tp: int, element_bytes: int) -> It
     # The usage of each token's sequence, by which its scores are multiplied, and logits.
     losses = (experts.balance > 0 and experts.balance_over == "sequence") + (experts.z_loss > 0)
     yield Op("feed_forward.choice", "choice", result=INDEX * rows, saved=3 * INDEX * rows + weights + losses * scores)
-    yield Op("feed_forward.dispatch", "elementwise", saved=stream, deferred=stream)
+    yield Op("feed_forward.dispatch", "permute", saved=stream, deferred=stream, moved=2 * stream)
     for name in ("gate", "up"):
         yield gemm(f"feed_forward.experts.{name}", hidden, saved=hidden, deferred=hidden)
     # As of a dense block, and its product with the weights.
     between = (gating_results(layer) + 1) * hidden
     yield Op("feed_forward.experts.activation", "elementwise", saved=between + hidden, fused=between)
     yield gemm("feed_forward.experts.down", stream, deferred=stream + hidden)
+    yield Op("feed_forward.combine", "permute", moved=stream + element_bytes * width / tp)
 
 
 def shared_gate_ops(layer: LayerSpec, width: int, tp: int, stream: float) -> Iterator[Op]:
     """The gate of the shared block, which keeps its own result and that of the block."""
     if layer.feed_forward.experts.shared_gate:
         size = WIDE / tp
-        yield Op("feed_forward.shared_gate", "gemm", (1, width), 2.0 * width / tp, size, rows=1 / tp)
+        yield Op("feed_forward.shared_gate", "gemm", (1, width), 2.0 * width / tp, size, rows=1 / tp, wide=True)
         yield Op("feed_forward.gating", "elementwise", saved=stream + size)
 
 

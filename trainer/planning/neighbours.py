@@ -101,10 +101,8 @@ def generate_neighbours(config: Config, layout: Layout, moves: Iterable[str], fa
         "less tp": [
             {"parallel.tp": tp} | ({"parallel.tp_overlap": "off"} if tp == 1 else {}) for tp in divisors_below(plan.tp)
         ],
-        "less ep": [
-            {"parallel.ep": ep} | ({"parallel.ep_dispatch": "auto"} if ep == 1 else {})
-            for ep in divisors_below(plan.ep)
-        ],
+        # How tokens travel was decided for the ranks of this plan.
+        "less ep": [{"parallel.ep": ep, "parallel.ep_dispatch": "auto"} for ep in divisors_below(plan.ep)],
         "less cp": values("parallel.cp", *divisors_below(plan.cp)),
         "less pp": values("parallel.pp", *divisors_below(plan.pp)),
         "more ranks a model": [

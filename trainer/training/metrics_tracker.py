@@ -105,6 +105,8 @@ class MetricsTracker:
             f"comm/bytes_{kind}": count for kind, count in state.compression.sent.items()
         }
         values = torch.tensor([*peaks.values()], dtype=torch.float64, device=self.world.device)
+        if (fullest := scalars.get("fullest_rank")) is not None:
+            peaks["fullest_rank"], values = 0.0, torch.cat([values, fullest[None]])
         if self.world.size > 1:
             dist.all_reduce(values, dist.ReduceOp.MAX)
         self.deferred.push(
@@ -207,10 +209,12 @@ class MetricsTracker:
         statistics = self.statistics_of(numbers)
         valid = max(numbers["valid"], 1)
         terms = {f"term/{name}": statistics[f"head.{name}"].item() / valid for name in self.config.loss.terms}
-        experts = load_metrics(statistics, self.mixtures, valid)
+        loads = load_metrics(statistics, self.mixtures, valid)
+        if "fullest_rank" in numbers:
+            loads["fullest_rank"] = numbers["fullest_rank"]
         if self.config.parallel.ep_capacity:
-            experts["overflow"], self.overflow = self.overflow, 0.0
-        return terms | {f"experts/{name}": value for name, value in experts.items()}
+            loads["overflow"], self.overflow = self.overflow, 0.0
+        return terms | {f"experts/{name}": value for name, value in loads.items()}
 
     def evaluated(self, record: dict[str, Any]) -> None:
         """Writes an evaluation's line of metrics."""

@@ -153,7 +153,7 @@ def decide_together(
 ) -> Decision:
     """Decides what the settings leave open (`auto`), alike on all ranks, by the memory of the rank with the least.
     Raises `ConfigError` on all ranks where nothing fits."""
-    memory = least_memory(world)
+    memory, hardware = least_memory(world), world.agree(lambda: hardware)  # devices of ranks may differ
     decision = decide(config, layout, MemoryLimit.of(memory, node), node, hardware)
     check_decision(config, decision, memory, node, world.device)
     return decision

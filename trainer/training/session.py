@@ -90,8 +90,10 @@ def least_memory(world: World) -> MachineMemory:
 
 
 def find_hardware(config: Config, device: torch.device) -> HardwareConfig | None:
-    """The speed of the run's devices, if `activation.mode=auto` needs it, else None. Raises `ConfigError`."""
-    if config.activation.mode != "auto":
+    """The speed of the run's devices, if `activation.mode=auto` or `parallel.ep_dispatch=auto` needs it, else None.
+    Raises `ConfigError`."""
+    shares = config.parallel.ep > 1 and config.parallel.ep_dispatch == "auto"
+    if config.activation.mode != "auto" and not shares:
         return None
     try:
         return load_hardware(config.activation.hardware or shipped_for(device_name(device)))

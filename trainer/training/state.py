@@ -236,10 +236,12 @@ class TrainState:
         }
 
     @cached_property
-    def overflow(self) -> tuple[int, ...]:
-        """Where `statistics` of `train_step` holds how many choices of a layer's experts had no room."""
+    def overflow(self) -> Tensor:
+        """Where `statistics` of `train_step` holds how many choices of each layer's experts had no room: int64
+        [layers], on the device."""
         starts = itertools.accumulate(self.reports.values(), initial=0)
-        return tuple(start for name, start in zip(self.reports, starts) if name.endswith("feed_forward.overflow"))
+        places = [start for name, start in zip(self.reports, starts) if name.endswith("feed_forward.overflow")]
+        return torch.tensor(places, device=self.world.device)
 
     @contextmanager
     def exact_dispatch(self, exact: bool) -> Iterator[None]:
@@ -257,7 +259,8 @@ class TrainState:
         skipped, a scalar."""
         by_name = dict(zip(self.reports, statistics.split([*self.reports.values()])))
         for name, router in self.routers.items():
-            router.rebalance(by_name[name.removesuffix("router") + "load"], skipped)
+            block = name.removesuffix("router")
+            router.rebalance(by_name[f"{block}load"], skipped, by_name.get(f"{block}margins"))
 
     def after_load(self) -> None:
         """To be called after `tensors` have been filled: restores what a checkpoint does not hold."""

@@ -8,6 +8,7 @@ from enum import IntFlag
 from functools import lru_cache
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -43,7 +44,8 @@ def train_step(state: TrainState, batches: list[MicroBatch], requested: int) -> 
     squares (squared gradient norm of each parameter of the whole model, in the order of `state.names`), losses and
     targets (summed loss and number of valid tokens of each of this rank's sequences; they differ by rank and are parts
     of a sum over the ranks that share a sequence), statistics (the statistics that layers report, concatenated in the
-    order of `state.reports`).
+    order of `state.reports`). With expert parallelism also fullest_rank, of which the largest of all ranks counts: see
+    `measure_load`.
     """
     world, scaler, optimizer = state.world, state.scaler, state.optimizer
     # The gradient of every micro-batch is divided by the number of valid tokens of the global batch, so this number has
@@ -78,7 +80,7 @@ def train_step(state: TrainState, batches: list[MicroBatch], requested: int) -> 
     if state.config.parallel.ep_capacity:
         # Choices of experts without room are missing from this step's numbers. It is run again, as one that is not
         # finite.
-        missing = statistics[on_device(state.overflow, world.device)].sum() > 0
+        missing = statistics[state.overflow].sum() > 0
         loss, norm = (value.masked_fill(missing, torch.nan) for value in (loss, norm))
     found_inf = torch.maximum(state.gate.found_inf(loss, norm), empty)
     clip = state.config.optimizer.clip_norm
@@ -108,6 +110,8 @@ def train_step(state: TrainState, batches: list[MicroBatch], requested: int) -> 
         "targets": targets,
         "statistics": statistics,
     }
+    if state.plan.ep > 1:
+        result["fullest_rank"] = measure_load(state, state.runtime.statistics)
     # Last, because everything above has to use the scale that this step's gradients were computed with.
     scaler.update(found_inf, torch.maximum(state.gate.shut, empty))
     state.step += 1
@@ -138,26 +142,52 @@ def sum_over_ranks(
     over parameters afterwards, in a fixed order, which makes the global norm independent of the plan.
     """
     names = len(state.names)
-    positions = {name: index for index, name in enumerate(state.names, start=1)}
-    # A copy of a tied embedding goes to the position of its original. Its square is zero, so nothing is counted twice.
-    mine = [positions[name.removesuffix(COPY)] for name in state.shared.parameters]
-    starts = dict(zip(state.reports, itertools.accumulate(state.reports.values(), initial=1 + names)))
-    for name in statistics:
-        mine += range(starts[name], starts[name] + state.reports[name])
+    own = tuple(state.shared.parameters), tuple(statistics)
+    places = find_places(tuple(state.names), tuple(state.reports.items()), *own, squares.device)
     # Layout: [loss, squares of all parameters of the model, statistics]. A rank adds its parts to zeros at their
     # positions.
     vector = torch.zeros(1 + names + sum(state.reports.values()), dtype=torch.float64, device=squares.device)
-    vector.index_add_(0, on_device(tuple(mine), squares.device), torch.cat([squares, *statistics.values()]))
+    vector.index_add_(0, places, torch.cat([squares, *statistics.values()]))
     vector[0] += loss
     vector = state.world.sum_all(vector)
     return vector[0], vector[1 : 1 + names], vector[1 + names :]
 
 
+def measure_load(state: TrainState, statistics: dict[str, Tensor]) -> Tensor:
+    """The rows that this rank's experts received in a step, over the mean of the ranks that share them: fp64 scalar, of
+    the layer in which that is most; 0 without a layer with experts. All ranks call it together.
+
+    statistics: this rank's, of which the load of its tokens is summed over its `ep` group alone."""
+    mesh = state.world.dimensions["ep"]
+    loads = [load.view(mesh.size(), -1).sum(1) for name, load in statistics.items() if name.endswith(".load")]
+    if not loads:
+        return torch.zeros((), dtype=torch.float64, device=state.world.device)
+    rows = torch.stack(loads)
+    dist.all_reduce(rows, group=mesh.get_group())
+    return (rows[:, mesh.get_local_rank()] / rows.mean(1)).max()
+
+
 @lru_cache(maxsize=16)
-def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Integers as a tensor on `device`, cached between steps: an upload from pageable memory would make the host wait
-    for all queued device work in every step."""
-    return torch.tensor(numbers, device=device)
+def find_places(
+    names: tuple[str, ...],
+    reports: tuple[tuple[str, int], ...],
+    parameters: tuple[str, ...],
+    statistics: tuple[str, ...],
+    device: torch.device,
+) -> Tensor:
+    """Where a rank's squares and statistics stand in the vector of `sum_over_ranks`: int64 [values].
+
+    names, reports: of the whole model. parameters, statistics: of this rank. Cached between steps: an upload from
+    pageable memory would make the host wait for all queued device work in every step.
+    """
+    positions = {name: index for index, name in enumerate(names, start=1)}
+    # A copy of a tied embedding goes to the position of its original. Its square is zero, so nothing is counted twice.
+    mine = [positions[name.removesuffix(COPY)] for name in parameters]
+    sizes = dict(reports)
+    starts = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=1 + len(names))))
+    for name in statistics:
+        mine += range(starts[name], starts[name] + sizes[name])
+    return torch.tensor(mine, device=device)
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from trainer.config import ParallelConfig
+from trainer.config import Config
 from trainer.config.model import ModelSpec
 from trainer.distributed.collectives import TensorGroup
 from trainer.distributed.mesh import World
@@ -14,6 +14,7 @@ from trainer.model.layers import ExpertUnit, Layer
 from trainer.model.stage import Stage
 from trainer.parallel.experts.plan import choose_dispatch
 from trainer.parallel.tensor.apply import shard_parameter
+from trainer.planning.plan import Plan
 
 DISPATCH: dict[str, type[SharedDispatch]] = {
     "alltoall": AllToAll,
@@ -23,14 +24,14 @@ DISPATCH: dict[str, type[SharedDispatch]] = {
 """`parallel.ep_dispatch` -> its implementation."""
 
 
-def share_experts(model: Stage, parallel: ParallelConfig, spec: ModelSpec, world: World) -> None:
+def share_experts(model: Stage, config: Config, spec: ModelSpec, plan: Plan, world: World) -> None:
     """Deals the experts of a model on the meta device out to the ranks of `parallel.ep`, in equal runs. All ranks of a
     group call it together."""
     if world.experts is None:
         return
     mesh = world.dimensions["ep"]
     group = TensorGroup(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size())
-    dispatch = DISPATCH[choose_dispatch(parallel, spec, group.size)](group, parallel.ep_capacity)
+    dispatch = DISPATCH[choose_dispatch(config, spec, plan)](group, config.parallel.ep_capacity)
     for layer in [module for module in model.modules() if isinstance(module, Layer)]:
         for module in [*layer.modules()]:
             if isinstance(module, GroupedLinear):

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from trainer.config import Config, ParallelConfig
 from trainer.config.fields import list_divisors
+from trainer.config.hardware import HardwareConfig
 from trainer.config.model import ModelSpec
 from trainer.parallel.compress.plan import enabled_codecs
+from trainer.planning.estimate.rates import RingTimes
+from trainer.planning.hardware import load_hardware
 from trainer.planning.parameters import layer_specs
 from trainer.planning.plan import Feature, Plan
+from trainer.planning.states import ELEMENT_BYTES
+
+WEIGHT, INDEX = 4, 8
+"""Bytes of the weight of an expert's output, and of the number of an expert, as they travel."""
 
 
 def list_mixtures(spec: ModelSpec) -> list[tuple[int, int]]:
@@ -79,7 +87,7 @@ def check_expert_plan(config: Config, spec: ModelSpec | None, plan: Plan, node: 
     if plan.ep == 1:
         return
     parallel = config.parallel
-    if parallel.ep_capacity and spec is not None and choose_dispatch(parallel, spec, plan.ep) == "alltoall":
+    if parallel.ep_capacity and parallel.ep_dispatch == "alltoall":
         yield (
             f"parallel.ep_capacity={parallel.ep_capacity:g}: an all-to-all has to know on the host how many rows each "
             "rank sends; set parallel.ep_dispatch=shared_memory or allgather, or parallel.ep_capacity=0"
@@ -102,19 +110,55 @@ def check_expert_plan(config: Config, spec: ModelSpec | None, plan: Plan, node: 
         )
 
 
-def choose_dispatch(parallel: ParallelConfig, spec: ModelSpec, ep: int) -> str:
-    """How tokens reach experts on `ep` ranks. An all-to-all sends top_k (ep - 1) / ep rows a token, an all-gather
-    ep - 1, each way. A model has one dispatch, which its kind of layer with most choices decides."""
-    if parallel.ep_dispatch != "auto":
-        return parallel.ep_dispatch
-    return "allgather" if max((top_k for _, top_k in list_mixtures(spec)), default=0) > ep else "alltoall"
+class DispatchTimes(NamedTuple):
+    """Seconds in which the tokens of a micro-batch go to the experts of a layer and back: link, of collectives; copies,
+    of what is copied on each rank, beside what a rank copies that holds all experts."""
+
+    link: float
+    copies: float
+
+
+def dispatch_times(
+    dispatch: str, top_k: int, tokens: float, row: float, ring: RingTimes, memory: float
+) -> DispatchTimes:
+    """The forward pass of a way of `parallel.ep_dispatch`, where the experts have equal load; backward takes as long.
+
+    tokens: of a rank. row: bytes of a token. ring: of the ranks that share experts. memory: bytes/s of a rank's own."""
+    if dispatch != "alltoall":  # tokens, weights and choices; sums of the outputs of each rank's experts
+        sizes = [tokens * row, WEIGHT * top_k * tokens, INDEX * top_k * tokens, tokens * row]
+        # In shared memory tokens are copied into a rank's own buffer, and sums out of it.
+        copied = ring.ranks - 1 if dispatch == "allgather" else ring.ranks + 2
+        return DispatchTimes(sum(ring.seconds(ring.ranks * size) for size in sizes), copied * tokens * row / memory)
+    # Counts; rows and weights, and rows back. What arrives is sorted by expert, and put back in the order of arrival.
+    sizes = [0.0, top_k * tokens * row, WEIGHT * top_k * tokens, top_k * tokens * row]
+    return DispatchTimes(sum(map(ring.seconds, sizes)), 4 * top_k * tokens * row / memory)
+
+
+def choose_dispatch(
+    config: Config, spec: ModelSpec, plan: Plan, hardware: HardwareConfig | None = None, tokens: float = 0.0
+) -> str:
+    """How tokens reach experts: where the settings leave it open, the way that takes less time, on `hardware` or else
+    on H200s. tokens: of a rank in a micro-batch, or 0 where that is not known. A model has one dispatch."""
+    if config.parallel.ep_dispatch != "auto":
+        return config.parallel.ep_dispatch
+    if config.parallel.ep_capacity:
+        return "allgather"  # an all-to-all has no fixed room
+    hardware = hardware or load_hardware("h200")
+    tokens = tokens or config.batch.sequence_length * (config.batch.micro_size or 1) / plan.token_ranks
+    ring, memory = RingTimes.of(hardware, plan, "ep"), hardware.bandwidth * 1e9 * hardware.achieved.memory
+    row = float(ELEMENT_BYTES[config.precision.compute] * spec.width)
+    choices = [layer.feed_forward.experts.top_k for layer in layer_specs(spec) if layer.feed_forward.experts.count]
+    return min(
+        ("alltoall", "allgather"),
+        key=lambda name: sum(sum(dispatch_times(name, top_k, tokens, row, ring, memory)) for top_k in choices),
+    )
 
 
 def describe_experts(config: Config, spec: ModelSpec, plan: Plan) -> list[tuple[str, str]]:
     """How tokens reach experts."""
     if plan.ep == 1:
         return []
-    return [("tokens of experts", f"parallel.ep_dispatch={choose_dispatch(config.parallel, spec, plan.ep)}")]
+    return [("tokens of experts", f"parallel.ep_dispatch={choose_dispatch(config, spec, plan)}")]
 
 
 FEATURE = Feature(

@@ -127,6 +127,7 @@ class FSDP:
         placements = self.placements(model)
         experts = [module for module in model.modules() if isinstance(module, ExpertUnit)]
         folded = plan.expert_mesh
+        alike = {True: folded["expert_replicate"] * folded["expert_shard"], False: plan.replicate * plan.shard}
         more = ("expert_replicate",) * (folded["expert_replicate"] > 1 or sums_on_device(plan, reduce is torch.float32))
         # Layers come before the stage: a call on it takes all parameters that are not in a unit yet.
         for module in [*experts, *model.layers.values(), model]:
@@ -165,12 +166,7 @@ class FSDP:
                 # Losses are already divided by the global number of valid tokens, so gradients are summed and never
                 # averaged. On a rank alone the factor stays unset: FSDP would divide by one in a pass over all
                 # gradients.
-                ranks = (
-                    folded["expert_replicate"] * folded["expert_shard"]
-                    if module in experts
-                    else plan.replicate * plan.shard
-                )
-                if ranks > 1:
+                if alike[module in experts] > 1:
                     module.set_gradient_divide_factor(1.0)
                 # A plain SUM. Otherwise FSDP divides inside of the reduction (PREMUL_SUM), which gloo does not have.
                 module.set_force_sum_reduction_for_comms(True)

@@ -244,12 +244,14 @@ def sum_times(parts: Iterable[OverlapTime]) -> OverlapTime:
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """Rates of one device. peak, products: FLOP/s; attention: the same by kernel (`context.attention_kernel`); float8:
-    of those products in fp8, None if there are none; memory, optimizer, copy: bytes/s; kernel, launch: seconds of one,
-    on the device and on the host; hidden: share of hidden communication that is free."""
+    """Rates of one device. peak, products: FLOP/s; wide: of products in fp32; attention: the same by kernel
+    (`context.attention_kernel`); float8: of those products in fp8, None if there are none; memory, optimizer, copy:
+    bytes/s; kernel, launch: seconds of one, on the device and on the host; hidden: share of hidden communication that
+    is free."""
 
     peak: float
     products: float
+    wide: float
     float8: float | None
     attention: Mapping[str, float]
     memory: float
@@ -267,9 +269,11 @@ class DeviceRates:
         if settings := float8_settings(precision):
             float8 = peak_of(hardware, "fp8", next(iter(settings))) * reached.product * reached.float8
         bandwidth, attention = hardware.bandwidth * 1e9, peak * reached.attention
+        wide = known_peak(hardware, product_type(replace(precision, compute="fp32"))) or peak
         return cls(
             peak=peak,
             products=peak * reached.product,
+            wide=wide * reached.product,
             float8=float8,
             attention={name: attention * reached.of_attention(name) for name in KERNELS},
             memory=bandwidth * reached.memory,
@@ -288,14 +292,19 @@ class DeviceRates:
 
 def peak_of(hardware: HardwareConfig, kind: str, setting: str) -> float:
     """FLOP/s of a device in a type. Raises `ConfigError` where they are not known."""
-    given = hardware.peak.get(kind)
-    peak = given * 1e12 if given else peak_flops(hardware.device, kind)
+    peak = known_peak(hardware, kind)
     if peak is None:
         raise ConfigError(
             f"hardware.device={hardware.device} has no known peak in {kind}; set hardware.peak.{kind}=TFLOP/s, or "
             f"another {setting}"
         )
     return peak
+
+
+def known_peak(hardware: HardwareConfig, kind: str) -> float | None:
+    """FLOP/s of a device in a type, or None."""
+    given = hardware.peak.get(kind)
+    return given * 1e12 if given else peak_flops(hardware.device, kind)
 
 
 @dataclass(frozen=True)

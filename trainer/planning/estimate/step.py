@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from trainer.config import Config
 from trainer.config.hardware import HardwareConfig
-from trainer.planning.decide import GIB, MemoryLimit, decide
+from trainer.planning.decide import GIB, MemoryLimit, decide, decide_dispatch
 from trainer.planning.documents import USUAL, DocumentLengths, are_unknown, with_documents
 from trainer.planning.estimate.memory import MemoryPeak, find_peaks
 from trainer.planning.estimate.rates import DeviceRates
@@ -98,12 +98,18 @@ class StepEstimate:
     @property
     def assumptions(self) -> list[str]:
         """What is taken where something is not known, in sentences."""
-        if not are_unknown(self.config.data):
-            return []
-        return [
-            f"how long documents are, which are masked: {USUAL.mean:,.0f} tokens are taken in the mean, and the band "
-            f"goes from {SHORTEST:.0f} to one document a sequence; set data.documents.mean"
-        ]
+        found = []
+        if are_unknown(self.config.data):
+            found.append(
+                f"how long documents are, which are masked: {USUAL.mean:,.0f} tokens are taken in the mean, and the "
+                f"band goes from {SHORTEST:.0f} to one document a sequence; set data.documents.mean"
+            )
+        if self.layout.plan.ep > 1:
+            found.append(
+                "how many tokens choose the experts of each rank: as many for all ranks are taken; the metric "
+                "experts/fullest_rank of a run says how many more the fullest rank has"
+            )
+        return found
 
     @property
     def tokens_per_second(self) -> float:
@@ -150,6 +156,7 @@ def estimate_within(
     seconds: float, config: Config, layout: Layout, hardware: HardwareConfig, lowered: bool = True
 ) -> StepEstimate | None:
     """The same of a step that takes no longer than `seconds`, or None. lowered: see `memory.find_peaks`."""
+    config = decide_dispatch(config, layout, hardware)
     node, pace = min(layout.plan.world, hardware.devices), DeviceRates.of(hardware, config.precision)
     timing = time_units(config, layout, hardware)
     simulation, least = step_seconds(config, layout, timing, pace)

@@ -13,7 +13,7 @@ from trainer.config.hardware import HardwareConfig
 from trainer.config.model import AttentionSpec, ExpertsSpec, LayerSpec
 from trainer.parallel.compress.plan import reduces_at_step_end
 from trainer.parallel.context.plan import PassElements, computed_share, context_traffic
-from trainer.parallel.experts.plan import choose_dispatch
+from trainer.parallel.experts.plan import DispatchTimes, choose_dispatch, dispatch_times
 from trainer.parallel.pipeline.plan import estimated_costs
 from trainer.planning.documents import documents_of
 from trainer.planning.estimate.rates import (
@@ -73,6 +73,15 @@ REPEATED = {False: 3.9, True: 6.0}
 each tensor goes through hooks of `torch.utils.checkpoint`, and then each operator through Python. Compiled: one."""
 
 MASTER = 4
+
+WIDE_BYTES = 4
+"""Of a number in fp32, in which routers multiply."""
+
+TILE = 128
+"""Rows of a tile of the grouped GEMM. A tile holds rows of one expert."""
+
+ROUTING_KERNELS = 30
+"""Small kernels that choose experts and order the rows of a layer, of which a sort has 13."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +163,10 @@ class _Timer:
             self.launch *= HOST[config.compile]
         if not self.on_cpu and not config.compile:
             self.repeated = REPEATED[recompute.mode == "selective" and bool(recompute.save) and not recompute.modules]
+        # Elsewhere, and in other types, a loop multiplies one expert after the other.
+        self.grouped = not self.on_cpu and config.precision.compute == "bf16"
+        if self.plan.ep > 1:
+            self.dispatch = choose_dispatch(config, self.spec, self.plan, hardware, layout.tokens / self.plan.tp)
         self.lookup, scatter = embedding_program(self.spec, self.plan.tp, self.element).ops
         self.stream = self.tokens * self.lookup.result  # bytes of a rank's part of the hidden states
         self.ways = cache(partial(self._ways, hardware))
@@ -219,9 +232,18 @@ class _Timer:
     def _product(self, gemm: Op, float8: bool = False) -> float:
         """float8: whether the operands are cast to fp8 first: read for their scale, read again and written."""
         (outputs, inputs), flops, pace = gemm.shape, self.tokens * gemm.flops, self.pace
-        elements = self.tokens * gemm.rows * (outputs + inputs) + gemm.matrices * outputs * inputs
+        rows, matrices, calls = self.tokens * gemm.rows, 1.0, 1.0
+        if gemm.matrices > 1:  # of this rank's experts; the last tile of rows of each is half empty on average
+            matrices = gemm.matrices / self.plan.ep
+            flops *= 1 + matrices * TILE / 2 / rows
+            calls = 1.0 if self.grouped else matrices
+        elements = rows * (outputs + inputs) + matrices * outputs * inputs
+        if gemm.wide and self.element < WIDE_BYTES:
+            # The input is read, written in fp32, and read again; so are, in backward, gradients of its size.
+            moved = rows * ((2 * WIDE_BYTES + self.element) * inputs + WIDE_BYTES * outputs)
+            return hypot(flops / pace.wide, moved / pace.memory) + 2 * pace.kernel
         if not float8 or pace.float8 is None:
-            return hypot(flops / pace.products, self.element * elements / pace.memory) + pace.kernel
+            return hypot(flops / pace.products, self.element * elements / pace.memory) + calls * pace.kernel
         casts = elements * 2 / 3 * (2 * self.element + 1)  # of a layer's three products, each has two of the three
         moved = elements / 3 * (self.element + 2)
         return hypot(flops / pace.float8, moved / pace.memory) + pace.kernel + self.fused * casts / pace.memory
@@ -271,48 +293,54 @@ class _Timer:
         took = layer_passes(lambda sends: self.ways(sends)[0], program, products, for_weights, left.again, self.apart)
         attention = self._attention(program, spec)
         kernels = KERNELS[self.config.compile]
-        bound = self.fused * tokens * program.saved / pace.memory + kernels * pace.kernel
+        permuted = program.total("saved", "permute")  # counted as they are moved
+        bound = self.fused * tokens * (program.saved - permuted) / pace.memory + kernels * pace.kernel
+        experts, routed = layer.feed_forward.experts, self._dispatch(layer.feed_forward.experts)
+        permutes = tokens * program.total("moved") / pace.memory + routed.copies
+        routing = ROUTING_KERNELS * bool(experts.count)
         unread = EagerExtra() if self.config.compile else left.eager
         sent = sum(self.ways(sends)[0].moving for sends in unread.sends)
         again = took.again.products + sum(products[name] for name in unread.again)
         again += left.again.get("attention", 0.0) * attention
-        again += self.fused * tokens * max(0.0, program.saved - left.saved - left.host) / pace.memory
+        again += self.fused * tokens * max(0.0, program.saved - permuted - left.saved - left.host) / pace.memory
+        # Recompute sends tokens to their experts again, and eager layers also the results back. Nothing hides it.
+        repeats = 0.5 if self.config.compile else 1.0
+        repeats *= any(name.startswith("feed_forward.experts") for name in left.again)
+        again += repeats * permutes
         to_weights = sum(for_weights.values())
         forward = {
             "matrix products": took.forward.products,
             "attention": attention + pace.kernel,
-            "memory-bound kernels": bound,
+            "memory-bound kernels": bound + permutes + routing * pace.kernel,
             "tensor collectives": took.forward.exposed,
         }
         backward = {
             "matrix products": took.backward.products - to_weights,
             "attention": ATTENTION_BACKWARD * attention + pace.kernel,
-            "memory-bound kernels": 2 * bound,
+            "memory-bound kernels": 2 * bound + permutes,
             "recompute": again,
             "tensor collectives": took.backward.exposed + took.again.exposed + sent,
         }
         shared_forward, shared_backward, shared = self._shared(spec, attention, left.attends)
         forward, backward = {**forward, **shared_forward}, {**backward, **shared_backward}
-        travel = self._travel(layer.feed_forward.experts)
-        # Recompute sends tokens to their experts again. Nothing hides what it sends.
-        repeated = travel * any(name.startswith("feed_forward.experts") for name in left.again)
+        travel, repeated = routed.link, routed.link * repeats
         forward["expert collectives"], backward["expert collectives"] = travel, travel + repeated
-        launches = (len(products) + kernels + 1) * self.launch
+        launches = (len(products) + kernels + routing + 1) * self.launch
         forward["launching"] = max(0.0, launches - sum(forward.values()))
+        if routed.link:  # the host waits for sizes, and the device then for the host
+            forward["launching"] += pace.kernel + self.launch
         launches *= 2 + self.repeated * bool(left.again)
         backward["launching"] = max(0.0, launches - sum(backward.values()) - to_weights)
         weight = {"matrix products": to_weights}
         moved = {"tensor": took.moved + sent, "context": shared, "experts": 2 * travel + repeated}
         return self._sharded(parameters, forward, backward, weight, moved, narrow)
 
-    def _travel(self, experts: ExpertsSpec) -> float:
-        """Seconds in which a micro-batch's tokens travel to the experts of a layer and back, with balanced loads."""
-        ring = self.rings["ep"]
-        if ring.ranks == 1 or not experts.count:
-            return 0.0
-        if choose_dispatch(self.config.parallel, self.spec, ring.ranks) != "alltoall":
-            return 2 * ring.seconds(ring.ranks * self.stream)
-        return 2 * ring.seconds(experts.top_k * self.stream)
+    def _dispatch(self, experts: ExpertsSpec) -> DispatchTimes:
+        """What a micro-batch's tokens take to the experts of a layer on other ranks and back, with balanced loads."""
+        if self.plan.ep == 1 or not experts.count:
+            return DispatchTimes(0.0, 0.0)
+        ring, tokens = self.rings["ep"], self.tokens / self.plan.tp
+        return dispatch_times(self.dispatch, experts.top_k, tokens, self.stream / tokens, ring, self.pace.memory)
 
     def _embedding(self) -> UnitTimes:
         """The look-up, and the gradient of the whole table, most of which is zero."""
@@ -374,7 +402,10 @@ class _Timer:
         size += apart  # which all passes of copies read and write
         if not self.on_cpu:  # on a stream beside the computation
             reduce, replicas, coding = reduce + coding[0], replicas + coding[1], (0.0, 0.0)
-        copy_in = ((MASTER + self.element) / shards.ranks + 2 * self.element * (shards.ranks > 1)) * size / pace.copy
+        copy_in = sum(
+            ((MASTER + self.element) / ranks + 2 * self.element * (ranks > 1)) * part / pace.copy
+            for ranks, part in ((shards.ranks, parameters[0]), (folded.ranks, apart))
+        )
         # Read for the scale and again, written, and cast back.
         copy_in += ((2 * self.element + 1) / shards.ranks + self.element + 1) * narrow / pace.copy
         copy_out = (self.element + MASTER) * size / pace.copy + coding[0]
