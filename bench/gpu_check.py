@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-SECONDS = float(os.environ.get("GPU_CHECK_SECONDS", 540))
+SECONDS = float(os.environ.get("GPU_CHECK_SECONDS", 560))
 """In which all ends."""
 AT_ONCE = max(6, min(10, (os.cpu_count() or 1) // 3))
 """Cases: what they wait for most is the compiler, on the host. Programs that share a GPU take turns on it, and a
@@ -65,7 +65,7 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
         return Case(name, [*torchrun, str(count), *worker], limit, count)
 
     measuring = ["-m", "trainer", "probe", "+config=llama_60m", "precision=bf16", "compile=true", "seconds=20"]
-    parts = 6 if processes > 1 else 2
+    parts = 8 if processes > 1 else 2
     faults = ["bash", "bench/faults_gpu.sh", str(scratch / "faults")]
     tests = [
         "tests/observe/test_observe.py",
@@ -115,7 +115,7 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
         Case("quantize", [sys.executable, "tests/workers/quantize.py", "cuda"], 180),
         Case("float8", [sys.executable, "tests/workers/float8.py", "cuda"], 120),
         Case("decode", [sys.executable, "tests/workers/decode_kernels.py", "cuda"], 120),
-        Case("grouped", [sys.executable, "tests/workers/grouped.py", "cuda"], 120),
+        Case("grouped", [sys.executable, "tests/workers/grouped.py", "cuda"], 240),
         Case("rows", [sys.executable, "tests/workers/rows_kernels.py", "cuda"], 120),
         Case("shard_kernels", [sys.executable, "tests/workers/shard_kernels.py", "cuda"], 120),
         Case("multi_tensor", [sys.executable, "tests/workers/multi_tensor.py", "cuda"], 120),

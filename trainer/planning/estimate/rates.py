@@ -8,7 +8,7 @@ the fixed time of a kernel.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from trainer.config import Config, ConfigError, PrecisionConfig
