@@ -90,7 +90,8 @@ def untie_stored_head(folder: Path, spec: ModelSpec, notes: list[str]) -> None:
 
 def model_from_hf(model: ModelConfig) -> ModelConfig:
     """The model that `model.from_hf` names, extended as `model.extend` says. Raises `ConfigError`."""
-    return ModelConfig(**vars(extend_spec(spec_from_hf(str(model.from_hf)), model.extend)))
+    spec = extend_spec(spec_from_hf(str(model.from_hf)), model.extend)
+    return ModelConfig(**{**vars(spec), "adapter": model.adapter})
 
 
 def complete_config(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:

@@ -64,6 +64,12 @@ class StateRecorder:
         self.norms: list[float] = []
         self.squares: list[list[float]] = []
         self.agreed: list[str] = []
+        self.frozen = [
+            (name, parameter, local_values(parameter).detach().clone())
+            for model in state.stages.values()
+            for name, parameter in model.named_parameters()
+            if not parameter.requires_grad
+        ]
         self._sum, self._update = state.shared.sum, state.optimizer.step
         state.shared.sum, state.optimizer.step = self.sum, self.update
         self.record("initial")
@@ -130,6 +136,11 @@ class StateRecorder:
     def trajectory(self) -> Trajectory:
         """The records of all ranks together; whole tensors on rank 0 only. All ranks call it together."""
         self.record("parameters")
+        self.problems += [
+            f"{name} is frozen, and has {'a gradient' if parameter.grad is not None else 'changed'}"
+            for name, parameter, before in self.frozen
+            if parameter.grad is not None or not torch.equal(local_values(parameter), before)
+        ]
         shapes = {name: info.shape for name, info in declare_parameters(self.state.spec).items()}
         whole, differing = assemble_tensors(self.boxes_held, shapes | router_shapes(self.state.spec))
         everyone = self.state.world.gather((self.agreed, self.problems))

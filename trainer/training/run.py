@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -24,7 +25,7 @@ from trainer.data.tokenizer import Tokenizer, load_tokenizer
 from trainer.data.tokens import DataError
 from trainer.distributed.mesh import World, join_world, local_device
 from trainer.distributed.p2p import PeerError
-from trainer.model.initial import Weights
+from trainer.model.initial import AdaptedWeights, InitialWeights, Weights
 from trainer.observe import flight, metrics
 from trainer.observe.sinks import write_status
 from trainer.observe.watchdog import ENDING, Watchdog
@@ -278,5 +279,9 @@ def starting_point(config: Config) -> tuple[ModelSpec, Weights | None, list[str]
             f"batch.sequence_length={config.batch.sequence_length} exceeds the {spec.max_length} learned positions of "
             f"model.from_hf={config.model.from_hf}"
         )
-    weights = HFWeights(config.model.from_hf, spec)
-    return spec, weights, [*notes, *weights.notes]
+    weights: Any = HFWeights(config.model.from_hf, spec)
+    notes += weights.notes
+    if config.model.adapter.rank:
+        spec.adapter = config.model.adapter
+        weights = AdaptedWeights(weights, InitialWeights(spec, config.run.seed, torch.device("cpu")))
+    return spec, weights, notes

@@ -169,7 +169,7 @@ class TrainState:
             shared,
             optimizer,
             scaler,
-            list(parameter_infos(whole)),
+            [name for name, info in parameter_infos(whole).items() if info.trained],
             whole.reports,
         )
 
@@ -261,8 +261,8 @@ class TrainState:
 def named_parameters(
     stages: dict[int, Stage],
 ) -> tuple[dict[str, nn.Parameter], dict[str, ParameterInfo], list[tuple[str, str]]]:
-    """This rank's parameters and their declarations by global name, and pairs (name, name of its copy) where two stages
-    on this rank hold the same parameter."""
+    """This rank's trained parameters and their declarations by global name, and pairs (name, name of its copy) where
+    two stages on this rank hold the same parameter."""
     parameters: dict[str, nn.Parameter] = {}
     infos: dict[str, ParameterInfo] = {}
     copies = []
@@ -270,6 +270,8 @@ def named_parameters(
         declared = parameter_infos(model)
         for name, parameter in model.named_parameters():
             info = declared[name]
+            if not info.trained:
+                continue
             # Schedules that fold the stages into a V place the first and the last stage on one rank. With tied
             # embeddings it then holds the table twice.
             if name in parameters:
@@ -291,7 +293,8 @@ def share_parameters(
     a communicator of their own."""
     first, last = pipeline.schedule.placement[0], pipeline.schedule.placement[-1]
     here = world.place("pp")
-    tied_across_ranks = spec.tied and first != last and here in (first, last)
+    trained = "embedding.weight" in parameters
+    tied_across_ranks = spec.tied and trained and first != last and here in (first, last)
     return SharedParameters(
         parameters,
         copies,

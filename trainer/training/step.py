@@ -152,7 +152,7 @@ def sum_over_ranks(
 def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     """Integers as a tensor on `device`, cached between steps: an upload from pageable memory would make the host wait
     for all queued device work in every step."""
-    return torch.tensor(numbers, device=device)
+    return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
 @torch.no_grad()
