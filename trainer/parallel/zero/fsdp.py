@@ -133,7 +133,7 @@ class FSDP:
         inside = {one for unit in experts for one in unit.parameters()}
         # Where parameters are whole during a step anyway, frozen ones stay whole on each rank: they have no optimizer
         # state to share, and FSDP would only copy them. Elsewhere they are gathered with the others, and not reduced.
-        holders = {one: folded["expert_shard"] if one in inside else plan.shard for one in model.parameters()}
+        holders = {one: folded["expert_shard"] if one in inside else plan.shard for _, one in model.named_parameters()}
         self.whole = {one for one, count in holders.items() if not one.requires_grad and (plan.stage < 3 or count == 1)}
         # Layers come before the stage: a call on it takes all parameters that are not in a unit yet.
         for module in [*experts, *model.layers.values(), model]:
