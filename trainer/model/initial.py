@@ -6,7 +6,7 @@ size starts from the same bits (on the same kind of device)."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -187,13 +187,13 @@ def initialize_model(
 
 class AdaptedWeights:
     """The weights of a model with adapters from two places. base: gives those of the model itself; adapters: those of
-    the adapters."""
+    the adapters, and of the parameters `trained`."""
 
-    def __init__(self, base: Weights, adapters: Weights):
-        self.base, self.adapters = base, adapters
+    def __init__(self, base: Weights, adapters: Weights, trained: Container[str] = ()):
+        self.base, self.adapters, self.trained = base, adapters, trained
 
     def __call__(self, name: str, info: ParameterInfo) -> Tensor:
-        return self.adapters(name, info) if info.adapter else self.base(name, info)
+        return (self.adapters if info.adapter or name in self.trained else self.base)(name, info)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.base, name)  # what else weights may have
