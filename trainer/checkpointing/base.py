@@ -47,7 +47,7 @@ def hash_weights(folder: Path) -> str:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
-    paths = sorted(folder.glob("*.safetensors"))
+    paths = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         lines = [f"{path.name} {found}\n" for path, found in zip(paths, pool.map(digest, paths))]
     return hashlib.sha256("".join(lines).encode()).hexdigest()

@@ -171,7 +171,10 @@ class PeftWeights:
 
     def read_tensors(self) -> dict[str, Tensor]:
         try:
-            with safe_open(path_inside(self.folder, TENSORS), "pt") as file:
+            path = path_inside(self.folder, TENSORS)
+            if not path.is_file():  # a pipe would be waited for
+                raise ValueError("it is missing")
+            with safe_open(path, "pt") as file:
                 return {name: file.get_tensor(name) for name in file.keys()}
         except (SafetensorError, OSError, ValueError) as error:
             raise self.error(f"{TENSORS} cannot be read: {shorten_foreign(error)}; {SAVE}") from error
