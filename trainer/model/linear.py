@@ -323,7 +323,7 @@ class AdaptedColumns(torch.autograd.Function):
             results, whole = matmul_all(x, weights, GEMMRole.OUTPUT, biases, multiply), x
         else:
             results, whole = group.gather_matmul(
-                x, weights, GEMMRole.OUTPUT, biases, keep=bool(downs), multiply=multiply
+                x, weights, GEMMRole.OUTPUT, biases, keep=len(downs) > 0, multiply=multiply
             )
         places = adapted_places(scales)
         lows = [project_down(whole, down, scales[place]) for place, down in zip(places, downs)]
@@ -456,7 +456,8 @@ def column_parallel(
     would save a view of the freed memory, so such weights always go through `ColumnParallel`. So do products that are
     not `matmul`, which autograd cannot differentiate.
     """
-    if any(adapters) or (multiply is not matmul or group is not None) and not all(w.requires_grad for w in weights):
+    frozen = not all(weight.requires_grad for weight in weights)
+    if any(adapter is not None for adapter in adapters) or frozen and (multiply is not matmul or group is not None):
         adapters = adapters or [None] * len(weights)
         pairs = [part for adapter in adapters if adapter is not None for part in adapter[:2]]
         scales = tuple(None if adapter is None else adapter.scale for adapter in adapters)
@@ -478,7 +479,7 @@ def row_parallel(
 ) -> Tensor:
     """A row-parallel product, see `RowParallel`. The bias is added after the sum over ranks, so it counts once."""
     if adapter is not None or not weight.requires_grad:
-        *pair, scale = adapter or (0.0,)
+        *pair, scale = (0.0,) if adapter is None else adapter
         y = AdaptedRows.apply(group, multiply, scale, x, weight, *pair)
     else:
         (weight,) = detach_weights([weight], [] if number is None else [number])
