@@ -11,12 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.reference import settings, tiny_spec
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.config.model import ModelSpec
 from trainer.config.synonyms import find_synonym
 from trainer.model.initial import InitialWeights, initialize_model, parameter_infos
 from trainer.model.layers import Linear, project_input
 from trainer.model.transformer import Transformer
+from trainer.parallel.recompute import linear_names
+from trainer.planning.layer import model_programs
 from trainer.planning.parameters import UpdateSettings, declare_parameters, find_adapter_problems
 from trainer.planning.resolve import check_config
 from trainer.precision.products import Multiply
@@ -183,6 +186,28 @@ def test_settings_that_contradict_adapters_are_refused() -> None:
     config = settings(model__adapter__rank=4, parallel__zero__engine="deepspeed", parallel__zero__stage=1)
     assert any("DeepSpeed's engine trains all parameters" in problem for problem in check_config(config, 2))
     assert not check_config(settings(model__adapter__rank=4), 1)
+
+
+def test_products_are_counted_as_without_adapters() -> None:
+    """By which `activation.save` names them: the operators of adapters are others."""
+    spec = tiny_spec(adapter={"rank": 4})
+    with torch.device("meta"):
+        model = Transformer(spec)
+    assert linear_names(model.layers["0"]) == tuple(model_programs(spec, 16, 1, 4)[0].gemms)
+    seen: list[str] = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, arguments=(), keywords=None):  # type: ignore[no-untyped-def]
+            seen.append(str(operator))
+            return operator(*arguments, **(keywords or {}))
+
+    names = ("aten.mm.default", "aten.addmm.default")
+    for adapter in (spec.adapter, replace(spec.adapter, rank=0)):
+        with Seen(), torch.no_grad():
+            Transformer(replace(spec, adapter=adapter)).layers["0"].feed_forward(torch.ones(3, 24))
+        counted = [name for name in seen if name in names]
+        assert len(counted) == 3, counted
+        seen.clear()
 
 
 def test_muon_leaves_adapters_to_adamw() -> None:

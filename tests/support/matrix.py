@@ -490,7 +490,7 @@ ADAPTERS = [
         {"tp": 2, "tp_overlap": "copy_engine", "recompute": "selective", "adapter": "some"},
         {"cp": 2, "way": "allgather zigzag", "stage": 3, "recompute": "full", "attention": "documents"},
         {"pp": 2, "schedule": "zb_v", "micro_batches": 3, "adapter": "trained", "tied": True},
-        {"pp": 2, "schedule": "zb_h1", "adapter": "first layer", "recompute": "selective"},
+        {"pp": 2, "schedule": "zb_h1", "adapter": "first layer", "recompute": "selective", "tied": True},
         {"float8": "rowwise", "tp": 2, "bias": False},
         {"float8": "tensorwise", "dp": 2, "stage": 3, "bias": False, "adapter": "some", "gather": True},
         {"family": "experts", "dp": 2, "stage": 3, "adapter": "dense", "recompute": "full"},
@@ -501,6 +501,7 @@ ADAPTERS = [
         {"dp": 4, "stage": 3, "shard": 2, "micro_batches": 3, "adapter": "trained"},
         {"dp": 2, "tp": 2, "stage": 3, "kv_heads": 1, "adapter": "some"},
         {"dp": 2, "pp": 2, "stage": 3, "schedule": "zb_v", "micro_batches": 3, "tied": True, "adapter": "trained"},
+        {"dp": 2, "pp": 2, "stage": 3, "schedule": "zb_h1", "micro_batches": 3, "offload": True},
         {"tp": 2, "pp": 2, "schedule": "interleaved", "adapter": "first layer", "micro_batches": 2},
         {"tp": 4, "kv_heads": 2, "precision": "bf16", "micro_batches": 1},
     )

@@ -46,7 +46,7 @@ READ = {
 }
 """Options of adapter_config.json that are read here."""
 
-SHOWN = {"target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern"}
+IMPLIED = {"target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern"}
 """Options that say which modules there are adapters of, as the tensors do too."""
 
 OF_PEFT = {"auto_mapping", "revision", "inference_mode", "peft_version", "megatron_core", "runtime_config"}
@@ -109,7 +109,7 @@ def find_unsupported(options: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name}={shorten_foreign(options[name])} is not supported; supported: {values[0]}"
     for name, value in options.items():
         # An option of a later version, or another kind of adapter. PEFT writes its default where it is not used.
-        if name not in READ | SHOWN | OF_PEFT and value not in (None, False, "", [], {}):
+        if name not in READ | IMPLIED | OF_PEFT and value not in (None, False, "", [], {}):
             yield f"{on_one_line(name)}={shorten_foreign(value)} is not supported; supported: leaving it out"
     if not 1 <= options["r"] <= 1 << 16:
         yield f"r={options['r']} is no rank; supported: from 1 on"
