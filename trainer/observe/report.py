@@ -265,8 +265,8 @@ def model_table(spec: ModelSpec) -> list[dict[str, Any]]:
 
 
 def types_table(config: Config, spec: ModelSpec) -> list[dict[str, Any]]:
-    """How each parameter is optimised."""
-    infos = declare_parameters(spec)
+    """How each trained parameter is optimised."""
+    infos = {name: info for name, info in declare_parameters(spec).items() if info.trained}
     policies = parameter_policies(infos, config.precision.types, config.optimizer)
     narrow = {f"{name}.weight": one.recipe for name, one in float8_linears(config.precision, spec).items()}
     return [

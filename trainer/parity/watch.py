@@ -20,7 +20,7 @@ from trainer.config.model import ModelSpec
 from trainer.data.batches import MicroBatch
 from trainer.distributed.mesh import World, gather_objects
 from trainer.distributed.tensors import local_regions, local_values
-from trainer.model.initial import Weights, parameter_infos
+from trainer.model.initial import Weights
 from trainer.parallel.compress.plan import describe_codecs
 from trainer.parallel.parallelize import check_compiler, check_model
 from trainer.parallel.pipeline.plan import PipelinePlan
@@ -64,13 +64,7 @@ class StateRecorder:
         self.norms: list[float] = []
         self.squares: list[list[float]] = []
         self.agreed: list[str] = []
-        self.frozen = [
-            (name, parameter, local_values(parameter).detach().clone())
-            for model in state.stages.values()
-            for infos in [parameter_infos(model)]
-            for name, parameter in model.named_parameters()
-            if not infos[name].trained
-        ]
+        self.frozen = [(*held, local_values(held[1]).detach().clone()) for held in state.frozen]
         self._sum, self._update = state.shared.sum, state.optimizer.step
         state.shared.sum, state.optimizer.step = self.sum, self.update
         self.record("initial")

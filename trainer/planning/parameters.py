@@ -472,10 +472,12 @@ class UpdateSettings:
         return cls(config.optimizer, config.precision.types)
 
     def policies(self, infos: Mapping[str, ParameterInfo]) -> dict[str, TypePolicy]:
-        """Global name -> policy, with nothing left open: the settings of the parameter's role, changed by every rule
-        whose pattern matches, in order. Muon by default is for hidden matrices; the others get AdamW."""
+        """Global name of each trained parameter -> policy, with nothing left open: the settings of its role, changed by
+        every rule whose pattern matches, in order. Muon by default is for hidden matrices; the others get AdamW."""
         found = {}
         for name, info in infos.items():
+            if not info.trained:
+                continue
             policy = self.chosen(name, info)
             usual = self.optimizer.name if self.optimizer.name != "muon" or hidden_matrix(info) else "adamw"
             decay = self.optimizer.weight_decay if policy.weight_decay is None else float(policy.weight_decay)
@@ -487,7 +489,7 @@ class UpdateSettings:
         names = [
             name
             for name, info in infos.items()
-            if not hidden_matrix(info) and self.chosen(name, info).optimizer == "muon"
+            if info.trained and not hidden_matrix(info) and self.chosen(name, info).optimizer == "muon"
         ]
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         misplaced = [
@@ -564,7 +566,7 @@ def muon_flops(spec: ModelSpec, updates: UpdateSettings) -> tuple[int, ...]:
             sum(
                 orthogonalisation_flops(info.shape, NEWTON_SCHULZ_STEPS)
                 for name, info in infos.items()
-                if policies[name].optimizer == "muon"
+                if name in policies and policies[name].optimizer == "muon"
             )
         )
     return tuple(found)

@@ -198,7 +198,7 @@ def local_moments(
         return sum(
             table[name].held(tp, ep) * len(moment_count(policy.optimizer)) * ELEMENT_BYTES[policy.state_dtype]
             for name, policy in updates.policies(table).items()
-            if policy.optimizer and table[name].trained and (table[name].stacked and ep > 1) == experts
+            if policy.optimizer and (table[name].stacked and ep > 1) == experts
         )
 
     return sum_by_unit(spec, held)
@@ -365,7 +365,7 @@ def feedback_bytes(config: Config, spec: ModelSpec, plan: Plan, pipeline: Pipeli
 
 def _of_unit(unit: Table, policies: Mapping[str, TypePolicy], settings: GradCommConfig, plan: Plan, node: int) -> int:
     """Of the message of one unit."""
-    sizes = {name: info.row(plan.tp, plan.shard) for name, info in unit.items()}
+    sizes = {name: unit[name].row(plan.tp, plan.shard) for name in policies}
     coded, chunk = [size for name, size in sizes.items() if policies[name].quantise], sum(sizes.values())
     scattered, reduced = (_hops(route, settings) for route in reduction_routes(plan, node))
     total = 0

@@ -80,7 +80,8 @@ class TrainState:
     gradients. channels: point-to-point transfers of the pipeline, None without one. names: all parameters of the whole
     model, in the order of the vector of gradient norms. reports: name of each statistic that layers report -> number of
     its values. step: optimizer steps taken, including skipped ones. average: the moving average of the weights, if
-    there is one. gate: closed by a step that has to be run again. routers: this rank's routers of experts by global
+    there is one. gate: closed by a step that has to be run again. frozen: names and values of
+    what this rank holds of the parameters that are not trained. routers: this rank's routers of experts by global
     name.
     """
 
@@ -102,12 +103,21 @@ class TrainState:
     runtime: PipelineRuntime = field(init=False)
     average: WeightAverage | None = field(init=False)
     gate: UpdateGate = field(init=False)
+    frozen: list[tuple[str, nn.Parameter]] = field(init=False)
     routers: dict[str, Router] = field(init=False)
 
     def __post_init__(self) -> None:
         self.gate = UpdateGate(self.scaler, self.world.device)
         decay = self.config.optimizer.ema.decay
         self.average = WeightAverage(self.parameters, decay) if decay else None
+        # Now and not later: in a step the modules have gathered copies.
+        self.frozen = [
+            (name, parameter)
+            for model in self.stages.values()
+            for infos in [parameter_infos(model)]
+            for name, parameter in model.named_parameters()
+            if not infos[name].trained
+        ]
         modules = [pair for model in self.stages.values() for pair in model.named_modules()]
         self.routers = {name: module for name, module in modules if isinstance(module, Router)}
         self.use_schedule(self.pipeline.schedule)
@@ -203,7 +213,7 @@ class TrainState:
         """Closes the state and frees the memory of model and optimizer, even if the state itself is still referenced.
         `step`, `scaler` and the arguments of `build` remain. All ranks call it together."""
         self.close()
-        del self.engine, self.stages, self.shared, self.optimizer, self.runtime, self.average
+        del self.engine, self.stages, self.shared, self.optimizer, self.runtime, self.average, self.frozen
         gc.collect()  # FSDP's modules form reference cycles
 
     @property
