@@ -217,10 +217,21 @@ def test_other_options_of_peft_are_refused_by_name(
         spec_from_hf(folder)
 
 
+OF_PEFT = {
+    **dict.fromkeys(("alora_invocation_tokens", "arrow_config", "auto_mapping", "corda_config", "eva_config")),
+    **dict.fromkeys(("exclude_modules", "kasa_config", "layer_replication", "layers_pattern", "layers_to_transform")),
+    **dict.fromkeys(("lora_ga_config", "megatron_config", "monteclora_config", "target_parameters", "use_bdlora")),
+    **dict.fromkeys(("trainable_token_indices", "velora_config", "revision", "modules_to_save")),
+    **dict.fromkeys(("ensure_weight_tying", "lora_bias", "use_dora", "use_qalora"), False),
+    **{"init_lora_weights": True, "loftq_config": {}, "megatron_core": "megatron.core", "peft_version": "0.21.2"},
+    "qalora_group_size": 16,
+}
+"""What PEFT 0.21.2 writes of an adapter without anything special."""
+
+
 def test_options_that_change_nothing_are_accepted(folders: dict[str, Path], tmp_path: Path) -> None:
     folder = written(folders["llama"], tmp_path)
-    change_options(folder, use_dora=False, eva_config=None, loftq_config={}, megatron_core="megatron.core")
-    change_options(folder, lora_dropout=0.1, revision="main", auto_mapping=None, target_parameters=[])
+    change_options(folder, **OF_PEFT, lora_dropout=0.1)
     found = PeftWeights(folder, spec_from_hf(folders["llama"]))
     assert found.adapter.rank == 4 and "lora_dropout=0.1 is left out" in found.notes[0]
 
@@ -230,6 +241,10 @@ def test_options_that_change_nothing_are_accepted(folders: dict[str, Path], tmp_
     [
         (lambda tensors: tensors.pop("base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"), "has one of"),
         (lambda tensors: tensors.clear(), "there is no lora_A and lora_B"),
+        (
+            lambda tensors: tensors.update({"base_model.model.model.embed_tokens.weight": torch.ones(VOCAB, 32)}),
+            "an embedding of its own",
+        ),
         (lambda tensors: tensors.update({"base_model.model.lm_head.lora_A.weight": torch.ones(1)}), "no such modules"),
         (lambda tensors: tensors.update({"x": torch.ones(1)}), "x: the model has no such modules"),
     ],

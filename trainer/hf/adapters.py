@@ -49,8 +49,11 @@ READ = {
 IMPLIED = {"target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern"}
 """Options that say which modules there are adapters of, as the tensors do too."""
 
-OF_PEFT = {"auto_mapping", "revision", "inference_mode", "peft_version", "megatron_core", "runtime_config"}
-"""Options that say nothing of what is computed."""
+OF_PEFT = {
+    *("auto_mapping", "revision", "inference_mode", "peft_version", "megatron_core", "runtime_config"),
+    *("qalora_group_size", "ensure_weight_tying"),
+}
+"""Options that say nothing of what is computed, or are read beside others that are refused."""
 
 
 def holds_adapter(folder: str | Path) -> bool:
@@ -152,6 +155,11 @@ class PeftWeights:
                     raise self.error(f"{entry.theirs} has shape {list(whole.shape)}, the model's is another")
                 self.values |= {name: entry.take(whole, name, self.infos).float() for name in entry.ours}
                 trained += entry.ours
+        if spec.tied and "embedding.weight" in trained:
+            raise self.error(
+                "it has an embedding of its own, which PEFT parts from the head that the model ties to it; merge the "
+                "adapter with PEFT (merge_and_unload), and name the merged model"
+            )
         if stored:
             raise self.error(f"{format_names(list(stored))}: the model has no such modules, or no adapters for them")
         if not self.settings:
