@@ -162,6 +162,7 @@ RECEIPTS: dict[str, dict[str, tuple[int, ...]]] = {
     "llama3_70b_h200x32": {"h200": (32, 128)},
     "finetune_8b_h100x8": {"h100": (8,)},
     "finetune_8b_h200x2": {"h200": (2,)},
+    "lora_8b_h100x1": {"h100": (1,)},
 }
 """Recipes whose plan is for a kind of GPU, and the GPUs for which it is predicted."""
 
@@ -185,7 +186,7 @@ def predicted() -> dict[tuple[str, str, int], StepEstimate]:
     """Every recipe on its GPUs. Raises `ConfigError` for a plan that is not legal there."""
     found = {}
     for name, kinds in RECEIPTS.items():
-        model = TUNED if name.startswith("finetune") else []
+        model = TUNED if name.startswith(("finetune", "lora")) else []
         config = compose_variant([f"+config={name}", *model], None, 1, corpus=False)
         for kind, counts in kinds.items():
             hardware = load_hardware(kind)

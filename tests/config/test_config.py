@@ -104,7 +104,7 @@ def test_interpolation_and_entries():
 
 def test_shipped_files_compose():
     for recipe in sorted(set(CONFIGS.glob("config/*.yaml")) - set(CONFIGS.glob("config/*_h[12]00x*"))):  # own test
-        own = ["model.from_hf=null"] if recipe.stem == "finetune" else []  # which its user names
+        own = ["model.from_hf=null"] if recipe.stem in ("finetune", "lora") else []  # which its user names
         chosen = f"+config={recipe.stem}", "data=stdlib", *own
         assert not all(refused(*chosen, world_size=world) for world in (4, 8, 1)), refused(*chosen, world_size=4)
     for group in ("model", "parallel", "precision", "activation", "optimizer", "lr", "logging"):

@@ -42,7 +42,7 @@ def test_names_from_elsewhere_get_the_setting_or_the_truth():
         "'run.max_steps'; here it is 'run.steps'",
         "'epochs'; a run's length is run.steps",
         "'max_hours'; here it is 'run.hours'",
-        "'lora'; there is no LoRA: all parameters are trained",
+        "'lora'; here it is 'model.adapter.rank'",
     ):
         assert words in text, words
     assert "(one setting: lr.peak=VALUE)" in problems("lr=1e-3")[0]

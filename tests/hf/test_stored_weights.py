@@ -232,7 +232,7 @@ def test_what_weights_alone_do_not_say_is_refused(tmp_path: Path) -> None:
     tensors, name = load_file(folder / SINGLE), "model.layers.1.mlp.up_proj.weight"
     config = (folder / "config.json").read_text()
     (folder / "adapter_config.json").write_text("{}")
-    refused(folder, "adapter_config.json", "merge_and_unload")
+    refused(folder, "remove adapter_config.json where the weights have the adapter already")
     (folder / "config.json").unlink()  # as the folder of an adapter is
     refused(folder, "adapter_config.json")
     (folder / "adapter_config.json").unlink()

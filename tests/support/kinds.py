@@ -7,7 +7,7 @@ import importlib.util
 import json
 import random
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -190,6 +190,32 @@ def hf_folder(folder: Path, sharded: bool) -> tuple[Path, Callable[[], object]]:
         assert all(weights(name, info).shape == info.shape for name, info in declare_parameters(SPEC).items())
 
     return folder / "model", read
+
+
+def peft_folder(folder: Path) -> tuple[Path, Callable[[], object]]:
+    from trainer.hf.adapters import PeftWeights, base_folder
+    from trainer.hf.folder import export_adapter
+
+    base, _ = hf_folder(folder, sharded=False)
+    spec = replace(SPEC, adapter=replace(SPEC.adapter, rank=2))
+    infos = declare_parameters(spec)
+    export_adapter(spec, lambda name: torch.ones(infos[name].shape), folder / "adapter", base)
+
+    def read() -> None:
+        base_folder(folder / "adapter")
+        PeftWeights(folder / "adapter", SPEC)
+
+    return folder / "adapter", read
+
+
+def adapter_config(folder: Path) -> File:
+    adapter, read = peft_folder(folder)
+    return adapter / "adapter_config.json", read
+
+
+def adapter_weights(folder: Path) -> File:
+    adapter, read = peft_folder(folder)
+    return adapter / "adapter_model.safetensors", read
 
 
 def hf_index(folder: Path) -> File:
@@ -437,6 +463,8 @@ KINDS: dict[str, Callable[[Path], File]] = {
         tokenizer_json,
         tokenizer_config,
         hf_config,
+        adapter_config,
+        adapter_weights,
         generation_config,
         hf_index,
         hf_weights,

@@ -474,6 +474,47 @@ micro-batches, and those of a sequence over the ranks that share it: with three 
 tensor-parallel ranks hold half of the second one each."""
 
 
+ADAPTERS = [
+    PLAIN | {"adapter": "all", "qk_norm": "none"} | more
+    for more in (
+        {"recompute": "selective", "tied": True},
+        {"dp": 2, "stage": 1, "precision": "bf16", "micro_batches": 3, "adapter": "trained", "tied": True},
+        {"dp": 2, "stage": 2, "recompute": "full", "family": "gpt2"},
+        {"dp": 2, "stage": 3, "micro_batches": 3, "recompute": "selective", "adapter": "trained", "optimizer": "muon"},
+        {"dp": 2, "stage": 3, "precision": "fp16", "adapter": "some", "offload": True},
+        {"tp": 2, "kv_heads": 1, "recompute": "layers", "tied": True, "qk_norm": "full"},
+        {"tp": 2, "adapter": "trained", "precision": "bf16", "family": "neox", "recompute": "tiles"},
+        {"tp": 2, "tp_overlap": "copy_engine", "recompute": "selective", "adapter": "some"},
+        {"cp": 2, "way": "allgather zigzag", "stage": 3, "recompute": "full", "attention": "documents"},
+        {"pp": 2, "schedule": "zb_v", "micro_batches": 3, "adapter": "trained", "tied": True},
+        {"pp": 2, "schedule": "zb_h1", "adapter": "first layer", "recompute": "selective", "tied": True},
+        {"float8": "rowwise", "tp": 2, "bias": False},
+        {"float8": "tensorwise", "dp": 2, "stage": 3, "bias": False, "adapter": "some", "gather": True},
+        {"family": "experts", "dp": 2, "stage": 3, "adapter": "dense", "recompute": "full"},
+        {"family": "eight experts", "dp": 2, "ep": 2, "stage": 3, "adapter": "dense"},
+        {"family": "latent", "tp": 2, "adapter": "all", "recompute": "selective"},
+        {"dp": 2, "stage": 3, "collectives": "copy_engine", "micro_batches": 3},
+        {"dp": 2, "stage": 3, "gradients": {"min_size": 0, **hop("inner", "int8")}},
+        {"dp": 4, "stage": 3, "shard": 2, "micro_batches": 3, "adapter": "trained"},
+        {"dp": 2, "tp": 2, "stage": 3, "kv_heads": 1, "adapter": "some"},
+        {"dp": 2, "pp": 2, "stage": 3, "schedule": "zb_v", "micro_batches": 3, "tied": True, "adapter": "trained"},
+        {"dp": 2, "pp": 2, "stage": 3, "schedule": "zb_h1", "micro_batches": 3, "offload": True},
+        {"tp": 2, "pp": 2, "schedule": "interleaved", "adapter": "first layer", "micro_batches": 2},
+        {"tp": 4, "kv_heads": 2, "precision": "bf16", "micro_batches": 1},
+    )
+]
+"""Low-rank adapters beside frozen matrices: beside all or some of them, with other parameters that are trained too, or
+in one layer alone, so that a pipeline rank has nothing to train. Norms of heads would amplify the rounding of the few
+gradients that there are: weights that differ in the last bit change some of them by 2e-5."""
+
+
+COMPILED_ADAPTERS = [
+    ADAPTERS[0] | {"adapter": "trained", "compile": "graphs", "tp": 2},
+    ADAPTERS[0] | {"adapter": "some", "compile": "graphs", "dp": 2, "stage": 3, "recompute": "full"},
+    ADAPTERS[0] | {"compile": "graphs", "pp": 2, "schedule": "zb_v"},
+]
+
+
 COMPILED_EXPERTS = [
     BALANCED[0] | {"compile": "graphs", "dp": 2, "stage": 3, "recompute": "full"},
     EXPERTS[0] | {"compile": "graphs", "pp": 2, "schedule": "zb_v", "recompute": "selective"},
@@ -507,6 +548,7 @@ def cases(processes: int, compiled: bool) -> list[Case]:
             *EXPERT_PARALLEL,
             *LATENT,
             *BALANCED,
+            *ADAPTERS,
         ]
         if world(case) == processes
     ]
@@ -518,7 +560,7 @@ def cases(processes: int, compiled: bool) -> list[Case]:
             if recompute == "none" or (place + number) % 4 < 2
         ]
         chosen += [case | {"recompute": "layers", "bits": True} for case in RECOMPUTED[1:4]]
-        chosen += COMPILED + COMPILED_EXPERTS + COMPILED_LATENT if compiled else []
+        chosen += COMPILED + COMPILED_EXPERTS + COMPILED_LATENT + COMPILED_ADAPTERS if compiled else []
     if processes == 4:
         chosen.append(PLAIN | {"dp": 2, "tp": 2, "stage": 1, "precision": "fp16", "overflow": True})
     return chosen + (CUBES if processes == 8 else [])

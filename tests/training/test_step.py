@@ -13,7 +13,10 @@ from trainer.distributed.tensors import local_values
 from trainer.model.loss import IGNORE
 from trainer.parallel.pipeline.plan import resolve_pipeline
 from trainer.planning.features import resolve_plan
+from trainer.planning.layer import parameter_counts
 from trainer.planning.plan import BatchPlan
+from trainer.planning.states import state_bytes
+from trainer.training.out_of_memory import memory_breakdown
 from trainer.training.state import TrainState
 from trainer.training.step import train_step
 
@@ -25,6 +28,7 @@ def step():
 
     def begin(device: torch.device, float8: str = "none", **changes: object):
         config, spec = settings(**changes), tiny_spec(width=64, feed_forward={"width": 96})
+        spec.adapter = config.model.adapter
         if float8 != "none":
             config.precision.compute, config.precision.float8 = "bf16", Float8Config(float8, ends=0)
         plan = resolve_plan(config.parallel, 1, spec)
@@ -42,6 +46,23 @@ def test_losses_of_repeated_batches_fall(step):
     train, *_ = step(torch.device("cpu"))
     losses = [train()["loss"].item() for _ in range(4)]
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("ema", [0.0, 0.9])
+def test_frozen_parameters_take_what_is_predicted(step, ema):
+    """Two bytes each in bf16, also after a step, with neither gradient, moments nor average; nothing is gathered."""
+    changes = {"model__adapter__rank": 4, "model__adapter__trained": ["norm.weight"], "precision__compute": "bf16"}
+    train, state, _ = step(torch.device("cpu"), **changes, optimizer__ema__decay=ema)
+    losses = [train()["loss"].item() for _ in range(4)]
+    assert losses[-1] < losses[0]
+    counts, held = parameter_counts(state.spec), memory_breakdown(state)
+    predicted = state_bytes(state.spec, state.plan, 2)
+    assert predicted.frozen == 2 * (counts["total"] - counts["trained"]) > 0
+    assert held["parameters"] == predicted.frozen + predicted.parameters
+    assert held["optimizer"] == predicted.optimizer == 8 * counts["trained"]
+    assert held["average of weights"] == 4 * counts["trained"] * bool(ema)
+    assert not any(parameter.grad is not None for _, parameter in state.frozen)
+    assert {parameter.dtype for _, parameter in state.frozen} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])

@@ -47,6 +47,7 @@ from trainer.optim.optimizer import Optimizer
 from trainer.parallel.pipeline.plan import resolve_pipeline
 from trainer.parity.compare import (
     RunComparison,
+    StartedAdapters,
     Trajectory,
     coarsest_tolerance,
     compare_runs,
@@ -136,6 +137,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gemma": {"norm": {"placement": "both", "offset": 1.0}, "embedding_scale": 24**0.5, "logit_soft_cap": 5.0},
 }
+ADAPTERS = {
+    "all": {"rank": 4, "alpha": 6.0},
+    "some": {"rank": 3, "alpha": 5.0, "scale": "root", "targets": ["*.attention.[qv]", "*.down"]},
+    "dense": {"rank": 4, "targets": ["*.attention.*", "*.shared.*"], "trained": ["*.router.*", "*.experts.gate.*"]},
+    "first layer": {"rank": 4, "targets": ["layers.0.*"]},
+    "trained": {
+        "rank": 4,
+        "targets": ["*.attention.[qo]", "*.up"],
+        "trained": ["*norm*", "embedding.weight", "*.attention.v.*", "*.attention.o.weight", "layers.1.*.down.weight"],
+    },
+}
 WIDE_LATENT = {"attention": {"latent": {"q_rank": 32, "kv_rank": 32, "nope_dim": 16, "rope_dim": 16, "value_dim": 16}}}
 RECOMPUTE = {
     "none": {},
@@ -160,6 +172,7 @@ def spec_of(case: Case, device: torch.device) -> ModelSpec:
         windows if case["attention"] == "window_cap" else {},
         {"width": 64} if device.type == "cuda" else {},
         {"width": 64, "feed_forward": {"width": 96}} if "float8" in case else {},
+        {"adapter": ADAPTERS[case["adapter"]]} if "adapter" in case else {},
     ):
         spec = ModelSpec.from_dict(merged(spec.to_dict(), changes))
     return spec
@@ -283,6 +296,8 @@ def measure(chosen: list[Case], worlds: Worlds, device: torch.device, folder: Pa
     for number, case in enumerate(chosen, 1):
         faulthandler.dump_traceback_later(PATIENCE, exit=True)
         started, spec, config = time.perf_counter(), spec_of(case, device), config_of(case, folder)
+        seed = config.run.seed
+        weights = StartedAdapters(InitialWeights(spec, seed, device), seed) if "adapter" in case else None
         if dist.get_rank() == 0:
             print(f"{number} of {len(chosen)}: {describe(case)}", flush=True)
         plan = resolve_plan(config.parallel, dist.get_world_size(), spec)
@@ -301,7 +316,7 @@ def measure(chosen: list[Case], worlds: Worlds, device: torch.device, folder: Pa
             if key not in references:
                 compute = DTYPES[config.precision.compute] if float8 else torch.float32
                 data = batches(case, spec, device, micro_batches=parts)
-                references[key] = train_reference(base, spec, data, device, compute=compute, float8=float8)
+                references[key] = train_reference(base, spec, data, device, weights, compute, float8)
             if key + kind not in plain:  # fp32 has to do with the table
                 plain[key + kind] = (
                     None
@@ -312,7 +327,8 @@ def measure(chosen: list[Case], worlds: Worlds, device: torch.device, folder: Pa
                             spec,
                             batches(case, spec, device),
                             device,
-                            compute=DTYPES[kind],
+                            weights,
+                            DTYPES[kind],
                             choices=known_choices(kind, references[key].choices),
                         ),
                         references[key],
@@ -342,7 +358,7 @@ def measure(chosen: list[Case], worlds: Worlds, device: torch.device, folder: Pa
                 patch.object(torch, "compile", partial(compile, backend=GRAPHS)) if graphs else nullcontext(),
                 patch.object(FSDPModule, "set_gradient_divide_factor", set_factor),
             ):
-                seen = train_plan(config, spec, plan, pipeline, world, own, choices=choices)
+                seen = train_plan(config, spec, plan, pipeline, world, own, weights, choices)
         except Exception as error:
             error.add_note(f"in the case {describe(case)}")
             raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.checkpointing.base import BASE, open_base
 from trainer.checkpointing.chunks import Chunk, ChunkPiece, StoredTensor, TensorPart, tensor_bytes
 from trainer.checkpointing.manifest import (
     LARGEST,
@@ -28,14 +29,14 @@ from trainer.checkpointing.manifest import (
 )
 from trainer.checkpointing.retention import find_newest
 from trainer.config import ConfigError
-from trainer.config.model import ModelSpec
+from trainer.config.model import DEEPEST, AdapterSpec, ModelSpec
 from trainer.config.typed import InvalidValue, Problems, build_typed
 from trainer.data.mixture import Mixture
 from trainer.data.tokens import parse_points
 from trainer.distributed.mesh import gather_objects
 from trainer.distributed.tensors import Fragment
 from trainer.optim.optimizer import PREFIX as EMA
-from trainer.planning.parameters import declare_parameters, router_shapes
+from trainer.planning.parameters import ADAPTER_NAMES, DOWN, declare_parameters, router_shapes
 from trainer.util.objects import hide_secrets, is_url
 from trainer.util.reading import shorten_foreign
 
@@ -348,8 +349,8 @@ def _demand(path: Path, name: str, fits: bool, value: Any, kind: str) -> None:
 # A trained model on disk, in a checkpoint of a run or in a transformers folder: for sampling, export and merging.
 
 
-CONFIG = "config.json"
-"""The file by which a transformers folder is recognised."""
+CONFIG, ADAPTER = "config.json", "adapter_config.json"
+"""The files by which transformers folders are recognised: one with a model, and one with adapters."""
 
 
 @dataclass(frozen=True)
@@ -357,7 +358,8 @@ class SavedModel:
     """A model on disk. path: the checkpoint's own folder, or a transformers folder. tensor: reads the whole parameter
     of a given name. tokenizer: the folder of the model's tokenizer, or None. run: the folder of its run, or None.
     generation: the model's generation configuration. begin: the ids with which the documents began that it was trained
-    on; None means as its tokenizer says."""
+    on; None means as its tokenizer says. base: of a model with adapters, the folder of the model that these were
+    trained on, or None."""
 
     path: Path
     spec: ModelSpec
@@ -366,6 +368,41 @@ class SavedModel:
     run: Path | None
     generation: dict[str, Any] = field(default_factory=dict)
     begin: list[int] | None = None
+    base: Path | None = None
+
+
+class MergedWeights:
+    """The weights of a model with adapters as one without: W + scale B A, added in fp32, for `SavedModel.tensor`.
+
+    added, lost: squared norms of what the adapters add to the matrices read so far, and of what rounding the sums to
+    `dtype` takes from them."""
+
+    def __init__(self, saved: SavedModel, dtype: torch.dtype):
+        self.saved, self.dtype, self.infos = saved, dtype, declare_parameters(saved.spec)
+        self.added = self.lost = 0.0
+
+    def __call__(self, name: str) -> Tensor:
+        value, module = self.saved.tensor(name), name.removesuffix(".weight")
+        if f"{module}.{DOWN}" not in self.infos or module == name:
+            return value
+        down, up = (self.saved.tensor(f"{module}.{end}").float() for end in ADAPTER_NAMES)
+        change = (up @ down).mul_(self.saved.spec.adapter.factor)
+        value = value.float() + change
+        self.added += change.square().sum().item()
+        self.lost += (value.to(self.dtype).float() - value).square().sum().item()
+        return value
+
+    @property
+    def share_lost(self) -> float:
+        """What rounding takes, as a share of what the adapters add."""
+        return (self.lost / self.added) ** 0.5 if self.added else 0.0
+
+
+def merge_adapters(saved: SavedModel, dtype: torch.dtype = torch.float32) -> SavedModel:
+    """The same model without adapters, if it has any. dtype: in which it is to be written; see `MergedWeights`."""
+    if not saved.spec.adapter.rank:
+        return saved
+    return replace(saved, spec=replace(saved.spec, adapter=AdapterSpec()), tensor=MergedWeights(saved, dtype))
 
 
 def open_saved(checkpoint: str, weights: str = "trained") -> SavedModel:
@@ -380,7 +417,7 @@ def open_saved(checkpoint: str, weights: str = "trained") -> SavedModel:
             "--recursive, or let a run resume from it"
         )
     folder = Path(checkpoint).expanduser()
-    if (folder / CONFIG).is_file() and not (folder / MANIFEST).is_file():
+    if any((folder / name).is_file() for name in (CONFIG, ADAPTER)) and not (folder / MANIFEST).is_file():
         return open_transformers(checkpoint, weights)
     path = find_whole(checkpoint)
     run = path.resolve().parent.parent
@@ -397,6 +434,8 @@ def open_saved(checkpoint: str, weights: str = "trained") -> SavedModel:
                     "weights=ema out"
                 )
         check_model(contents, spec, prefix)
+        infos = declare_parameters(spec)
+        read_frozen, base = open_base(contents.manifest.get(BASE), spec) if spec.adapter.rank else (None, None)
         unaveraged = router_shapes(spec)
         generation = read_generation(path, contents.manifest) or {}
         begin = read_begin(path, contents.manifest)
@@ -405,11 +444,13 @@ def open_saved(checkpoint: str, weights: str = "trained") -> SavedModel:
         raise ConfigError(f"checkpoint={checkpoint}: {damage}{way_out}") from None
 
     def tensor(name: str) -> Tensor:
+        if read_frozen is not None and name in infos and not infos[name].trained:
+            return read_frozen(name)
         # Biases of routers are not averaged, so those of the last step go with the average.
         stored = ("model." if name in unaveraged else prefix) + name
         return contents.read([stored])[stored]
 
-    return SavedModel(path, spec, tensor, tokenizer if tokenizer.is_dir() else None, run, generation, begin)
+    return SavedModel(path, spec, tensor, tokenizer if tokenizer.is_dir() else None, run, generation, begin, base)
 
 
 def find_whole(checkpoint: str) -> Path:
@@ -446,16 +487,22 @@ def open_transformers(folder: str, weights: str) -> SavedModel:
             f"weights=ema: {folder} is a transformers folder, which holds one set of weights; leave it out"
         )
     path = Path(folder).expanduser()
-    from trainer.hf import HFWeights, open_generation, spec_from_hf  # imported late: checkpoints of runs do not need it
+    # Imported late: checkpoints of runs do not need it.
+    from trainer.hf import base_folder, open_generation, open_weights, spec_from_hf
 
     notes: list[str] = []
     spec = spec_from_hf(path, notes)
     generation, left_out = open_generation(path, spec.vocab_size)
-    values = HFWeights(path, spec)
-    for note in (*notes, *values.notes, *left_out):
+    values, more = open_weights(path, spec)
+    for note in (*notes, *more, *left_out):
         print(note, file=sys.stderr)
-    tokenizer = path if (path / "tokenizer_config.json").is_file() else None
-    return SavedModel(path, spec, values.tensor, tokenizer, None, generation)
+    base, infos = base_folder(path), declare_parameters(spec)
+    tokenizer = next((one for one in (path, base) if (one / "tokenizer_config.json").is_file()), None)
+
+    def tensor(name: str) -> Tensor:
+        return values(name, infos[name]) if name in infos else values.tensor(name)
+
+    return SavedModel(path, spec, tensor, tokenizer, None, generation, base=base if spec.adapter.rank else None)
 
 
 def check_model(contents: CheckpointContents, spec: ModelSpec, prefix: str) -> None:
@@ -463,12 +510,12 @@ def check_model(contents: CheckpointContents, spec: ModelSpec, prefix: str) -> N
     its routers keep besides. Checks before memory is allocated."""
     where = contents.path / MANIFEST
     # A manifest may claim any depth. Declaring the parameters of a billion layers would take all memory.
-    if spec.depth > len(contents.names):
+    if spec.depth > (DEEPEST if spec.adapter.rank else len(contents.names)):
         raise DamagedCheckpoint(
             f"{where}: a model of {format_foreign(spec.depth)} layers, but {len(contents.names)} tensors"
         )
     try:
-        wanted = {prefix + name: info.shape for name, info in declare_parameters(spec).items()}
+        wanted = {prefix + name: info.shape for name, info in declare_parameters(spec).items() if info.trained}
         wanted |= {f"model.{name}": shape for name, shape in router_shapes(spec).items()}
     except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
         raise DamagedCheckpoint(f"{where}: an impossible model: {format_foreign(str(error))}") from None

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.checkpointing.base import BASE, base_problems
 from trainer.checkpointing.loading import BEGIN, read_begin, read_launchers, read_states
 from trainer.checkpointing.manifest import WAY_OUT, DamagedCheckpoint, list_checkpoints, read_manifest
 from trainer.checkpointing.retention import (
@@ -132,7 +133,12 @@ def find_changed_data(saved: dict[str, Any], data: dict[str, Any]) -> list[str]:
 
 
 def fitting_manifest(
-    path: Path, config: Config, spec: ModelSpec, batch: BatchPlan, data: dict[str, Any]
+    path: Path,
+    config: Config,
+    spec: ModelSpec,
+    batch: BatchPlan,
+    data: dict[str, Any],
+    base: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The manifest of the checkpoint `path`, if the run may resume from it; raises `ConfigError` if not.
 
@@ -157,6 +163,7 @@ def fitting_manifest(
             + ": set another run.name to train it beside the earlier run, or checkpoint.resume=none to train it here, "
             "which sets the earlier run aside"
         )
+    problems += base_problems(manifest.get(BASE), base)
     if config.checkpoint.data == "continue" and (changed := find_changed_data(manifest["data"], data)):
         problems.append(
             f"the data differ from the checkpoint's in {', '.join(changed)}, so its position means nothing here: set "

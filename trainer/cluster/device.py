@@ -343,15 +343,16 @@ class DeviceProbe:
         return MeasuredWork(moved, self.watch.seconds(work, 0.04 * self.budget))
 
     def _layers(self) -> dict[str, nn.Parameter]:
-        """The parameters of the first layers, in fp32."""
+        """The trained parameters of the first layers, in fp32."""
 
         def shapes(depth: int) -> dict[str, torch.Size]:
             _, layout = truncate_model(self.config, depth, self.length, 1)
             with torch.device("meta"):
                 self.infos = parameter_infos(Transformer(layout.spec))
-            return {name: info.shape for name, info in self.infos.items() if name.startswith("layers.")}
+            inner = {name: info for name, info in self.infos.items() if name.startswith("layers.")}
+            return {name: info.shape for name, info in inner.items() if info.trained}
 
-        layer = 4 * MASTER_BYTES * sum(map(prod, shapes(1).values()))  # with gradients and both moments
+        layer = 4 * MASTER_BYTES * max(1, sum(map(prod, shapes(1).values())))  # with gradients and both moments
         depth = min(self.layout.spec.depth, max(1, int(STATES * self.memory / layer)))
         return {
             name: nn.Parameter(torch.full(shape, 0.02, device=self.device)) for name, shape in shapes(depth).items()

@@ -132,19 +132,26 @@ def known_results(folder: Path) -> dict[str, Any]:
 
 def export_checkpoint(saved: SavedModel, options: EvalOptions) -> Path:
     """The model as a transformers folder: itself, or its export, which is made where it is not there yet."""
+    from trainer.checkpointing.loading import merge_adapters
     from trainer.checkpointing.manifest import read_digest
     from trainer.hf import export_model
     from trainer.precision.products import DTYPES
 
+    if saved.run is None and saved.spec.adapter.rank:
+        raise ConfigError(
+            f"checkpoint={saved.path} holds an adapter alone; write the whole model first: trainer export {saved.path} "
+            "OUT"
+        )
     if saved.run is None:
         return saved.path
     # A step that is trained again is saved at another time.
     names = [saved.path.name, read_digest(saved.path)[:12], options.dtype, *(["ema"] * (options.weights == "ema"))]
     folder = saved.run / "exports" / "-".join(names)
     if not folder.exists():
+        model = merge_adapters(saved)
         export_model(
-            saved.spec,
-            saved.tensor,
+            model.spec,
+            model.tensor,
             folder,
             DTYPES[options.dtype],
             saved.tokenizer,

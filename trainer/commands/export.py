@@ -5,36 +5,56 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainer.commands.grammar import DTYPES, Command, ModelOptions
+from trainer.config import ConfigError
 from trainer.config.fields import option
 
 
 @dataclass
 class ExportOptions(ModelOptions):
     out: str = option(None, "new folder, which AutoModelForCausalLM and AutoTokenizer open with from_pretrained")
-    dtype: str = option("bf16", "type of the exported weights", DTYPES)
+    form: str = option(
+        "merged",
+        "of a model with adapters: a model that has them in its weights, or the adapter alone, as PEFT opens it",
+        ("merged", "adapter"),
+    )
+    dtype: str = option("auto", "type of the exported weights; auto is bf16, and fp32 for adapters", ("auto", *DTYPES))
     imports: list[str] = option([], "modules of your own that register the model's blocks; they are run")
 
 
 def run(options: ExportOptions) -> None:
     # torch takes seconds to import, and no refusal of an option needs it.
-    from trainer.checkpointing.loading import open_saved
+    from trainer.checkpointing.loading import MergedWeights, merge_adapters, open_saved
     from trainer.config.compose import import_modules
-    from trainer.hf import export_model
+    from trainer.hf import export_adapter, export_model
     from trainer.precision import products
 
     import_modules(options.imports)
     saved = open_saved(options.checkpoint, options.weights)
+    name = {"merged": "bf16", "adapter": "fp32"}[options.form] if options.dtype == "auto" else options.dtype
+    dtype = products.DTYPES[name]
+    if options.form == "adapter":
+        if not saved.spec.adapter.rank:
+            raise ConfigError(
+                f"form=adapter: {options.checkpoint} has no adapters; leave form out, which exports the model"
+            )
+        if saved.base is None:
+            raise ConfigError(
+                f"form=adapter: the adapters of {options.checkpoint} were trained on weights that the run drew, which "
+                "no folder holds; set form=merged"
+            )
+        messages = export_adapter(
+            saved.spec, saved.tensor, options.out, saved.base, dtype, saved.tokenizer, saved.begin
+        )
+        print(f"{options.out}: adapters of {saved.base} in {name}", *messages, sep="\n")
+        return
+    model = merge_adapters(saved, dtype)
     export_model(
-        saved.spec,
-        saved.tensor,
-        options.out,
-        products.DTYPES[options.dtype],
-        saved.tokenizer,
-        generation=saved.generation,
-        begin=saved.begin,
+        model.spec, model.tensor, options.out, dtype, saved.tokenizer, generation=saved.generation, begin=saved.begin
     )
-    rounded = "" if options.dtype == "fp32" else " (dtype=fp32 keeps them as trained)"
-    print(f"{options.out}: weights in {options.dtype}{rounded}")
+    rounded = "" if name == "fp32" else " (dtype=fp32 keeps them as trained)"
+    print(f"{options.out}: weights in {name}{rounded}")
+    if isinstance(model.tensor, MergedWeights) and name != "fp32":
+        print(f"rounding to {name} takes {model.tensor.share_lost:.1%} of what the adapters add to the weights")
 
 
 main = Command(

@@ -43,13 +43,13 @@ class MergeOptions:
 
 def run(options: MergeOptions) -> None:
     # torch takes seconds to import, and no refusal of an option needs it.
-    from trainer.checkpointing.loading import open_saved
+    from trainer.checkpointing.loading import merge_adapters, open_saved
     from trainer.hf import export_model
     from trainer.precision import products
 
     shares = options.weights or [1.0] * len(options.models)
     total = math.fsum(shares)
-    models = [open_saved(model) for model in options.models]
+    models = [merge_adapters(open_saved(model)) for model in options.models]
     check_alike(models, options.models)
 
     def merged(name: str) -> Tensor:

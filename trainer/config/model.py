@@ -392,6 +392,32 @@ class InitSpec:
 
 
 @dataclass
+class AdapterSpec:
+    """Low-rank adapters beside frozen matrices (LoRA, Hu et al., arXiv 2106.09685): y = x W^T + scale (x A^T) B^T."""
+
+    rank: int = option(
+        0, "rank of the matrices A and B; 0 means no adapters, and all parameters are trained", range="[0, inf)"
+    )
+    alpha: float = option(32.0, "numerator of the scale of an adapter's output", range="(0, inf)")
+    scale: str = option(
+        "rank",
+        "factor on an adapter's output: alpha / rank, or for root alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732)",
+        ("rank", "root"),
+    )
+    targets: list[str] = option(
+        ["*"], "linear layers that get an adapter: patterns of names such as layers.0.attention.q"
+    )
+    trained: list[str] = option(
+        [], "parameters of the model that are trained beside the adapters: patterns of names such as norm.weight"
+    )
+
+    @property
+    def factor(self) -> float:
+        """What an adapter's output is multiplied by."""
+        return self.alpha / (self.rank if self.scale == "rank" else self.rank**0.5)
+
+
+@dataclass
 class LayerSpec:
     """One layer after pattern and overrides are applied."""
 
@@ -428,6 +454,7 @@ class ModelSpec:
     feed_forward: FeedForwardSpec = option(FeedForwardSpec(), "feed-forward block of every layer")
     norm: NormSpec = option(NormSpec(), "norms of every layer, and the final norm")
     init: InitSpec = option(InitSpec(), "initial weights")
+    adapter: AdapterSpec = option(AdapterSpec(), "low-rank adapters (LoRA), which are trained instead of the model")
     pattern: list[Any] = option(
         [],
         "partial overrides of attention, feed_forward or norm, repeated cyclically over the depth; `repeat: n` in an "

@@ -55,6 +55,11 @@ _NAMES = {
     "model.attention.window": "window_size sliding_window",
     "model.attention.sinks": "attention_sinks softmax_type",
     "model.attention.rope.theta": "rope_theta rotary_base",
+    "model.adapter.rank": "lora lora_rank lora_r lora_dim peft qlora",
+    "model.adapter.alpha": "lora_alpha",
+    "model.adapter.scale": "use_rslora rslora",
+    "model.adapter.targets": "target_modules lora_target_modules lora_target lora_attn_modules",
+    "model.adapter.trained": "modules_to_save",
     "model.init.std": "init_method_std initializer_range",
     "model.tied": "tie_word_embeddings tie_embeddings",
     "parallel.tp": "tensor_parallel tensor_model_parallel_size tensor_parallel_degree tp_size",
@@ -96,10 +101,9 @@ SETTINGS = {name: setting for setting, names in _NAMES.items() for name in names
 """Name elsewhere -> setting here."""
 
 _LENGTH = "a run's length is run.steps or run.tokens, and the metric epoch counts passes"
-_LORA = "there is no LoRA: all parameters are trained"
 ABSENT = {
     **dict.fromkeys(("epochs", "epoch", "num_epochs", "max_epochs", "num_train_epochs"), _LENGTH),
-    **dict.fromkeys(("lora", "peft", "qlora", "lora_rank", "lora_alpha"), _LORA),
+    "lora_dropout": "adapters have no dropout",
     **dict.fromkeys(("dropout", "attention_dropout", "hidden_dropout"), "there is no dropout"),
     **dict.fromkeys(("early_stopping", "patience"), "a callback can end a run: docs/extending.md has one"),
     "rampup_batch_size": "the global batch is the same in every step",

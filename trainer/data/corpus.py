@@ -480,8 +480,12 @@ def _tokenizer(config: Config, sources: list[DocumentSource], once: MakeCached) 
     if data.tokenizer != "bpe":
         return load_tokenizer(data.tokenizer)
     if config.model.from_hf:  # pretrained weights know one tokenizer: their own
-        folder = Path(config.model.from_hf).expanduser()
-        if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        names, folder = ("tokenizer.json", "tokenizer_config.json"), Path(config.model.from_hf).expanduser()
+        if not any((folder / name).is_file() for name in names):
+            from trainer.hf import base_folder
+
+            folder = base_folder(folder)
+        if not any((folder / name).is_file() for name in names):
             raise ConfigError(
                 f"model.from_hf={folder} holds no tokenizer; set data.tokenizer to the one that its weights were "
                 "trained with"

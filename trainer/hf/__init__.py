@@ -7,9 +7,13 @@ from typing import Any
 
 _HOMES = {
     "HFWeights": "trainer.hf.weights",
+    "base_folder": "trainer.hf.adapters",
+    "export_adapter": "trainer.hf.folder",
     "export_model": "trainer.hf.folder",
+    "join_adapters": "trainer.hf.adapters",
     "model_from_hf": "trainer.hf.folder",
     "open_generation": "trainer.hf.folder",
+    "open_weights": "trainer.hf.adapters",
     "spec_from_hf": "trainer.hf.folder",
 }
 

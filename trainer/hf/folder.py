@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -17,6 +19,7 @@ from trainer.config import ConfigError
 from trainer.config.extend import extend_spec
 from trainer.config.model import ModelSpec
 from trainer.config.schema import ModelConfig
+from trainer.hf.adapters import ADAPTER, PeftWeights, base_folder, holds_adapter, join_adapters, write_adapter
 from trainer.hf.agreement import check_export, check_import, usual_config
 from trainer.hf.config import check_sizes, config_from_spec, rename_options, spec_from_config
 from trainer.hf.families import FAMILIES
@@ -33,22 +36,18 @@ OF_THE_MACHINE = ("compile_config", "continuous_batching_config", "use_cache", "
 of a compiler."""
 
 
-ADAPTER = "adapter_config.json"
-
-
 def spec_from_hf(folder: str | Path, notes: list[str] | None = None) -> ModelSpec:
     """The architecture in `folder`/config.json, as transformers understands it: a small model of it has computed the
     same there and here. Weights are optional. A head that they store with other values than the embedding is not tied.
+    A folder with an adapter is read with that of its model.
 
     notes: a list that gets a sentence where the weights contradict config.json. Raises `ConfigError` for what cannot be
     read or is not supported."""
     folder = Path(folder).expanduser()
     path = folder / "config.json"
-    if (folder / ADAPTER).is_file():
-        raise ConfigError(
-            f"model.from_hf={folder}: {ADAPTER}: adapters are not supported; merge the adapter into its model (peft: "
-            f"merge_and_unload, then save_pretrained), or remove {ADAPTER} where the weights have it already"
-        )
+    if holds_adapter(folder):
+        spec = spec_from_hf(base_folder(folder), notes)
+        return replace(spec, adapter=PeftWeights(folder, spec).adapter)
     if not path.is_file():
         raise ConfigError(
             f"model.from_hf={folder}: there is no {path.name} in it; give a folder as transformers saves it (a model "
@@ -90,7 +89,8 @@ def untie_stored_head(folder: Path, spec: ModelSpec, notes: list[str]) -> None:
 
 def model_from_hf(model: ModelConfig) -> ModelConfig:
     """The model that `model.from_hf` names, extended as `model.extend` says. Raises `ConfigError`."""
-    return ModelConfig(**vars(extend_spec(spec_from_hf(str(model.from_hf)), model.extend)))
+    spec = extend_spec(spec_from_hf(str(model.from_hf)), model.extend)
+    return ModelConfig(**{**vars(spec), "adapter": join_adapters(spec, model.adapter)})
 
 
 def complete_config(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
@@ -132,25 +132,59 @@ def export_model(
     absent. Raises `ConfigError`
     where transformers' model would be another one, naming the field."""
     folder = Path(folder).expanduser()
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"out={folder} exists and is not empty; give a new folder")
     outside = {**special_tokens(tokenizer), "torch_dtype": str(dtype).removeprefix("torch.")}
     config = {**config_from_spec(spec), **outside}
+    check_new(folder)
     check_export(spec, config)
+    with written_together(folder) as partial:
+        write_weights(partial, spec, tensors if callable(tensors) else tensors.__getitem__, dtype, shard_size)
+        if tokenizer:
+            copy_tokenizer(Path(tokenizer), partial, config["model_type"])
+            if begin is not None:
+                rewrite_begin(partial, begin)
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        ids = {key: config[key] for key in SPECIAL if config[key] is not None}
+        kept, _ = select_generation({**ids, **(generation or {})}, spec.vocab_size)
+        if len(kept.get("eos_token_id", ())) == 1:
+            [kept["eos_token_id"]] = kept["eos_token_id"]
+        (partial / GENERATION).write_text(json.dumps(kept, indent=2) + "\n")
+
+
+def export_adapter(
+    spec: ModelSpec,
+    tensors: Callable[[str], Tensor],
+    folder: str | Path,
+    base: str | Path,
+    dtype: torch.dtype = torch.float32,
+    tokenizer: str | Path | None = None,
+    begin: list[int] | None = None,
+) -> list[str]:
+    """Writes a folder that PEFT opens, with the adapters of a model and its tokenizer. base: the folder of the model.
+    The others, and what is written when: as for `export_model`. Returns messages."""
+    folder = Path(folder).expanduser()
+    with written_together(folder) as partial:
+        messages = write_adapter(partial, spec, tensors, base, dtype)
+        if tokenizer:
+            copy_tokenizer(Path(tokenizer), partial, spec.family)
+            if begin is not None:
+                rewrite_begin(partial, begin)
+    return messages
+
+
+def check_new(folder: Path) -> None:
+    """Raises `ConfigError` where the folder exists and is not empty."""
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"out={folder} exists and is not empty; give a new folder")
+
+
+@contextmanager
+def written_together(folder: Path) -> Iterator[Path]:
+    """A folder to write to, which becomes `folder` at the end of the block: that is complete or absent."""
+    check_new(folder)
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    write_weights(partial, spec, tensors if callable(tensors) else tensors.__getitem__, dtype, shard_size)
-    if tokenizer:
-        copy_tokenizer(Path(tokenizer), partial, config["model_type"])
-        if begin is not None:
-            rewrite_begin(partial, begin)
-    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    ids = {key: config[key] for key in SPECIAL if config[key] is not None}
-    kept, _ = select_generation({**ids, **(generation or {})}, spec.vocab_size)
-    if len(kept.get("eos_token_id", ())) == 1:
-        [kept["eos_token_id"]] = kept["eos_token_id"]
-    (partial / GENERATION).write_text(json.dumps(kept, indent=2) + "\n")
+    yield partial
     if folder.exists():
         folder.rmdir()
     partial.rename(folder)
@@ -160,7 +194,7 @@ def open_generation(folder: str | Path, vocab_size: int) -> tuple[dict[str, Any]
     """The generation configuration of a transformers folder as `select_generation` makes it, and a message for each
     option that is left out. Without generation_config.json, options in config.json count, as in transformers. Raises
     `ConfigError` for a file that cannot be read."""
-    path = Path(folder).expanduser() / GENERATION
+    path = base_folder(folder) / GENERATION
     own = path.exists() or path.is_symlink()
     path = path if own else path.with_name("config.json")
     given = read_json(path, dict, "write it anew with transformers' save_pretrained")

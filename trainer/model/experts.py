@@ -379,6 +379,8 @@ class GroupedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple:
         x, weight, ends, *numbers = ctx.saved_tensors
+        if not numbers and not ctx.needs_input_grad[1]:  # frozen
+            return grouped_matmul(gradient.contiguous(), weight.mT, ends), None, None
         to_x, *to_weight = grouped_backward(gradient.contiguous(), weight, x, ends, numbers)
         return to_x, *(to_weight or [None]), None, *[None] * len(numbers)
 
@@ -449,7 +451,8 @@ class GroupedLinear(DeclaredModule):
 
     def defer(self, deferred: DeferredGrads) -> None:
         """From now on this layer may defer weight gradients, to `deferred`."""
-        self.deferred, self.number = deferred, number_layer(self)
+        if self.weight.requires_grad:
+            self.deferred, self.number = deferred, number_layer(self)
 
     def forward(self, x: Tensor, ends: Tensor, weights: Tensor | None = None) -> Tensor:
         """x: [rows, inputs], sorted by expert. ends: see `grouped_matmul`. weights: [rows], factors on the bias, or

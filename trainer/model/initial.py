@@ -6,7 +6,7 @@ size starts from the same bits (on the same kind of device)."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from trainer.config.model import ModelSpec
 from trainer.distributed.collectives import TensorGroup
 from trainer.distributed.tensors import local_extent
-from trainer.planning.parameters import ParameterInfo
+from trainer.planning.parameters import DOWN, ParameterInfo
 
 # Logical axes: what each dimension of a parameter means. Every parameter is declared with a name for each of its
 # dimensions (`embed`, `heads`, `kv_heads`, `mlp`, `vocab`, ...) and a role. Layouts (tensor parallelism, sharding),
@@ -49,15 +49,26 @@ class DeclaredModule(nn.Module):
         units: int = 0,
         active: float = 1.0,
     ) -> None:
-        self.declared[name] = ParameterInfo(tuple(shape), axes, role, residual, units, active)
-        self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+        self.add_parameter(name, ParameterInfo(tuple(shape), axes, role, residual, units, active))
+
+    def add_parameter(self, name: str, info: ParameterInfo) -> None:
+        """Registers a parameter that is declared by `info`."""
+        self.declared[name] = info
+        self.register_parameter(name, nn.Parameter(torch.empty(info.shape), requires_grad=info.trained))
+
+    def freeze(self, name: str) -> None:
+        """From now on the parameter gets no gradient."""
+        self.declared[name] = replace(self.declared[name], trained=False)
+        getattr(self, name).requires_grad_(False)
 
     def local(self, name: str) -> Tensor:
         """What this rank computes with of a parameter; gradients find their way back."""
         parameter = getattr(self, name)
         if isinstance(parameter, DTensor):
             return parameter.to_local()
-        return parameter if self.part is None else ParameterPart.apply(parameter, self.part)
+        # The matrix A of an adapter has no rows of heads.
+        whole = self.part is None or self.declared[name].axes[0] != "kv_heads"
+        return parameter if whole else ParameterPart.apply(parameter, self.part)
 
 
 class ParameterPart(torch.autograd.Function):
@@ -116,6 +127,11 @@ def initial_value(
 ) -> Tensor:
     """The whole fp32 parameter `name`, [info.shape]. first: of a stack of experts, the number of the first one."""
     value = torch.empty(info.shape, dtype=torch.float32, device=device)
+    if info.adapter:
+        # As in PEFT: uniform within 1 / sqrt(inputs), and zeros in B, so that training starts from the model itself.
+        generator = torch.Generator(device).manual_seed(name_seed(seed, name))
+        limit = info.shape[1] ** -0.5 * name.endswith(DOWN)
+        return value.uniform_(-limit, limit, generator=generator)
     if info.role in ("norm", "bias"):
         return value.fill_(1 - spec.norm.offset if info.role == "norm" and name.endswith("weight") else 0)
     std = initial_std(spec, info)
@@ -167,6 +183,20 @@ def initialize_model(
 ) -> None:
     """Sets all weights of a (sharded, materialised) model: the given ones, or freshly drawn."""
     fill_parameters(model, weights or InitialWeights(spec, seed, device))
+
+
+class AdaptedWeights:
+    """The weights of a model with adapters from two places. base: gives those of the model itself; adapters: those of
+    the adapters, and of the parameters `trained`."""
+
+    def __init__(self, base: Weights, adapters: Weights, trained: Container[str] = ()):
+        self.base, self.adapters, self.trained = base, adapters, trained
+
+    def __call__(self, name: str, info: ParameterInfo) -> Tensor:
+        return (self.adapters if info.adapter or name in self.trained else self.base)(name, info)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.base, name)  # what else weights may have
 
 
 class InitialWeights:

@@ -20,9 +20,10 @@ from trainer.model.cache import CachedMask, attend_cached
 from trainer.model.context_attention import SharedMask, attend_together
 from trainer.model.experts import Experts, Router, Sequences, WideLinear
 from trainer.model.initial import DeclaredModule
-from trainer.model.linear import DeferredGrads, column_parallel, number_layer, row_parallel
+from trainer.model.linear import Adapter, DeferredGrads, column_parallel, number_layer, row_parallel
 from trainer.model.rotary import rotate_heads, rotate_pairs
 from trainer.model.stage import BlockReport, ReportedOutput, join_reports, keep_here, split_report
+from trainer.planning.parameters import DOWN, UP, adapter_infos
 from trainer.precision.products import Multiply, matmul
 
 # Functions of single tokens computed for some tokens at a time, and again in backward: what lives at once is one
@@ -102,7 +103,8 @@ class Linear(DeclaredModule):
     """y = x W^T + b with W: [outputs, inputs]. axes: the logical axes of (outputs, inputs). units: the number of equal
     parts (heads) into which the outputs may be cut; 0 means rows.
 
-    Tensor parallelism splits the outputs (column-parallel) or the inputs (row-parallel, `by_rows`).
+    Tensor parallelism splits the outputs (column-parallel) or the inputs (row-parallel, `by_rows`). With an adapter
+    (`adapt`), y = x W^T + b + scale (x A^T) B^T.
     """
 
     def __init__(
@@ -119,6 +121,7 @@ class Linear(DeclaredModule):
         self.deferred: DeferredGrads | None = None
         self.number: Tensor | None = None
         self.multiply: Multiply = matmul
+        self.adapter_scale: float | None = None
         self.declare("weight", (outputs, inputs), axes, "matrix", residual, units)
         self.bias = None
         if bias:
@@ -126,16 +129,31 @@ class Linear(DeclaredModule):
             del self.bias
             self.declare("bias", (outputs,), axes[:1], "bias", units=units)
 
+    def adapt(self, rank: int, scale: float) -> None:
+        """Puts an adapter beside the matrix. scale: factor on its output."""
+        self.adapter_scale = scale
+        for name, info in adapter_infos(self.declared["weight"], rank).items():
+            self.add_parameter(name, info)
+
     def defer(self, deferred: DeferredGrads) -> None:
-        """From now on this layer may defer weight gradients, to `deferred`."""
-        self.deferred, self.number = deferred, number_layer(self)
+        """From now on this layer may defer weight gradients, to `deferred`. Those of an adapter are too small for it,
+        and a frozen matrix has none."""
+        if self.adapter_scale is None and self.weight.requires_grad:
+            self.deferred, self.number = deferred, number_layer(self)
 
     def local_bias(self) -> Tensor | None:
         return None if self.bias is None else self.local("bias")
 
+    def local_adapter(self) -> Adapter | None:
+        if self.adapter_scale is None:
+            return None
+        return Adapter(self.local(DOWN), self.local(UP), self.adapter_scale)
+
     def forward(self, x: Tensor) -> Tensor:
         if self.by_rows:
-            return row_parallel(x, self.local("weight"), self.local_bias(), self.group, self.number, self.multiply)
+            return row_parallel(
+                x, self.local("weight"), self.local_bias(), self.group, self.number, self.multiply, self.local_adapter()
+            )
         return project_input(x, self)[0]
 
 
@@ -150,8 +168,10 @@ def project_input(x: Tensor, *linears: Linear) -> Sequence[Tensor]:
         [linear.local("weight") for linear in linears],
         [linear.local_bias() for linear in linears],
         linears[0].group,
-        [] if linears[0].number is None else [linear.number for linear in linears],
+        # Where one of them has an adapter or a frozen matrix, all compute their weight gradients at once.
+        [] if any(linear.number is None for linear in linears) else [linear.number for linear in linears],
         linears[0].multiply,
+        [linear.local_adapter() for linear in linears],
     )
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -265,6 +265,181 @@ class RowParallel(torch.autograd.Function):
         return None, None, to_x, to_weight, None
 
 
+class Adapter(NamedTuple):
+    """What this rank computes with of the adapter of a linear layer: A [rank, inputs], B [outputs, rank], of which
+    tensor parallelism cuts the dimension that it cuts of the matrix, and the factor on its output."""
+
+    down: Tensor
+    up: Tensor
+    scale: float
+
+
+# The products of adapters are operators of their own, because the calls of torch's are counted: `activation.save` names
+# products by their number.
+
+
+@torch.library.custom_op("trainer::project_down", mutates_args=())
+def project_down(x: Tensor, down: Tensor, scale: float) -> Tensor:
+    """scale x A^T: [tokens, inputs], [rank, inputs] -> [tokens, rank]."""
+    return (x @ down.t()).mul_(scale)
+
+
+@project_down.register_fake
+def _(x: Tensor, down: Tensor, scale: float) -> Tensor:
+    return x.new_empty(x.shape[0], down.shape[0])
+
+
+@torch.library.custom_op("trainer::add_projection", mutates_args=())
+def add_projection(y: Tensor, low: Tensor, up: Tensor) -> Tensor:
+    """y + u B^T: [tokens, outputs], [tokens, rank], [outputs, rank] -> [tokens, outputs]."""
+    return torch.addmm(y, low, up.t())
+
+
+@add_projection.register_fake
+def _(y: Tensor, low: Tensor, up: Tensor) -> Tensor:
+    return y.new_empty(y.shape)
+
+
+class AdaptedColumns(torch.autograd.Function):
+    """`ColumnParallel` for matrices of which some are frozen or have adapters. Every matrix A is whole on each rank and
+    joins the input that is gathered for the matrices.
+
+    operands: weights, then a bias or None for each, then A and B of each adapter. scales: factor of each adapter, None
+    for a matrix without one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
+        """given: see `ColumnParallel.forward`."""
+        group, multiply, x, scales, *operands = given
+        count = len(scales)
+        weights, biases, (downs, ups) = (
+            operands[:count],
+            operands[count : 2 * count],
+            split_pairs(operands[2 * count :]),
+        )
+        ctx.group, ctx.multiply, ctx.scales = group, multiply, scales
+        if group is None:
+            results, whole = matmul_all(x, weights, GEMMRole.OUTPUT, biases, multiply), x
+        else:
+            results, whole = group.gather_matmul(
+                x, weights, GEMMRole.OUTPUT, biases, keep=len(downs) > 0, multiply=multiply
+            )
+        places = adapted_places(scales)
+        lows = [project_down(whole, down, scales[place]) for place, down in zip(places, downs)]
+        added = {place: add_projection(results[place], low, up) for place, low, up in zip(places, lows, ups)}
+        # A frozen matrix without an adapter needs its input no more.
+        kept = [x] if downs or any(ctx.needs_input_grad[4 : 4 + count]) else []
+        ctx.save_for_backward(*weights, *downs, *ups, *lows, *kept)
+        return tuple(added.get(place, result) for place, result in enumerate(results))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple:
+        group, multiply, scales, count = ctx.group, ctx.multiply, ctx.scales, len(ctx.scales)
+        places = adapted_places(scales)
+        weights, downs, ups, lows, kept = split_sizes(ctx.saved_tensors, count, *[len(places)] * 3)
+        wanted = ctx.needs_input_grad[4 : 4 + 2 * count]
+        to_biases = [gradient.sum(0) if bias else None for gradient, bias in zip(gradients, wanted[count:])]
+        trained = [place for place in range(count) if wanted[place]]
+        # A rank has the gradients of its part of the outputs. Their sum over ranks is as narrow as the rank.
+        to_lows = [(gradients[place] @ up).mul_(scales[place]) for place, up in zip(places, ups)]
+        to_ups = [gradients[place].t() @ low for place, low in zip(places, lows)]
+        started = again = to_x = None
+        if group is not None:
+            started = group.scatter_sum(torch.cat(to_lows, 1)) if to_lows else None
+            again = group.gather(kept[0]) if trained else None
+        if ctx.needs_input_grad[2]:
+            role = GEMMRole.INPUT_GRADIENT
+            if group is None:
+                to_x = matmul_sum(gradients, weights, role, multiply)
+            else:
+                to_x = group.matmul_scatter_sum(gradients, weights, role, multiply)
+        if started is not None:
+            to_lows = group.wait(started).split([low.shape[1] for low in to_lows], 1)
+        # Each rank adds up over its own tokens: the gradient of A is a partial sum, as that of every whole parameter.
+        to_downs = [to_low.t() @ kept[0] for to_low in to_lows]
+        to_weights: list[Tensor | None] = [None] * count
+        if trained:
+            whole = kept[0] if group is None else group.wait(again)
+            for place, found in zip(trained, weight_gradients([gradients[i] for i in trained], whole, multiply)):
+                to_weights[place] = found
+        if to_x is not None:
+            to_x = to_x if group is None else group.wait(to_x)
+            for to_low, down in zip(to_lows, downs):
+                to_x = torch.addmm(to_x, to_low, down)
+        pairs = [part for pair in zip(to_downs, to_ups) for part in pair]
+        return None, None, to_x, None, *to_weights, *to_biases, *pairs
+
+
+class AdaptedRows(torch.autograd.Function):
+    """`RowParallel` for a matrix that is frozen or has an adapter. A is cut as the matrix is, B is whole on each rank
+    and sees partial sums, which are added to those of the matrix before these are summed over ranks.
+
+    pair: A and B, or nothing.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        """given: see `ColumnParallel.forward`."""
+        group, multiply, scale, x, weight, *pair = given
+        ctx.group, ctx.multiply, ctx.scale = group, multiply, scale
+        low = [project_down(x, pair[0], scale)] if pair else []
+        # A frozen matrix without an adapter needs its input no more.
+        kept = [x] if pair or ctx.needs_input_grad[4] else []
+        ctx.save_for_backward(weight, *pair, *low, *kept)
+        if not pair:
+            return group.wait(group.matmul_scatter_sum([x], [weight], GEMMRole.OUTPUT, multiply))
+        if not group.fuses:
+            return group.wait(group.scatter_sum(add_projection(multiply(x, weight, GEMMRole.OUTPUT), low[0], pair[1])))
+        # A product that is fused with its sum leaves nothing to add to: the sum of the partial sums is a message of its
+        # own, as narrow as the rank.
+        started = group.scatter_sum(low[0])
+        result = group.wait(group.matmul_scatter_sum([x], [weight], GEMMRole.OUTPUT, multiply))
+        return add_projection(result, group.wait(started), pair[1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple:
+        group, multiply = ctx.group, ctx.multiply
+        adapted = len(ctx.needs_input_grad) > 5
+        (weight,), pair, low, kept = split_sizes(ctx.saved_tensors, 1, *((2, 1) if adapted else (0, 0)))
+        needs_x, needs_weight = ctx.needs_input_grad[3:5]
+        to_x, to_weight, to_pair = None, None, []
+        if needs_x:
+            (to_x,), whole = group.gather_matmul(
+                gradient, [weight], GEMMRole.INPUT_GRADIENT, keep=adapted or needs_weight, multiply=multiply
+            )
+        else:
+            whole = group.wait(group.gather(gradient))
+        if adapted:
+            (down, up), (low,) = pair, low
+            to_low = (whole @ up).mul_(ctx.scale)
+            to_pair = [to_low.t() @ kept[0], whole.t() @ low]
+            if to_x is not None:
+                to_x = torch.addmm(to_x, to_low, down)
+        if needs_weight:
+            to_weight = multiply(whole, kept[0], GEMMRole.WEIGHT_GRADIENT)
+        return None, None, None, to_x, to_weight, *to_pair
+
+
+def adapted_places(scales: Sequence[float | None]) -> list[int]:
+    """The numbers of the matrices that have adapters."""
+    return [place for place, scale in enumerate(scales) if scale is not None]
+
+
+def split_pairs(parts: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """A and B of several adapters, which alternate."""
+    return parts[::2], parts[1::2]
+
+
+def split_sizes(parts: Sequence[Tensor], *sizes: int) -> list[Sequence[Tensor]]:
+    """Runs of so many of the parts, and the rest."""
+    found = []
+    for size in sizes:
+        found.append(parts[:size])
+        parts = parts[size:]
+    return [*found, parts]
+
+
 def column_parallel(
     x: Tensor,
     weights: Sequence[Tensor],
@@ -272,14 +447,21 @@ def column_parallel(
     group: TensorGroup | None,
     numbers: Sequence[Tensor] = (),
     multiply: Multiply = matmul,
+    adapters: Sequence[Adapter | None] = (),
 ) -> Sequence[Tensor]:
     """Products of one input with several matrices, column-parallel over `group` if there is one. Shapes:
-    `ColumnParallel`.
+    `ColumnParallel`. adapters: of each matrix, or nothing.
 
     Weights marked `dropped_after_use` lose their memory after forward and get it back for backward. torch's own product
     would save a view of the freed memory, so such weights always go through `ColumnParallel`. So do products that are
     not `matmul`, which autograd cannot differentiate.
     """
+    frozen = not all(weight.requires_grad for weight in weights)
+    if any(adapter is not None for adapter in adapters) or frozen and (multiply is not matmul or group is not None):
+        adapters = adapters or [None] * len(weights)
+        pairs = [part for adapter in adapters if adapter is not None for part in adapter[:2]]
+        scales = tuple(None if adapter is None else adapter.scale for adapter in adapters)
+        return AdaptedColumns.apply(group, multiply, x, scales, *weights, *biases, *pairs)
     dropped = getattr(weights[0], "dropped_after_use", False)
     if group is None and not numbers and not dropped and multiply is matmul:
         return [matmul(x, weight, GEMMRole.OUTPUT, bias) for weight, bias in zip(weights, biases)]
@@ -293,10 +475,15 @@ def row_parallel(
     group: TensorGroup,
     number: Tensor | None,
     multiply: Multiply = matmul,
+    adapter: Adapter | None = None,
 ) -> Tensor:
     """A row-parallel product, see `RowParallel`. The bias is added after the sum over ranks, so it counts once."""
-    (weight,) = detach_weights([weight], [] if number is None else [number])
-    y = RowParallel.apply(group, multiply, x, weight, number)
+    if adapter is not None or not weight.requires_grad:
+        *pair, scale = (0.0,) if adapter is None else adapter
+        y = AdaptedRows.apply(group, multiply, scale, x, weight, *pair)
+    else:
+        (weight,) = detach_weights([weight], [] if number is None else [number])
+        y = RowParallel.apply(group, multiply, x, weight, number)
     return y if bias is None else y + bias
 
 

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.config.model import ModelSpec
+from trainer.config import ConfigError
+from trainer.config.model import AdapterSpec, ModelSpec
 from trainer.distributed.collectives import ReduceScatterSum, TensorGroup
 from trainer.model.attention import build_mask, cap_score, document_starts
 from trainer.model.cache import KVCache
@@ -22,6 +23,7 @@ from trainer.model.linear import DeferredGrads, column_parallel
 from trainer.model.loss import LossSettings, Term, linear_cross_entropy
 from trainer.model.rotary import Rotary
 from trainer.model.stage import BlockReport, ReportedOutput, join_reports, split_report
+from trainer.planning.parameters import can_adapt, matches_any
 
 
 class EmbeddingLookup(torch.autograd.Function):
@@ -99,6 +101,27 @@ class Head(DeclaredModule):
         return ReportedOutput((objective, entropy), BlockReport(None, dict(zip(self.loss.terms, added.split(1)))))
 
 
+def adapt_model(model: nn.Module, adapter: AdapterSpec) -> None:
+    """Freezes the parameters of a model but those that `adapter.trained` names, and puts adapters beside its linear
+    layers, by their names, as `planning.parameters.adapt_table` does. Raises `ConfigError` where a matched matrix of a
+    registered block is no `Linear`."""
+    for name, module in model.named_modules():
+        if not isinstance(module, DeclaredModule):
+            continue
+        weight = module.declared.get("weight")
+        for own in module.declared:
+            if not matches_any(f"{name}.{own}", adapter.trained):
+                module.freeze(own)
+        if weight is None or not can_adapt(weight) or not matches_any(name, adapter.targets):
+            continue
+        if not isinstance(module, Linear):
+            raise ConfigError(
+                f"model.adapter.targets={adapter.targets} match {name}, whose class {type(module).__name__} is no "
+                "trainer.model.layers.Linear; set other patterns"
+            )
+        module.adapt(adapter.rank, adapter.factor)
+
+
 def part_start(size: int, group: TensorGroup) -> int:
     """First of rank `group.rank`'s rows when `size` rows are split as DTensor splits them: equal parts, the last ones
     smaller."""
@@ -150,6 +173,8 @@ class Transformer(nn.Module):
         if self.last:
             self.norm = Norm(spec.width, spec.norm)
             self.head = Head(spec)
+        if spec.adapter.rank:
+            adapt_model(self, spec.adapter)
         self.reports = {
             f"{name}.{key}": size
             for name, module in self.named_modules()

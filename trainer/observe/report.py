@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import inf, prod
@@ -93,6 +94,14 @@ class StartReport:
             tables.print_rows(title, rows, console)
 
 
+def describe_trained(counts: Mapping[str, int]) -> list[tuple[str, str]]:
+    """How many parameters are trained, where some are not. counts: `parameter_counts`."""
+    if counts["trained"] == counts["total"]:
+        return []
+    some, total = (tables.format_count(counts[name]) for name in ("trained", "total"))
+    return [("trained parameters", f"{some} of {total} ({counts['trained'] / counts['total']:.2%})")]
+
+
 def start_report(
     config: Config, layout: Layout, states: StateBytes, memory: MachineMemory, corpus: Any, world: World, start: Any
 ) -> StartReport:
@@ -110,6 +119,7 @@ def start_report(
             "model": [
                 ("name", f"{spec.name} ({spec.family})"),
                 ("parameters", tables.format_count(counts["total"])),
+                *describe_trained(counts),
                 ("layers x width", f"{spec.depth} x {spec.width}"),
                 ("FLOPs per token", tables.format_flops(flops_per_token(spec, batch.sequence_length, causal=True))),
             ],
@@ -255,8 +265,8 @@ def model_table(spec: ModelSpec) -> list[dict[str, Any]]:
 
 
 def types_table(config: Config, spec: ModelSpec) -> list[dict[str, Any]]:
-    """How each parameter is optimised."""
-    infos = declare_parameters(spec)
+    """How each trained parameter is optimised."""
+    infos = {name: info for name, info in declare_parameters(spec).items() if info.trained}
     policies = parameter_policies(infos, config.precision.types, config.optimizer)
     narrow = {f"{name}.weight": one.recipe for name, one in float8_linears(config.precision, spec).items()}
     return [

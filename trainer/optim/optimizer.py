@@ -148,7 +148,8 @@ class Optimizer:
         self.groups: dict[ParameterPolicy, list[str]] = {}
         for name in parameters:
             self.groups.setdefault(policies[name], []).append(name)
-        device = local_values(next(iter(parameters.values()))).device
+        # A rank may have nothing to train, as its pipeline stage has no adapters.
+        device = local_values(next(iter(parameters.values()), torch.empty(0))).device
         self.updates = torch.zeros((), device=device)  # steps that were not skipped
         self.state = {
             (name, moment): torch.zeros_like(local_values(parameters[name]), dtype=policy.state_dtype)

@@ -14,7 +14,8 @@ from torch import nn
 from trainer.config import Config, ConfigError, PrecisionConfig
 from trainer.config.model import ModelSpec
 from trainer.distributed.mesh import World
-from trainer.model.initial import parameter_infos
+from trainer.model.experts import WideLinear
+from trainer.model.initial import DeclaredModule, parameter_infos
 from trainer.model.layers import Linear
 from trainer.model.linear import DeferredGrads
 from trainer.model.loss import loss_terms
@@ -28,7 +29,7 @@ from trainer.parallel.zero.fsdp import Engine
 from trainer.planning.float8 import float8_linears
 from trainer.planning.parameters import declare_parameters
 from trainer.planning.plan import Plan
-from trainer.precision.products import Float8Multiply, Quantise, check_device, quantise_operand
+from trainer.precision.products import DTYPES, Float8Multiply, Quantise, check_device, quantise_operand
 
 
 def check_compiler(config: Config, device: torch.device) -> None:
@@ -108,6 +109,7 @@ def parallelize(
     # On the meta device a stage takes no memory, so a model that fits only when sharded is never whole on one rank.
     with torch.device("meta"):
         model = make(spec, layers)
+        cast_frozen(model, DTYPES[config.precision.compute])
     loss = config.loss
     model.set_loss(loss.z_loss, loss.chunk, config.compile, loss.tile or 0, loss_terms(loss))
     backend = BACKENDS[config.parallel.tp_overlap]
@@ -132,6 +134,16 @@ def parallelize(
     engine.materialize(model)
     keep_buffers(model, world.device)
     return model
+
+
+def cast_frozen(model: Stage, dtype: torch.dtype) -> None:
+    """Puts frozen parameters into the compute type, in which they are used: no update needs more digits. Those of
+    `WideLinear` are used in fp32."""
+    for module in model.modules():
+        if isinstance(module, DeclaredModule) and not isinstance(module, WideLinear):
+            for name in [name for name, info in module.declared.items() if not info.trained]:
+                setattr(module, name, nn.Parameter(getattr(module, name).to(dtype), requires_grad=False))
+    model.tie()
 
 
 def multiply_in_float8(

@@ -291,7 +291,9 @@ def recomputing_class(kind: type[nn.Module]) -> type[nn.Module]:
 def linear_names(layer: nn.Module) -> tuple[str, ...]:
     """The GEMMs of a layer by name, in the order in which they run, as `planning.layer.Program.gemms` has them."""
     infos = parameter_infos(layer)
-    return tuple(name.removesuffix(".weight") for name, info in infos.items() if info.role == "matrix")
+    return tuple(
+        name.removesuffix(".weight") for name, info in infos.items() if info.role == "matrix" and not info.adapter
+    )
 
 
 Rules = dict[Any, tuple[tuple[int, int, tuple[int, ...]], ...]]

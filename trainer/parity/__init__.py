@@ -21,12 +21,13 @@ from trainer.data.batches import BatchLoader, MicroBatch
 from trainer.data.corpus import CorpusSide, open_corpus
 from trainer.data.tokens import print_notice
 from trainer.distributed.mesh import World, join_world, local_device
-from trainer.model.initial import Weights, initial_value
+from trainer.model.initial import InitialWeights, Weights, initial_value
 from trainer.optim.optimizer import parameter_policies
 from trainer.parity.compare import (
     FP8,
     PlanResult,
     RunComparison,
+    StartedAdapters,
     Trajectory,
     coarsest_tolerance,
     compare_runs,
@@ -92,6 +93,9 @@ def compare_plans(
     processes, rank = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0)))
     spec, weights, notes = starting_point(base)
     check_reference(base, spec)
+    if spec.adapter.rank:
+        seed = base.run.seed
+        weights = StartedAdapters(weights or InitialWeights(spec, seed, local_device(base.run)), seed)
     device, size = local_device(base.run), global_size(base.batch, processes)
     cases = [
         make_case(text, base, spec, overrides, config_dir, size, processes, device)

@@ -17,7 +17,7 @@ from trainer.config.model import ModelSpec
 from trainer.config.schema import MuonConfig
 from trainer.data.batches import MicroBatch
 from trainer.model.experts import MARGIN_EDGES, Router, WideLinear
-from trainer.model.initial import Weights, initialize_model, parameter_infos
+from trainer.model.initial import Weights, initialize_model, name_seed, parameter_infos
 from trainer.model.loss import loss_terms
 from trainer.model.stage import split_report
 from trainer.model.transformer import Transformer
@@ -25,7 +25,7 @@ from trainer.optim.muon import COEFFICIENTS
 from trainer.optim.optimizer import learning_rate, parameter_policies
 from trainer.parallel.parallelize import multiply_in_float8
 from trainer.parity.routing import Choices, RoutingReplay
-from trainer.planning.parameters import NEWTON_SCHULZ_STEPS, float8_settings
+from trainer.planning.parameters import NEWTON_SCHULZ_STEPS, UP, ParameterInfo, float8_settings
 from trainer.util.tables import console_for, print_table, titled_table
 
 # The reference that every plan is compared with: one process, plain modules and autograd, fp32, torch's AdamW, and
@@ -105,20 +105,19 @@ def train_reference(
                 (objective * (scale / valid)).backward()
                 loss += entropy.item() / valid
                 add_counts(counts, output)
-            if scale <= 1 or all(parameter.grad.isfinite().all() for parameter in model.parameters()):
+            trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+            if scale <= 1 or all(parameter.grad.isfinite().all() for parameter in trained.values()):
                 break
             scale /= 2
             model.zero_grad()
-        for parameter in model.parameters():
+        for parameter in trained.values():
             parameter.grad /= scale
         seen.losses.append(loss)
-        seen.gradients.append(
-            {name: parameter.grad.to("cpu", copy=True) for name, parameter in model.named_parameters()}
-        )
+        seen.gradients.append({name: parameter.grad.to("cpu", copy=True) for name, parameter in trained.items()})
         norm = torch.stack(
-            [parameter.grad.norm(dtype=torch.float64) for parameter in model.parameters()]
+            [parameter.grad.norm(dtype=torch.float64) for parameter in trained.values()]
         ).norm()  # fp32 loses digits
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), config.optimizer.clip_norm or math.inf, norm.float())
+        torch.nn.utils.clip_grads_with_norm_(trained.values(), config.optimizer.clip_norm or math.inf, norm.float())
         seen.norms.append(norm.item())
         rate = learning_rate(config.lr, config.run.steps, torch.tensor(float(updates))).item()
         for optimizer in optimizers:
@@ -178,6 +177,8 @@ def optimizers_of(model: Transformer, config: Config) -> list[torch.optim.Optimi
     policies = parameter_policies(parameter_infos(model), config.precision.types, config.optimizer)
     groups: dict[Any, list[Tensor]] = {}
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         groups.setdefault(policies[name], []).append(parameter)
     by_optimizer: dict[str, list[dict[str, Any]]] = {}
     for policy, parameters in groups.items():
@@ -231,9 +232,28 @@ class ReferenceMuon(torch.optim.Optimizer):
 
 
 def copy_parameters(model: torch.nn.Module) -> dict[str, Tensor]:
-    """The parameters, and the buffers that checkpoints hold."""
+    """The trained parameters, and the buffers that checkpoints hold."""
     kept = {name: value for name, value in model.named_buffers() if ".router." in name}
-    return {name: value.detach().to("cpu", copy=True) for name, value in [*model.named_parameters(), *kept.items()]}
+    kept |= {name: value for name, value in model.named_parameters() if value.requires_grad}
+    return {name: value.detach().to("cpu", copy=True) for name, value in kept.items()}
+
+
+class StartedAdapters:
+    """The weights of `base`, but with a matrix B of every adapter that is not zero: the gradient of A would be zero in
+    the first step and tiny afterwards, and a comparison would find no fault in it."""
+
+    def __init__(self, base: Weights, seed: int):
+        self.base, self.seed = base, seed
+
+    def __call__(self, name: str, info: ParameterInfo) -> Tensor:
+        value = self.base(name, info)
+        if not name.endswith(f".{UP}"):
+            return value
+        generator = torch.Generator(value.device).manual_seed(name_seed(self.seed, name))
+        return value.normal_(0.0, 0.3 * info.shape[1] ** -0.5, generator=generator)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.base, name)
 
 
 # The errors of a plan, and how large they may be.

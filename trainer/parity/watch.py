@@ -69,6 +69,7 @@ class StateRecorder:
         self.replay = replay
         for model in state.stages.values() if replay is not None else ():
             replay.watch(model)
+        self.frozen = [(*held, local_values(held[1]).detach().clone()) for held in state.frozen]
         self._sum, self._update = state.shared.sum, state.optimizer.step
         state.shared.sum, state.optimizer.step = self.sum, self.update
         self.record("initial")
@@ -138,6 +139,11 @@ class StateRecorder:
     def trajectory(self) -> Trajectory:
         """The records of all ranks together; whole tensors on rank 0 only. All ranks call it together."""
         self.record("parameters")
+        self.problems += [
+            f"{name} is frozen, and has {'a gradient' if parameter.grad is not None else 'changed'}"
+            for name, parameter, before in self.frozen
+            if parameter.grad is not None or not torch.equal(local_values(parameter), before)
+        ]
         shapes = {name: info.shape for name, info in declare_parameters(self.state.spec).items()}
         whole, differing = assemble_tensors(self.boxes_held, shapes | router_shapes(self.state.spec))
         replay, counts = self.replay, torch.zeros(2)

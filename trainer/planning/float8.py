@@ -69,8 +69,8 @@ def gathered_in_float8(config: Config, spec: ModelSpec, plan: Plan) -> list[floa
 
 def _projections(index: int, table: Mapping[str, ParameterInfo]) -> Iterator[tuple[str, ParameterInfo]]:
     for name, info in table.items():
-        # Experts and routers multiply in the compute type and in fp32.
-        if info.role == "matrix" and info.axes[0] != "experts":
+        # Experts and adapters multiply in the compute type, routers in fp32.
+        if info.role == "matrix" and info.axes[0] != "experts" and not info.adapter:
             yield f"layers.{index}.{name}".removesuffix(".weight"), info
 
 

@@ -20,6 +20,7 @@ from typing import Literal
 from trainer.config import registry
 from trainer.config.model import AttentionSpec, LayerSpec, ModelSpec
 from trainer.planning.parameters import (
+    DOWN,
     ROLES,
     ParameterInfo,
     by_value,
@@ -29,6 +30,7 @@ from trainer.planning.parameters import (
     layer_specs,
     layer_table,
     layer_tables,
+    outer_tables,
 )
 
 ATTENTION_BACKWARD = 2.5
@@ -417,6 +419,39 @@ def embedding_program(spec: ModelSpec, tp: int, element_bytes: int) -> Program:
     return Program((lookup, Op("embedding.reduce_scatter", "reduce_scatter", sends=whole * (tp > 1))))
 
 
+def trains_head(spec: ModelSpec) -> bool:
+    """Whether the matrix that hidden states are multiplied with for logits has a gradient."""
+    before, behind = outer_tables(spec, first=True, last=True)
+    return before["embedding.weight"].trained if spec.tied else behind["head.weight"].trained
+
+
+def frozen_gemms(spec: ModelSpec) -> tuple[frozenset[str], ...]:
+    """The GEMMs of each layer, by the names of `Program.gemms`, whose matrices have no gradient."""
+    return tuple(
+        frozenset(name.removesuffix(".weight") for name, info in table.items() if not info.trained)
+        for table in layer_tables(spec)
+    )
+
+
+@by_value
+def adapter_sizes(spec: ModelSpec, tp: int) -> tuple[tuple[float, float, float], ...]:
+    """Of each layer on one of `tp` tensor-parallel ranks: elements of a token that the products of its adapters read
+    and write forward and backward, and the elements of the adapters themselves.
+
+    Each product is a kernel of its own. Forward reads the input, reads the output and writes it. Backward reads the
+    gradient of the output twice and the input once, and reads and writes the gradient of the input."""
+    found = []
+    for table in layer_tables(spec):
+        forward = backward = elements = 0.0
+        for name, down in table.items():
+            if name.endswith(f".{DOWN}"):
+                outputs, inputs = table[f"{name.removesuffix(DOWN)}weight"].multiplied(tp)
+                forward, backward = forward + inputs + 2 * outputs, backward + 3 * inputs + 2 * outputs
+                elements += down.shape[0] * (inputs + outputs)
+        found.append((forward, backward, elements))
+    return tuple(found)
+
+
 def head_program(spec: ModelSpec, tp: int, element_bytes: int) -> Program:
     """The final norm, which keeps its input and output, the head and the loss, which keeps the logits: they become
     their own gradient."""
@@ -459,26 +494,35 @@ def has_experts(spec: ModelSpec) -> bool:
 
 @by_value
 def parameter_counts(spec: ModelSpec) -> Mapping[str, int]:
-    """Numbers of parameters: `total`; `embedding` (token and position tables); `matmul`, those that a token is
-    multiplied with. A tied head is counted once in `total`, and in `matmul` as well as in `embedding`."""
-    sizes = dict.fromkeys(ROLES, 0)
+    """Numbers of parameters: `total`; `trained`; `embedding` (token and position tables); `matmul`, those that a token
+    is multiplied with. A tied head is counted once in `total`, and in `matmul` as well as in `embedding`."""
+    sizes, trained = dict.fromkeys(ROLES, 0), 0
     for info in declare_parameters(spec).values():
         sizes[info.role] += info.size
+        trained += info.size * info.trained
     matrices = [info for table in layer_tables(spec) for info in table.values() if info.role == "matrix"]
     matmul = round(sum(info.active * info.size for info in [*matrices, head_matrix(spec)]))
-    return MappingProxyType({"total": sum(sizes.values()), "embedding": sizes["embedding"], "matmul": matmul})
+    return MappingProxyType(
+        {"total": sum(sizes.values()), "trained": trained, "embedding": sizes["embedding"], "matmul": matmul}
+    )
 
 
 @by_value
 def flops_per_token(spec: ModelSpec, length: int, causal: bool) -> float:
     """Floating-point operations of one training step per token of a sequence of `length`: the forward pass and twice as
-    much for the backward pass, matrix products only, recompute not counted (PaLM, arXiv 2204.02311, appendix B).
+    much for the backward pass, matrix products only, recompute not counted (PaLM, arXiv 2204.02311, appendix B). A
+    frozen matrix has no product for its gradient.
 
     causal: whether attention counts the keys that a token sees, averaged over the positions and within the window, or
     all `length` keys (as published MFU figures often do).
     """
-    programs = *model_programs(spec, length, 1, 1, causal=causal), head_program(spec, 1, 1)
-    return 3.0 * sum(program.flops for program in programs)
+    layers, head = model_programs(spec, length, 1, 1, causal=causal), head_program(spec, 1, 1)
+    total = 3.0 * sum(program.flops for program in (*layers, head))
+    if not spec.adapter.rank:
+        return total
+    for layer, frozen, (*_, elements) in zip(layers, frozen_gemms(spec), adapter_sizes(spec, 1)):
+        total += 6.0 * elements - sum(gemm.flops for name, gemm in layer.gemms.items() if name in frozen)
+    return total - head.flops * (not trains_head(spec))
 
 
 def registered_blocks(spec: ModelSpec) -> list[tuple[registry.KindRegistry, registry.RegisteredKind]]:

@@ -11,6 +11,7 @@ import dataclasses
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import lru_cache, wraps
 from math import ceil, prod
@@ -19,7 +20,7 @@ from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
 from trainer.config import Config, Float8Config, OptimizerConfig, ParameterTypes, PrecisionConfig, TypePolicy, registry
-from trainer.config.model import AttentionSpec, FeedForwardSpec, LayerSpec, ModelSpec, NormSpec
+from trainer.config.model import AdapterSpec, AttentionSpec, FeedForwardSpec, LayerSpec, ModelSpec, NormSpec
 from trainer.config.registry import OPTIMIZERS
 
 TENSOR_AXES = ("heads", "kv_heads", "mlp", "vocab")
@@ -28,6 +29,12 @@ TENSOR_AXES = ("heads", "kv_heads", "mlp", "vocab")
 Experts have none (`experts`, `inner`, `embed`): between blocks each tensor-parallel rank has tokens of its own, which
 it routes through whole experts.
 """
+
+RANK = "rank"
+"""The axis that the two matrices of an adapter share."""
+
+ADAPTER_NAMES = DOWN, UP = "lora_a", "lora_b"
+"""The parameters of an adapter, within its linear layer: A [rank, inputs] and B [outputs, rank]."""
 
 ROLES = ("embedding", "norm", "bias", "head", "matrix")
 
@@ -46,6 +53,7 @@ class ParameterInfo:
     residual: whether it writes to the residual stream (which initialisation scales with depth).
     units: into how many parts the first dimension can be cut at most: heads, where it is made of heads; 0 means rows.
     active: share of the elements that one token is multiplied with; below 1 where a token sees some of several experts.
+    trained: whether it gets gradients; False for the parameters that adapters stand beside.
     """
 
     shape: tuple[int, ...]
@@ -54,6 +62,7 @@ class ParameterInfo:
     residual: bool = False
     units: int = 0
     active: float = 1.0
+    trained: bool = True
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes) or self.role not in ROLES:
@@ -72,6 +81,11 @@ class ParameterInfo:
         """Whether it is a matrix for each expert, [experts, outputs, inputs], or a bias for each, [experts,
         outputs]."""
         return self.axes[0] == "experts" and len(self.shape) == (2 if self.role == "bias" else 3)
+
+    @property
+    def adapter(self) -> bool:
+        """Whether it is one of the two matrices of an adapter."""
+        return RANK in self.axes
 
     @property
     def cut(self) -> int | None:
@@ -167,8 +181,11 @@ def router_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 @by_value
 def layer_tables(spec: ModelSpec) -> tuple[Table, ...]:
-    """The table of each layer, by names within the layer; layers that are equal share one."""
-    return tuple(layer_table(layer, spec.width) for layer in layer_specs(spec))
+    """The table of each layer with its adapters, by names within the layer."""
+    return tuple(
+        adapt_table(spec.adapter, layer_table(layer, spec.width), f"layers.{index}.")
+        for index, layer in enumerate(layer_specs(spec))
+    )
 
 
 @by_value
@@ -179,7 +196,8 @@ def layer_specs(spec: ModelSpec) -> tuple[LayerSpec, ...]:
 
 @by_value
 def layer_table(layer: LayerSpec, width: int) -> Table:
-    """The table of one layer. width: of the residual stream, as in the functions of the blocks below."""
+    """The table of one layer, without adapters. width: of the residual stream, as in the functions of the blocks
+    below."""
     pre, post = layer.norm.placement in ("pre", "both"), layer.norm.placement in ("post", "both")
     blocks = [
         ("attention", block_table(layer.attention, registry.ATTENTION, ATTENTION, layer, width)),
@@ -214,7 +232,7 @@ def outer_tables(spec: ModelSpec, first: bool, last: bool) -> tuple[Table, Table
     before |= {"positions.weight": positions} if first and spec.learned_positions else {}
     behind = join_tables([("norm", norm_table(spec.width, spec.norm))]) if last else {}
     behind |= {"head.weight": head_matrix(spec)} if last and not spec.tied else {}
-    return before, behind
+    return adapt_table(spec.adapter, before), adapt_table(spec.adapter, behind)
 
 
 def head_matrix(spec: ModelSpec) -> ParameterInfo:
@@ -340,6 +358,78 @@ ATTENTION: dict[str, Block] = {"softmax": softmax_attention, "latent": latent_at
 FEED_FORWARD: dict[str, Block] = {"gated": gated_feed_forward, "plain": plain_feed_forward}
 
 
+# Adapters: which parameters there are beside those of the model, and which are trained.
+
+
+def matches_any(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def adapter_infos(weight: ParameterInfo, rank: int) -> dict[str, ParameterInfo]:
+    """A [rank, inputs] and B [outputs, rank] of the adapter of a matrix, with the axes of the matrix."""
+    (outputs, inputs), (to, of) = weight.shape, weight.axes
+    return {
+        DOWN: ParameterInfo((rank, inputs), (RANK, of), "matrix"),
+        UP: ParameterInfo((outputs, rank), (to, RANK), "matrix", units=weight.units),
+    }
+
+
+def adapt_table(adapter: AdapterSpec, table: Table, prefix: str = "") -> Table:
+    """A table with the adapters of its matrices, in which what `adapter.trained` does not name is frozen. prefix: of
+    the global names. Experts and routers get no adapters."""
+    if not adapter.rank:
+        return table
+    modules: dict[str, dict[str, ParameterInfo]] = {}
+    for name, info in table.items():
+        module, _, own = name.rpartition(".")
+        trained = matches_any(prefix + name, adapter.trained)
+        modules.setdefault(module, {})[own] = info if trained else replace(info, trained=False)
+    for module, infos in modules.items():
+        weight = infos.get("weight")
+        if weight is not None and can_adapt(weight) and matches_any(prefix + module, adapter.targets):
+            infos |= adapter_infos(weight, adapter.rank)
+    return MappingProxyType(join_tables(modules.items()))
+
+
+def can_adapt(weight: ParameterInfo) -> bool:
+    """Whether an adapter can stand beside a weight: that of a linear layer, whose axes are not those of experts."""
+    return weight.role == "matrix" and len(weight.shape) == 2 and weight.axes[0] != "experts"
+
+
+def find_adapter_problems(spec: ModelSpec) -> Iterator[str]:
+    """What is wrong with `model.adapter` for the model, one sentence each."""
+    adapter, plain = spec.adapter, declare_parameters(replace(spec, adapter=AdapterSpec()))
+    given = {"targets": adapter.targets, "trained": adapter.trained}
+    if not adapter.rank:
+        usual = AdapterSpec()
+        for name in ("alpha", "scale", "targets", "trained"):
+            if getattr(adapter, name) != getattr(usual, name):
+                yield (
+                    f"model.adapter.{name}={getattr(adapter, name)} has no effect with model.adapter.rank=0; set "
+                    "model.adapter.rank, such as 16, or leave it out"
+                )
+        return
+    linears = {name.removesuffix(".weight"): info for name, info in plain.items() if info.role == "matrix"}
+    experts = [name for name, info in linears.items() if not can_adapt(info) and matches_any(name, adapter.targets)]
+    if experts:
+        dense = [name.split(".", 2)[2] for name, info in linears.items() if can_adapt(info)]
+        blocks = dict.fromkeys(f"*.{name.rpartition('.')[0]}.*" for name in dense if "experts" not in name)
+        yield (
+            f"model.adapter.targets={adapter.targets} match {experts[0]}: experts and routers get no adapters; set "
+            f"model.adapter.targets=[{','.join(blocks)}] or a part of it"
+        )
+    names = {"targets": [name for name, info in linears.items() if can_adapt(info)], "trained": list(plain)}
+    for setting, patterns in given.items():
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in [*names[setting], *experts * (setting == "targets")]):
+                what = "linear layer" if setting == "targets" else "parameter"
+                tied = " (the head is tied to embedding.weight)" * (spec.tied and pattern.startswith("head"))
+                near = ", ".join(get_close_matches(pattern, names[setting], 2, 0.0) or names[setting][:2])
+                yield f"model.adapter.{setting}: '{pattern}' matches no {what}{tied}; names look like {near}"
+    if not adapter.targets:
+        yield "model.adapter.targets=[] gives no layer an adapter; name some, such as [*], or set model.adapter.rank=0"
+
+
 # How each parameter is updated: its optimizer and what that keeps of it, by role and name (`precision.types`).
 
 
@@ -382,10 +472,12 @@ class UpdateSettings:
         return cls(config.optimizer, config.precision.types)
 
     def policies(self, infos: Mapping[str, ParameterInfo]) -> dict[str, TypePolicy]:
-        """Global name -> policy, with nothing left open: the settings of the parameter's role, changed by every rule
-        whose pattern matches, in order. Muon by default is for hidden matrices; the others get AdamW."""
+        """Global name of each trained parameter -> policy, with nothing left open: the settings of its role, changed by
+        every rule whose pattern matches, in order. Muon by default is for hidden matrices; the others get AdamW."""
         found = {}
         for name, info in infos.items():
+            if not info.trained:
+                continue
             policy = self.chosen(name, info)
             usual = self.optimizer.name if self.optimizer.name != "muon" or hidden_matrix(info) else "adamw"
             decay = self.optimizer.weight_decay if policy.weight_decay is None else float(policy.weight_decay)
@@ -397,7 +489,7 @@ class UpdateSettings:
         names = [
             name
             for name, info in infos.items()
-            if not hidden_matrix(info) and self.chosen(name, info).optimizer == "muon"
+            if info.trained and not hidden_matrix(info) and self.chosen(name, info).optimizer == "muon"
         ]
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         misplaced = [
@@ -443,9 +535,13 @@ class UpdateSettings:
 
 
 def hidden_matrix(info: ParameterInfo) -> bool:
-    """Whether a parameter is a matrix between hidden states, or one for each expert: neither embedding, head nor
-    router."""
-    return info.role == "matrix" and (info.stacked or len(info.shape) == 2 and info.axes[0] != "experts")
+    """Whether a parameter is a matrix between hidden states, or one for each expert: neither embedding, head, router
+    nor a matrix of an adapter."""
+    return (
+        info.role == "matrix"
+        and not info.adapter
+        and (info.stacked or len(info.shape) == 2 and info.axes[0] != "experts")
+    )
 
 
 NEWTON_SCHULZ_STEPS = 5
@@ -470,7 +566,7 @@ def muon_flops(spec: ModelSpec, updates: UpdateSettings) -> tuple[int, ...]:
             sum(
                 orthogonalisation_flops(info.shape, NEWTON_SCHULZ_STEPS)
                 for name, info in infos.items()
-                if policies[name].optimizer == "muon"
+                if name in policies and policies[name].optimizer == "muon"
             )
         )
     return tuple(found)

@@ -34,7 +34,13 @@ from trainer.parallel.pipeline.plan import PipelinePlan, resolve_pipeline
 from trainer.parallel.zero.plan import check_settings
 from trainer.planning import documents
 from trainer.planning.features import FEATURES, check_plan, check_whole_plan, resolve_plan
-from trainer.planning.parameters import UpdateSettings, declare_parameters, float8_setting, layer_specs
+from trainer.planning.parameters import (
+    UpdateSettings,
+    declare_parameters,
+    find_adapter_problems,
+    float8_setting,
+    layer_specs,
+)
 from trainer.planning.plan import BatchPlan, Plan, node_size, resolve_batch, training_steps
 from trainer.planning.recompute import entry_problems
 from trainer.util.objects import check_url, hide_secrets, is_url
@@ -386,6 +392,7 @@ def _decide(
     except ConfigError as error:
         problems = problems + error.problems
     if spec:
+        problems = problems + list(find_adapter_problems(spec))
         problems = problems + UpdateSettings.of(config).problems(declare_parameters(spec))
     if plan:
         problems = problems + check_optimizers(config, plan) + check_graphs(config, plan, world_size)

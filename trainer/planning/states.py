@@ -75,6 +75,7 @@ class StateBytes:
     sums: of offloaded gradients, on the device until the last micro-batch.
     feedback: what quantised gradients have left out.
     average: of the weights.
+    frozen: parameters that are not trained, in the compute type, on the device.
     """
 
     parameters: int
@@ -86,6 +87,7 @@ class StateBytes:
     sums: int = 0
     feedback: int = 0
     average: int = 0
+    frozen: int = 0
 
     @property
     def host(self) -> int:
@@ -102,11 +104,12 @@ class StateBytes:
 
     @property
     def total(self) -> int:
-        return self.kept + self.gathered + self.sums + self.unreduced + self.feedback
+        return self.kept + self.frozen + self.gathered + self.sums + self.unreduced + self.feedback
 
     def rows(self) -> list[tuple[str, int]]:
         """Labels and bytes for a table; terms of zero are left out."""
         rows = [
+            ("frozen parameters", self.frozen),
             ("parameters", self.parameters),
             ("gathered copies", self.gathered),
             ("gradients", self.gradients),
@@ -153,24 +156,32 @@ def sum_by_unit(spec: ModelSpec, size: Callable[[Table], int]) -> LocalParameter
 
 
 @by_value
-def local_parameters(spec: ModelSpec, tp: int, ep: int = 1) -> LocalParameters:
-    """What each of `tp` tensor-parallel ranks holds of a model, whose experts `ep` ranks share."""
-    return sum_by_unit(spec, lambda table: sum(info.held(tp, ep) for info in table.values()))
+def local_parameters(spec: ModelSpec, tp: int, ep: int = 1, trained: bool = True) -> LocalParameters:
+    """What each of `tp` tensor-parallel ranks holds of a model, whose experts `ep` ranks share: of the parameters that
+    are trained, or of those that are frozen."""
+    return sum_by_unit(spec, lambda table: sum(info.held(tp, ep) for info in table.values() if info.trained == trained))
 
 
 @by_value
-def shared_experts(spec: ModelSpec, ep: int) -> LocalParameters:
+def shared_experts(spec: ModelSpec, ep: int, trained: bool = True) -> LocalParameters:
     """The part of `local_parameters` that experts are, where ranks share them."""
-    return sum_by_unit(spec, lambda table: sum(info.held(1, ep) for info in table.values() if info.stacked and ep > 1))
+
+    def held(table: Table) -> int:
+        return sum(info.held(1, ep) for info in table.values() if info.stacked and ep > 1 and info.trained == trained)
+
+    return sum_by_unit(spec, held)
 
 
 @by_value
-def sent_parameters(spec: ModelSpec, tp: int, shards: int, experts: bool = False, ep: int = 1) -> LocalParameters:
+def sent_parameters(
+    spec: ModelSpec, tp: int, shards: int, experts: bool = False, ep: int = 1, trained: bool = True
+) -> LocalParameters:
     """What the first of `tp` tensor-parallel ranks sends of each unit that `shards` ranks gather and reduce: what it
-    holds, and padding. experts: of the units of experts that `ep` ranks share, or of all others."""
+    holds, and padding. experts: of the units of experts that `ep` ranks share, or of all others. trained: see
+    `local_parameters`."""
 
     def sent(table: Table) -> int:
-        unit = [info for info in table.values() if (info.stacked and ep > 1) == experts]
+        unit = [info for info in table.values() if (info.stacked and ep > 1) == experts and info.trained == trained]
         return shards * sum(info.row(tp, shards, ep) for info in unit)
 
     return sum_by_unit(spec, sent)
@@ -191,6 +202,11 @@ def local_moments(
         )
 
     return sum_by_unit(spec, held)
+
+
+def shares_frozen(plan: Plan) -> bool:
+    """Whether ranks share parameters that are not trained. Where parameters are whole in a step, each rank has them."""
+    return plan.stage == 3 and plan.shard > 1
 
 
 def state_bytes(
@@ -224,18 +240,28 @@ def state_bytes(
     total, experts = sum(map(sum, units)), sum_layers(shared_experts(spec, ep))
     # Gathered or unreduced at a time where layers are gathered one by one: each stage's outer unit, the largest layer.
     at_once = sum(unit[0] for unit in units) + max(max(unit[1:]) for unit in units)
+    fixed = [local_parameters(spec, tp, ep, False).units(part) for part in layers]
+    frozen, frozen_experts = sum(map(sum, fixed)), sum_layers(shared_experts(spec, ep, False))
+    gathered = at_once
+    if shares_frozen(plan):
+        frozen = share(frozen - frozen_experts, frozen_experts)
+        both = [[*map(sum, zip(*pair))] for pair in zip(units, fixed)]
+        gathered = sum(unit[0] for unit in both) + max(max(unit[1:]) for unit in both)
     kept, whole = share(total - experts, experts), plan.stage <= 1 or once
     shares_copies = (
         plan.engine == "deepspeed" and plan.stage == 3
     )  # which are kept in the compute type, beside the masters
     return StateBytes(
-        parameters=(MASTER_BYTES + compute_bytes * shares_copies) * kept,
-        gathered=compute_bytes * (at_once if plan.stage == 3 else total),
+        # With the states of the others, what ranks share of frozen ones goes to the host.
+        parameters=(MASTER_BYTES + compute_bytes * shares_copies) * kept
+        + compute_bytes * frozen * (plan.offload and shares_frozen(plan)),
+        gathered=compute_bytes * (gathered if plan.stage == 3 else total),
         gradients=MASTER_BYTES * (total if whole and not plan.offload else kept),
         sums=MASTER_BYTES * (total if whole else kept * device_sums) * plan.offload,
         unreduced=0 if whole else compute_bytes * at_once,
         optimizer=moments,
         average=MASTER_BYTES * kept if updates.optimizer.ema.decay else 0,
+        frozen=compute_bytes * frozen * (not (plan.offload and shares_frozen(plan))),
         offloaded=plan.offload,
     )
 
@@ -339,7 +365,7 @@ def feedback_bytes(config: Config, spec: ModelSpec, plan: Plan, pipeline: Pipeli
 
 def _of_unit(unit: Table, policies: Mapping[str, TypePolicy], settings: GradCommConfig, plan: Plan, node: int) -> int:
     """Of the message of one unit."""
-    sizes = {name: info.row(plan.tp, plan.shard) for name, info in unit.items()}
+    sizes = {name: unit[name].row(plan.tp, plan.shard) for name in policies}
     coded, chunk = [size for name, size in sizes.items() if policies[name].quantise], sum(sizes.values())
     scattered, reduced = (_hops(route, settings) for route in reduction_routes(plan, node))
     total = 0

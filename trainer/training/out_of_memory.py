@@ -70,7 +70,7 @@ def state_bytes(state: TrainState) -> dict[str, Iterable[Tensor]]:
     """What does not depend on the engine; empty of the categories that only it knows of."""
     parameters: list[Tensor | Fragment] = list(state.optimizer.parameters.values())
     return {
-        "parameters": map(local_values, parameters),
+        "parameters": [local_values(one) for one in (*parameters, *(one for _, one in state.frozen))],
         "optimizer": state.optimizer.moments(),
         "average of weights": state.average.values.values() if state.average is not None else (),
         "error feedback": state.compression.errors,

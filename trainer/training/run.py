@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -24,7 +25,7 @@ from trainer.data.tokenizer import Tokenizer, load_tokenizer
 from trainer.data.tokens import DataError
 from trainer.distributed.mesh import World, join_world, local_device
 from trainer.distributed.p2p import PeerError
-from trainer.model.initial import Weights
+from trainer.model.initial import InitialWeights, Weights
 from trainer.observe import flight, metrics
 from trainer.observe.sinks import write_status
 from trainer.observe.watchdog import ENDING, Watchdog
@@ -269,7 +270,7 @@ def starting_point(config: Config) -> tuple[ModelSpec, Weights | None, list[str]
     if not config.model.from_hf:
         spec = ModelSpec.from_dict({f.name: getattr(config.model, f.name) for f in dataclasses.fields(ModelSpec)})
         return spec, None, []
-    from trainer.hf import HFWeights, spec_from_hf
+    from trainer.hf import join_adapters, open_weights, spec_from_hf
 
     notes: list[str] = []
     spec = extend_spec(spec_from_hf(config.model.from_hf, notes), config.model.extend)
@@ -278,5 +279,7 @@ def starting_point(config: Config) -> tuple[ModelSpec, Weights | None, list[str]
             f"batch.sequence_length={config.batch.sequence_length} exceeds the {spec.max_length} learned positions of "
             f"model.from_hf={config.model.from_hf}"
         )
-    weights = HFWeights(config.model.from_hf, spec)
-    return spec, weights, [*notes, *weights.notes]
+    spec.adapter = join_adapters(spec, config.model.adapter)
+    drawn = InitialWeights(spec, config.run.seed, torch.device("cpu")) if spec.adapter.rank else None
+    weights, more = open_weights(config.model.from_hf, spec, drawn)
+    return spec, weights, [*notes, *more]

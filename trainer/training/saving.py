@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from trainer.checkpointing.base import BASE, describe_base
 from trainer.checkpointing.loading import load_tensors
 from trainer.checkpointing.memory import MemoryNodes, fetch_files, find_in_memory
 from trainer.checkpointing.remote import FetchNeeded, StoreAtStart
@@ -61,7 +62,7 @@ class RunStart:
     are for the checkpoints that it writes. mixture: what its samples are drawn by. samples: its position in the data.
     notes: messages for the log, such as checkpoints that were passed over. nodes: the ranks by the host memory that
     they share. in_memory: whether `path` is an in-memory checkpoint of this run; its folder is that of this rank's
-    node.
+    node. base: the frozen parameters that adapters belong to (`describe_base`).
     """
 
     path: Path | None
@@ -74,6 +75,7 @@ class RunStart:
     nodes: MemoryNodes
     in_memory: bool = False
     generation: dict[str, Any] = field(default_factory=dict)
+    base: dict[str, Any] | None = None
 
     @property
     def step(self) -> int:
@@ -97,6 +99,7 @@ class RunStart:
         any_launch = config.checkpoint.resume == "auto"
         in_memory = find_in_memory(nodes, identity, config.checkpoint.verify, mine, any_launch, world)
         known = None if in_memory is None else in_memory[0]
+        base = world.agree(lambda: describe_base(config, layout.spec, world.device))
         search = StartSearch(config.checkpoint, folder, mine, proven, known)
         while True:
             try:
@@ -109,8 +112,9 @@ class RunStart:
         path = in_memory[1] if newer else path
         manifest: dict[str, Any] = {}
         if path:
-            manifest = world.agree(lambda: fitting_manifest(path, config, layout.spec, layout.batch, data))
-        start = cls(path, manifest, mine, data, corpus.train.plan_mixture(), 0, warnings, nodes, newer)
+            manifest = world.agree(lambda: fitting_manifest(path, config, layout.spec, layout.batch, data, base))
+        mixture = corpus.train.plan_mixture()
+        start = cls(path, manifest, mine, data, mixture, 0, warnings, nodes, newer, base=base)
         return start.continue_data(config, corpus.train) if path else start
 
     def continue_data(self, config: Config, samples: CorpusSide) -> RunStart:
@@ -306,6 +310,7 @@ def describe_checkpoint(
         "data": start.data,
         "mixture": start.mixture.to_json(),
         "generation": start.generation,
+        BASE: start.base,
         "data_restarted": state.config.checkpoint.data == "restart",
         "began_from": state.config.checkpoint.resume,
     }

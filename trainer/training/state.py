@@ -82,7 +82,8 @@ class TrainState:
     gradients. channels: point-to-point transfers of the pipeline, None without one. names: all parameters of the whole
     model, in the order of the vector of gradient norms. reports: name of each statistic that layers report -> number of
     its values. step: optimizer steps taken, including skipped ones. average: the moving average of the weights, if
-    there is one. gate: closed by a step that has to be run again. routers: this rank's routers of experts by global
+    there is one. gate: closed by a step that has to be run again. frozen: names and values of
+    what this rank holds of the parameters that are not trained. routers: this rank's routers of experts by global
     name.
     """
 
@@ -104,12 +105,21 @@ class TrainState:
     runtime: PipelineRuntime = field(init=False)
     average: WeightAverage | None = field(init=False)
     gate: UpdateGate = field(init=False)
+    frozen: list[tuple[str, nn.Parameter]] = field(init=False)
     routers: dict[str, Router] = field(init=False)
 
     def __post_init__(self) -> None:
         self.gate = UpdateGate(self.scaler, self.world.device)
         decay = self.config.optimizer.ema.decay
         self.average = WeightAverage(self.parameters, decay) if decay else None
+        # Now and not later: in a step the modules have gathered copies.
+        self.frozen = [
+            (name, parameter)
+            for model in self.stages.values()
+            for infos in [parameter_infos(model)]
+            for name, parameter in model.named_parameters()
+            if not infos[name].trained
+        ]
         modules = [pair for model in self.stages.values() for pair in model.named_modules()]
         self.routers = {name: module for name, module in modules if isinstance(module, Router)}
         self.use_schedule(self.pipeline.schedule)
@@ -171,7 +181,7 @@ class TrainState:
             shared,
             optimizer,
             scaler,
-            list(parameter_infos(whole)),
+            [name for name, info in parameter_infos(whole).items() if info.trained],
             whole.reports,
         )
 
@@ -205,7 +215,7 @@ class TrainState:
         """Closes the state and frees the memory of model and optimizer, even if the state itself is still referenced.
         `step`, `scaler` and the arguments of `build` remain. All ranks call it together."""
         self.close()
-        del self.engine, self.stages, self.shared, self.optimizer, self.runtime, self.average
+        del self.engine, self.stages, self.shared, self.optimizer, self.runtime, self.average, self.frozen
         gc.collect()  # FSDP's modules form reference cycles
 
     @property
@@ -283,8 +293,8 @@ class TrainState:
 def named_parameters(
     stages: dict[int, Stage],
 ) -> tuple[dict[str, nn.Parameter], dict[str, ParameterInfo], list[tuple[str, str]]]:
-    """This rank's parameters and their declarations by global name, and pairs (name, name of its copy) where two stages
-    on this rank hold the same parameter."""
+    """This rank's trained parameters and their declarations by global name, and pairs (name, name of its copy) where
+    two stages on this rank hold the same parameter."""
     parameters: dict[str, nn.Parameter] = {}
     infos: dict[str, ParameterInfo] = {}
     copies = []
@@ -292,6 +302,8 @@ def named_parameters(
         declared = parameter_infos(model)
         for name, parameter in model.named_parameters():
             info = declared[name]
+            if not info.trained:
+                continue
             # Schedules that fold the stages into a V place the first and the last stage on one rank. With tied
             # embeddings it then holds the table twice.
             if name in parameters:
@@ -313,7 +325,8 @@ def share_parameters(
     a communicator of their own."""
     first, last = pipeline.schedule.placement[0], pipeline.schedule.placement[-1]
     here = world.place("pp")
-    tied_across_ranks = spec.tied and first != last and here in (first, last)
+    trained = "embedding.weight" in parameters
+    tied_across_ranks = spec.tied and trained and first != last and here in (first, last)
     return SharedParameters(
         parameters,
         copies,

@@ -187,7 +187,7 @@ def find_places(
     starts = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=1 + len(names))))
     for name in statistics:
         mine += range(starts[name], starts[name] + sizes[name])
-    return torch.tensor(mine, device=device)
+    return torch.tensor(mine, dtype=torch.int64, device=device)
 
 
 @torch.no_grad()

@@ -389,6 +389,7 @@ class Compression:
             parameters = {
                 (name := names[id(parameter)]): (size, policies[name].quantise)
                 for parameter, size in sharded_sizes(unit)
+                if parameter.requires_grad
             }
             message = UnitMessage(self, len(self.messages), parameters)
             self.messages.append(message)

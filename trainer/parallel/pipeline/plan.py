@@ -7,7 +7,14 @@ from pathlib import Path
 
 from trainer.config import ActivationConfig, Config, ConfigError, ParallelConfig, PipelineConfig
 from trainer.config.model import ModelSpec
-from trainer.planning.layer import ATTENTION_BACKWARD, embedding_program, head_program, model_programs
+from trainer.planning.layer import (
+    ATTENTION_BACKWARD,
+    embedding_program,
+    frozen_gemms,
+    head_program,
+    model_programs,
+    trains_head,
+)
 from trainer.planning.parameters import head_rows
 from trainer.planning.plan import BatchPlan, Feature, Plan
 from trainer.planning.recompute import left_by_recompute
@@ -196,24 +203,24 @@ def layer_costs(
     remaining = left_by_recompute(layers, recompute, compiled)
     tiled = recompute is not None and bool(recompute.tile)
     f, i, w, activation = [0.0], [0.0], [0.0], [tokens * embedding.saved]
-    for layer, left in zip(layers, remaining, strict=True):
+    for layer, left, frozen in zip(layers, remaining, frozen_gemms(spec), strict=True):
         again = sum(share * layer.computed[name].flops for name, share in left.again.items())
         gemms, attention = layer.total("flops", "gemm"), layer.total("flops", "attention")
         f.append(tokens * layer.flops)
         i.append(tokens * (gemms + ATTENTION_BACKWARD * attention + again))
-        w.append(tokens * gemms)
+        w.append(tokens * (gemms - sum(gemm.flops for name, gemm in layer.gemms.items() if name in frozen)))
         activation.append(tokens * left.saved)
     logits = tokens * head.flops
     tiles = bool(loss_tile)  # with which the gradients are computed in the forward pass
     f.append(logits * (3 if tiles else 1))
     i.append(0.0 if tiles else logits)
-    w.append(0.0 if tiles else logits)
+    w.append(0.0 if tiles or not trains_head(spec) else logits)
     # What the loss saves is the logits, which become their own gradient, or with tiles the head's gradient in fp32.
     rows, columns = head.gemms["head"].shape
     loss = 4.0 * head_rows(rows) * columns if tiles else tokens * head.total("saved", "loss")
     activation.append(tokens * head.total("saved", "norm") + loss)
     deferred = sum(layer.deferred - layer.second_half.deferred * tiled for layer in layers)
-    kept = deferred / sum(left.saved for left in remaining)
+    kept = 0.0 if spec.adapter.rank else deferred / sum(left.saved for left in remaining)
     return LayerCosts(f=tuple(f), i=tuple(i), w=tuple(w), activation=tuple(activation), kept=kept)
 
 

@@ -47,7 +47,9 @@ def split_module(module: DeclaredModule, mesh: DeviceMesh, group: TensorGroup) -
     for name, info in module.declared.items():
         dimension = info.tensor_dimension(group.size)
         if dimension is not None:
-            setattr(module, name, nn.Parameter(shard_parameter(getattr(module, name), dimension, mesh)))
+            whole = getattr(module, name)
+            part = nn.Parameter(shard_parameter(whole, dimension, mesh), requires_grad=whole.requires_grad)
+            setattr(module, name, part)
         elif info.axes[0] == "kv_heads":
             # There are fewer key-value heads than ranks. k and v stay whole, and each rank computes only the one head
             # that its query heads share.
@@ -57,7 +59,7 @@ def split_module(module: DeclaredModule, mesh: DeviceMesh, group: TensorGroup) -
         else:
             continue
         module.group = group
-        if isinstance(module, Linear):
+        if isinstance(module, Linear) and name == "weight":
             module.by_rows = dimension == 1
 
 
@@ -168,6 +170,8 @@ def squared_norms(tensors: list[Tensor]) -> Tensor:
     On a CPU the sum goes over chunks that fit its cache. torch's own norm in fp64 of fp32 elements takes ten times as
     long.
     """
+    if not tensors:  # a rank may have nothing to train
+        return torch.zeros(0, dtype=torch.float64)
     if tensors[0].is_cuda:
         from trainer.kernels import multi_tensor  # Triton, which is needed on a GPU only
 

@@ -51,6 +51,7 @@ from trainer.parallel.zero.fsdp_internals import (
     gather_in_float8,
     is_set_up,
     keep_wide,
+    parameter_group,
     reduce_accumulated,
     unit_tensors,
 )
@@ -96,6 +97,7 @@ class FSDP:
         self.config, self.plan, self.world = config, plan, world
         self.compression = compression_of(config.parallel.grad_comm, plan, world)
         self.modules: dict[int, nn.Module] = {}
+        self.whole: set[nn.Parameter] = set()
 
     def placements(self, model: Stage) -> dict[nn.Parameter, Shard]:
         """Of the parameters that are not cut by rows: the dimension that ranks cut."""
@@ -129,6 +131,11 @@ class FSDP:
         folded = plan.expert_mesh
         alike = {True: folded["expert_replicate"] * folded["expert_shard"], False: plan.replicate * plan.shard}
         more = ("expert_replicate",) * (folded["expert_replicate"] > 1 or sums_on_device(plan, reduce is torch.float32))
+        inside = {one for unit in experts for one in unit.parameters()}
+        # Where parameters are whole during a step anyway, frozen ones stay whole on each rank: they have no optimizer
+        # state to share, and FSDP would only copy them. Elsewhere they are gathered with the others, and not reduced.
+        holders = {one: folded["expert_shard"] if one in inside else plan.shard for _, one in model.named_parameters()}
+        self.whole = {one for one, count in holders.items() if not one.requires_grad and (plan.stage < 3 or count == 1)}
         # Layers come before the stage: a call on it takes all parameters that are not in a unit yet.
         for module in [*experts, *model.layers.values(), model]:
             fully_shard(
@@ -140,7 +147,9 @@ class FSDP:
                 # The outer unit holds the head, which backward needs right after forward: freeing it would gather it
                 # twice.
                 reshard_after_forward=plan.stage == 3 and module is not model,
-                ignored_params=set() if module in experts else {one for unit in experts for one in unit.parameters()},
+                ignored_params=self.whole
+                if module in experts
+                else self.whole.union(*(unit.parameters() for unit in experts)),
             )
         end_reductions_in_forward(model)
         wide = {one for module in model.modules() if isinstance(module, WideLinear) for one in module.parameters()}
@@ -158,7 +167,7 @@ class FSDP:
         if shards.size() == 1 and not plan.offload:
             cast_shards(units)
         elif self.config.parallel.zero.collectives == "copy_engine":
-            copy_shards(units, shards)
+            copy_shards([unit for unit in units if parameter_group(unit) is not None], shards)
         if self.config.precision.float8.gather and plan.shard > 1:
             gather_in_float8(model, compute, wide, self.config.compile)
         for module in model.modules():
@@ -172,8 +181,18 @@ class FSDP:
                 module.set_force_sum_reduction_for_comms(True)
 
     def materialize(self, model: Stage) -> None:
-        """Gives a stage storage. With offload, shards live in host memory."""
+        """Gives a stage storage. With offload, shards live in host memory; what no ranks share stays on the device."""
+        whole = [
+            (module, name)
+            for module in model.modules()
+            for name, parameter in module.named_parameters(recurse=False)
+            if parameter in self.whole
+        ]
         model.to_empty(device="cpu" if self.plan.offload else self.world.device)
+        for module, name in whole if self.plan.offload else ():
+            value = torch.empty_like(getattr(module, name), device=self.world.device)
+            setattr(module, name, nn.Parameter(value, requires_grad=False))
+        model.tie()
 
     def build_optimizer(
         self,

@@ -130,7 +130,9 @@ def fill_missing(group: Any, last: bool) -> None:
     missing = [
         parameter
         for parameter in group.fsdp_params
-        if parameter.unsharded_accumulated_grad is None and parameter.unsharded_param.grad is None
+        if parameter.sharded_param.requires_grad
+        and parameter.unsharded_accumulated_grad is None
+        and parameter.unsharded_param.grad is None
     ]
     # A group without any gradient may skip a reduction, but not the last: its partial sums would never be summed over
     # the replicas.
@@ -188,6 +190,8 @@ def end_reductions_in_forward(model: Stage) -> None:
     long before.
     """
     last = list(model.layers.values())[-1]
+    if parameter_group(last) is None:  # the unit has nothing that FSDP manages
+        return
 
     def end(*_: object) -> None:
         context = parameter_group(last).comm_ctx  # one object, shared by all units of a root

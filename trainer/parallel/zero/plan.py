@@ -353,4 +353,13 @@ def describe_zero(config: Config, spec: ModelSpec, plan: Plan) -> list[tuple[str
     return [("shared states", setting) if plan.shard > 1 else ("without effect", f"{setting}: no ranks share states")]
 
 
-FEATURE = Feature("zero", check_ranks=check_zero, describe=describe_zero)
+def check_model(config: Config, spec: ModelSpec | None, plan: Plan, node: int) -> Iterator[str]:
+    """What of the model the engine cannot train."""
+    if spec is not None and spec.adapter.rank and config.parallel.zero.engine == "deepspeed":
+        yield (
+            f"model.adapter.rank={spec.adapter.rank}: DeepSpeed's engine trains all parameters, and adapters leave "
+            f"most of them frozen; set {TORCH}, or model.adapter.rank=0"
+        )
+
+
+FEATURE = Feature("zero", check_ranks=check_zero, check_plan=check_model, describe=describe_zero)

@@ -23,7 +23,7 @@ from trainer.parallel.context.plan import attention_kernel, gathered_elements
 from trainer.parallel.pipeline.plan import estimated_costs
 from trainer.planning.documents import mask_bytes
 from trainer.planning.float8 import gathered_in_float8
-from trainer.planning.layer import Program, has_experts, head_program, model_programs
+from trainer.planning.layer import Program, has_experts, head_program, model_programs, trains_head
 from trainer.planning.parameters import UpdateSettings, head_rows, layer_specs
 from trainer.planning.plan import Plan
 from trainer.planning.recompute import RecomputeEffect, left_by_recompute
@@ -39,6 +39,7 @@ from trainer.planning.states import (
     feedback_bytes,
     local_parameters,
     rank_states,
+    shares_frozen,
     sums_on_device,
     symmetric_buffer_bytes,
 )
@@ -192,7 +193,8 @@ class ModelBytes:
         tiled = bool(config.activation.tile)
         # What a layer holds from I to W.
         self.deferred = [
-            self.tokens * (program.deferred - program.second_half.deferred * tiled) for program in programs
+            self.tokens * (program.deferred - program.second_half.deferred * tiled) * (not spec.adapter.rank)
+            for program in programs
         ]
         left, keys = left_by_recompute(programs, config.activation, config.compile), gathered_keys(layout, self.element)
         more = [self.tokens * rest.eager.saved for rest in left]
@@ -223,8 +225,9 @@ class ModelBytes:
         if config.loss.tile:  # what is left of a tile is added to gradients in fp32
             self.loss += self.element * at_once * rows + self.stream + aligned
             self.logits = MASTER_BYTES * rows * columns
-        self.head_gradient = self.element * rows * columns
+        self.head_gradient = self.element * rows * columns * trains_head(spec)
         self.held: LocalParameters = local_parameters(spec, plan.tp, plan.ep)
+        self.frozen: LocalParameters = local_parameters(spec, plan.tp, plan.ep, False)
         sums = batch.accumulation > 1 and sums_on_device(plan, config.precision.reduce == "fp32")
         placement = layout.pipeline.schedule.placement
         self.states: list[StateBytes] = rank_states(
@@ -279,8 +282,13 @@ class MemoryReplay:
         layout, states = model.layout, model.states[rank]
         self.stages = layout.pipeline.stages(rank)
         self.units = {stage: model.held.units(layers) for stage, layers in self.stages.items()}
+        self.gathering = self.units  # what is gathered of each unit: frozen parameters too, where ranks share them
+        if shares_frozen(model.plan):
+            fixed = {stage: model.frozen.units(layers) for stage, layers in self.stages.items()}
+            self.gathering = {stage: [*map(sum, zip(units, fixed[stage]))] for stage, units in self.units.items()}
         self.placement, self.depth = layout.pipeline.schedule.placement, layout.spec.depth
         self.held, self.total = dict.fromkeys(CATEGORIES, 0.0), 0.0
+        self.hold("parameters", states.frozen)
         if not states.offloaded:
             self.hold("parameters", states.parameters)
             self.hold("optimizer", states.optimizer)
@@ -300,7 +308,7 @@ class MemoryReplay:
             self.hold("gathered parameters", sum(self.gathered.values()))
         self.ahead = 0.0
         if model.plan.stage == 3:  # the layer that is gathered while one computes
-            self.ahead = model.element * max(max(units[1:]) for units in self.units.values()) + model.narrow
+            self.ahead = model.element * max(max(units[1:]) for units in self.gathering.values()) + model.narrow
         self.keeps_reduced = not states.offloaded or states.sums > 0
         self.apart_from_others = model.shard > 1 or states.offloaded  # gradients of whole shards are no message
         self.backwards = dict.fromkeys(self.stages, layout.batch.accumulation)  # to come
@@ -332,7 +340,7 @@ class MemoryReplay:
                 case "SEND_F" | "SEND_B":
                     self.hold("communication buffers", -self.model.stream)
         flat = self.model.shard > 1 and not self.model.copied
-        gather = self.model.element * max(max(units) for units in self.units.values()) * flat
+        gather = self.model.element * max(max(units) for units in self.gathering.values()) * flat
         fragments = FRAGMENTS * self.most
         if any(action.kind == "W" for action in self.program):
             fragments = max(fragments, PUT_OFF * self.churn)
@@ -363,7 +371,7 @@ class MemoryReplay:
 
     def gathered_bytes(self, stage: int) -> float:
         """Copies of a stage's parameters in the compute type: of all, or of embedding, head and one layer."""
-        units = self.units[stage]
+        units = self.gathering[stage]
         return self.model.element * float(units[0] + max(units[1:]) if self.model.plan.stage == 3 else sum(units))
 
     def drop(self, stage: int, size: float) -> None:
@@ -423,7 +431,7 @@ class MemoryReplay:
         if layers.start == 0:
             self.hold("activations", -model.activation[0])
         if whole:
-            freed = model.element * units[0] * (last or model.plan.stage == 3)  # before the reduction
+            freed = model.element * self.gathering[stage][0] * (last or model.plan.stage == 3)  # before the reduction
             self.look("embedding, norm and head", 0.0, model.element * units[0], buffer * units[0], -freed)
             self.gradients(stage, mode, units[0])
             self.keep(stage, buffer * units[0])

@@ -26,13 +26,23 @@ from trainer.planning.estimate.rates import (
     wire_formats,
 )
 from trainer.planning.float8 import WIDE, float8_linears, gathered_in_float8
-from trainer.planning.layer import ATTENTION_BACKWARD, Op, Program, embedding_program, head_program, model_programs
+from trainer.planning.layer import (
+    ATTENTION_BACKWARD,
+    Op,
+    Program,
+    adapter_sizes,
+    embedding_program,
+    frozen_gemms,
+    head_program,
+    model_programs,
+    trains_head,
+)
 from trainer.planning.parameters import UpdateSettings, layer_specs, moment_count, muon_flops
 from trainer.planning.recompute import EagerExtra, RecomputeEffect, left_by_recompute
 from trainer.planning.resolve import Layout
 from trainer.planning.schedules.costs import LayerCosts
 from trainer.planning.schedules.simulate import Simulation, simulate_schedule
-from trainer.planning.states import ELEMENT_BYTES, MASTER_BYTES, of_states, sent_parameters, state_bytes
+from trainer.planning.states import ELEMENT_BYTES, MASTER_BYTES, of_states, sent_parameters, shares_frozen, state_bytes
 
 TERMS = (
     "matrix products",
@@ -175,6 +185,9 @@ class _Timer:
         self.transfer = self.rings["pp"].transfer(self.stream) if self.plan.pp > 1 else 0.0
         ranks = self.plan.tp, self.plan.shard
         self.sent = sent_parameters(self.spec, *ranks, ep=self.plan.ep)
+        # Frozen parameters that are gathered with the others.
+        shared = shares_frozen(self.plan)
+        self.fixed = sent_parameters(self.spec, *ranks, ep=self.plan.ep, trained=False) if shared else None
         folded = self.plan.tp, self.plan.expert_mesh["expert_shard"]
         self.sent_experts = sent_parameters(self.spec, *folded, experts=True, ep=self.plan.ep)
         node = min(self.plan.world, hardware.devices)
@@ -202,16 +215,21 @@ class _Timer:
         costs = estimated_costs(self.config, spec, plan, batch, self.element)
         programs = model_programs(spec, batch.sequence_length, plan.tp, self.element, self.config.parallel.tp_overlap)
         left = left_by_recompute(programs, self.config.activation, self.config.compile)
-        known: dict[tuple[int, int, frozenset[tuple[str, str]]], UnitTimes] = {}
+        known: dict[tuple, UnitTimes] = {}
         layers, float8 = [], float8_linears(self.config.precision, spec)
         travelling = gathered_in_float8(self.config, spec, plan)
+        fixed, added = frozen_gemms(spec), adapter_sizes(spec, plan.tp)
         for index, (program, remaining, layer) in enumerate(zip(programs, left, layer_specs(spec))):
             places = {name: f"layers.{index}.{name}" for name in program.gemms}
             narrow = frozenset((name, float8[place].recipe) for name, place in places.items() if place in float8)
-            key = id(program), id(remaining), narrow  # of layers that are equal, and keep the same
+            # Of layers that are equal, keep the same and have the same adapters.
+            key = id(program), id(remaining), narrow, fixed[index], added[index]
             if key not in known:
                 sent = self.sent.layers[index], self.sent_experts.layers[index]
-                known[key] = self._layer(program, remaining, layer, narrow, sent, travelling[index])
+                frozen = self.fixed.layers[index] if self.fixed else 0
+                known[key] = self._layer(
+                    program, remaining, layer, narrow, (*sent, frozen), travelling[index], fixed[index], added[index]
+                )
             layers.append(known[key])
         units = (self._embedding(), *layers, self._head())
         return ModelTiming(
@@ -277,11 +295,14 @@ class _Timer:
         left: RecomputeEffect,
         layer: LayerSpec,
         float8: frozenset[tuple[str, str]],
-        parameters: tuple[int, int],
+        parameters: tuple[int, int, int],
         narrow: float,
+        fixed: frozenset[str],
+        added: tuple[float, float, float],
     ) -> UnitTimes:
-        """float8: the projections that multiply in fp8, and their recipes; parameters: of the layer, and of its experts
-        where ranks share them; narrow: of the parameters, those that are gathered in fp8."""
+        """float8: the projections that multiply in fp8, and their recipes; parameters: see `_sharded`; narrow: of the
+        parameters, those that are gathered in fp8; fixed: the projections that are frozen; added: see
+        `adapter_sizes`."""
         spec = layer.attention
         tokens, pace = self.tokens, self.pace
 
@@ -290,6 +311,7 @@ class _Timer:
 
         products = products_of({name for name, _ in float8})
         for_weights = products_of({name for name, recipe in float8 if recipe != WIDE})
+        for_weights = {name: 0.0 if name in fixed else seconds for name, seconds in for_weights.items()}
         took = layer_passes(lambda sends: self.ways(sends)[0], program, products, for_weights, left.again, self.apart)
         attention = self._attention(program, spec)
         kernels = KERNELS[self.config.compile]
@@ -308,16 +330,17 @@ class _Timer:
         repeats *= any(name.startswith("feed_forward.experts") for name in left.again)
         again += repeats * permutes
         to_weights = sum(for_weights.values())
+        low = [self.element * tokens * elements / pace.memory for elements in added[:2]]
         forward = {
             "matrix products": took.forward.products,
             "attention": attention + pace.kernel,
-            "memory-bound kernels": bound + permutes + routing * pace.kernel,
+            "memory-bound kernels": bound + permutes + routing * pace.kernel + low[0],
             "tensor collectives": took.forward.exposed,
         }
         backward = {
             "matrix products": took.backward.products - to_weights,
             "attention": ATTENTION_BACKWARD * attention + pace.kernel,
-            "memory-bound kernels": 2 * bound + permutes,
+            "memory-bound kernels": 2 * bound + permutes + low[1],
             "recompute": again,
             "tensor collectives": took.backward.exposed + took.again.exposed + sent,
         }
@@ -351,7 +374,8 @@ class _Timer:
             "memory-bound kernels": (3 * stream + self.element * table) / self.pace.memory,
             "tensor collectives": collective,
         }
-        size = self.sent.outer[True, False], 0
+        frozen = self.fixed.outer[True, False] if self.fixed else 0
+        size = self.sent.outer[True, False], 0, frozen
         return self._sharded(size, forward, {}, weight, {"tensor": 2 * collective}, outer=True)
 
     def _head(self) -> UnitTimes:
@@ -362,20 +386,23 @@ class _Timer:
         first, back, collective = self.way.gathered(product), self.off.columns(product, product), self.off.moving
         forward = {"matrix products": first.products, "memory-bound kernels": loss, "tensor collectives": first.exposed}
         backward = {"matrix products": product, "tensor collectives": back.exposed}
-        weight = {"matrix products": product}
+        trained = trains_head(self.spec)
+        weight = {"matrix products": product * trained}
         if self.config.loss.tile:  # gradients are computed in the forward pass
-            forward["matrix products"] += 2 * product
+            forward["matrix products"] += (1 + trained) * product
             forward["tensor collectives"] += collective
             backward, weight = {}, {}
         # Of one stage what is left of the unit that it shares with the embedding: no tied head.
         size, alone = self.sent.outer[self.plan.pp == 1, True], self.plan.pp > 1
         size -= 0 if alone else self.sent.outer[True, False]
+        frozen = self.fixed.outer[self.plan.pp == 1, True] if self.fixed else 0
+        frozen -= self.fixed.outer[True, False] if self.fixed and not alone else 0
         moved = {"tensor": self.way.moving + 2 * collective}
-        return self._sharded((size, 0), forward, backward, weight, moved, outer=True)
+        return self._sharded((size, 0, frozen), forward, backward, weight, moved, outer=True)
 
     def _sharded(
         self,
-        parameters: tuple[int, int],
+        parameters: tuple[int, int, int],
         forward: dict,
         backward: dict,
         weight: dict,
@@ -384,11 +411,13 @@ class _Timer:
         outer: bool = False,
     ) -> UnitTimes:
         """A unit with what data-parallel ranks do around its passes: gathers, reductions, and copies in and out of flat
-        buffers. parameters: of the unit, and of its experts where ranks share them; axes: seconds of what other ranks
-        communicate in a micro-batch; narrow: elements that are gathered in fp8; outer: see `of_states`."""
+        buffers. parameters: of the unit that are trained, of its experts where ranks share them, and those that are
+        gathered only; axes: seconds of what other ranks communicate in a micro-batch; narrow: elements that are
+        gathered in fp8; outer: see `of_states`."""
         plan, pace, shards, size = self.plan, self.pace, self.rings["shard"], parameters[0]
         copied = self.config.parallel.zero.collectives == "copy_engine"  # in the type in which gradients were computed
-        widths = self.element * (size - narrow) + narrow, (self.element if copied else self.scattered.width) * size
+        gathered = size + parameters[2]
+        widths = self.element * (gathered - narrow) + narrow, (self.element if copied else self.scattered.width) * size
         moved = of_states(plan, *widths, outer, self.reduces_once)
         folded, apart = self.rings["expert_shard"], parameters[1]
         gather, reduce = (shards.seconds(moved[kind].size) for kind in ("gather", "scatter"))
@@ -399,18 +428,18 @@ class _Timer:
             reduce += folded.seconds(self.scattered.width * apart)
             replicas += 2 * self.rings["expert_replicate"].seconds(self.summed.width * apart / folded.ranks)
         coding = self.scattered.scatter(size) / pace.memory, self.summed.reduce(own) / pace.memory
-        size += apart  # which all passes of copies read and write
+        size, gathered = size + apart, gathered + apart  # which all passes of copies read and write
         if not self.on_cpu:  # on a stream beside the computation
             reduce, replicas, coding = reduce + coding[0], replicas + coding[1], (0.0, 0.0)
         copy_in = sum(
             ((MASTER + self.element) / ranks + 2 * self.element * (ranks > 1)) * part / pace.copy
-            for ranks, part in ((shards.ranks, parameters[0]), (folded.ranks, apart))
+            for ranks, part in ((shards.ranks, parameters[0] + parameters[2]), (folded.ranks, apart))
         )
         # Read for the scale and again, written, and cast back.
         copy_in += ((2 * self.element + 1) / shards.ranks + self.element + 1) * narrow / pace.copy
         copy_out = (self.element + MASTER) * size / pace.copy + coding[0]
         if copied:  # what is cast to two places, and added up, takes from the products beside it what it needs
-            copy_in = (MASTER + 2 * self.element) / shards.ranks * size / pace.copy
+            copy_in = (MASTER + 2 * self.element) / shards.ranks * gathered / pace.copy
             copy_out = (MASTER / shards.ranks + self.element) * size / pace.copy
         f, b = sum(forward.values()), sum(backward.values()) + sum(weight.values())
         gathers, scatters = moved["gather"], moved["scatter"]

@@ -1,0 +1,225 @@
+"""Low-rank adapters beside frozen matrices in one process: products and gradients against the formula, what backward
+keeps, the table of parameters, and refusals. Plans are compared in tests/parallel/test_plans.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.reference import settings, tiny_spec
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainer.config.model import ModelSpec
+from trainer.config.synonyms import find_synonym
+from trainer.model.initial import InitialWeights, initialize_model, parameter_infos
+from trainer.model.layers import Linear, project_input
+from trainer.model.transformer import Transformer
+from trainer.parallel.recompute import linear_names
+from trainer.planning.layer import model_programs
+from trainer.planning.parameters import UpdateSettings, declare_parameters, find_adapter_problems
+from trainer.planning.resolve import check_config
+from trainer.precision.products import Multiply
+
+WIDTH, TOKENS, RANK, SCALE = 12, 9, 3, 0.7
+
+
+class SlowMultiply(Multiply):
+    """Another implementation of the same products, with which linear layers do their own backward pass."""
+
+
+SLOW = SlowMultiply()
+
+
+def build_linear(outputs: int, kind: str, bias: bool) -> Linear:
+    """kind: holds `adapted`, `frozen`, or none of both."""
+    linear = Linear(WIDTH, outputs, ("heads", "embed"), bias).double()
+    for parameter in linear.parameters():
+        nn.init.normal_(parameter)
+    if "frozen" in kind:
+        for name in list(linear.declared):
+            linear.freeze(name)
+    if "adapted" in kind:
+        linear.adapt(RANK, SCALE)
+        linear.double()
+        nn.init.normal_(linear.lora_a)
+        nn.init.normal_(linear.lora_b)
+    return linear
+
+
+def expected_output(x: Tensor, linear: Linear) -> Tensor:
+    y = x @ linear.weight.t()
+    if linear.bias is not None:
+        y = y + linear.bias
+    return y if linear.adapter_scale is None else y + SCALE * (x @ linear.lora_a.t()) @ linear.lora_b.t()
+
+
+KINDS = st.sampled_from(["plain", "frozen", "adapted", "frozen adapted"])
+
+
+@given(kinds=st.lists(KINDS, min_size=1, max_size=3), bias=st.booleans(), leaf=st.booleans(), slow=st.booleans())
+def test_products_and_gradients_are_those_of_the_formula(kinds: list[str], bias: bool, leaf: bool, slow: bool) -> None:
+    """leaf: whether the input has no gradient, as that of a first layer behind a frozen embedding."""
+    torch.manual_seed(0)
+    linears = [build_linear(4 + place, kind, bias) for place, kind in enumerate(kinds)]
+    x = torch.randn(TOKENS, WIDTH, dtype=torch.float64, requires_grad=not leaf)
+    parameters = [p for linear in linears for p in linear.parameters() if p.requires_grad]
+    wanted = parameters if leaf else [x, *parameters]
+    outputs = [expected_output(x, linear) for linear in linears]
+    weights = [torch.randn_like(output) for output in outputs]
+    expected = [
+        torch.autograd.grad((o * w).sum(), wanted, allow_unused=True) if wanted and o.requires_grad else ()
+        for o, w in zip(outputs, weights)
+    ]
+    totals = [
+        sum((terms[place] for terms in expected if terms and terms[place] is not None), torch.zeros_like(parameter))
+        for place, parameter in enumerate(wanted)
+    ]
+    for linear in linears:
+        linear.multiply = SLOW if slow else linear.multiply
+    seen = project_input(x, *linears)
+    for one, other in zip(seen, outputs):
+        torch.testing.assert_close(one, other)
+    if wanted and any(one.requires_grad for one in seen):
+        found = torch.autograd.grad(sum((o * w).sum() for o, w in zip(seen, weights)), wanted, allow_unused=True)
+        for one, other in zip(found, totals):
+            torch.testing.assert_close(torch.zeros_like(other) if one is None else one, other)
+
+
+@pytest.mark.parametrize(
+    ("kind", "slow", "kept"),
+    [("frozen", True, False), ("frozen", False, False), ("frozen adapted", True, True), ("plain", True, True)],
+)
+def test_a_frozen_matrix_without_an_adapter_keeps_no_input(kind: str, slow: bool, kept: bool) -> None:
+    linear = build_linear(5, kind, bias=False)
+    linear.multiply = SLOW if slow else linear.multiply
+    x = torch.randn(TOKENS, WIDTH, dtype=torch.float64, requires_grad=True)
+    saved: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):
+        linear(x).sum().backward()
+    assert (x.data_ptr() in saved) == kept
+
+
+PATTERNS = st.lists(
+    st.sampled_from(["*", "*.q", "*.attention.*", "layers.0.*", "layers.[12].*.up", "*.o", "nothing"]), max_size=3
+)
+TRAINED = st.lists(st.sampled_from(["*norm*", "embedding.weight", "*.bias", "layers.1.*", "head.*", "*"]), max_size=2)
+
+
+@given(
+    targets=PATTERNS,
+    trained=TRAINED,
+    tied=st.booleans(),
+    family=st.sampled_from(["gated", "plain", "latent", "experts"]),
+)
+def test_the_table_has_what_the_modules_have(targets: list[str], trained: list[str], tied: bool, family: str) -> None:
+    spec = spec_of_family(family)
+    spec = replace(spec, tied=tied, adapter=replace(spec.adapter, rank=2, targets=targets, trained=trained))
+    with torch.device("meta"):
+        model = Transformer(spec)
+    declared = declare_parameters(spec)
+    assert list(parameter_infos(model).items()) == list(declared.items())
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad == declared[name].trained
+        assert declared[name].trained or not declared[name].adapter
+
+
+def spec_of_family(family: str) -> ModelSpec:
+    spec = tiny_spec()
+    if family == "plain":
+        spec.feed_forward.kind = "plain"
+    if family == "latent":
+        spec.attention.kind, spec.attention.qk_norm, spec.attention.kv_heads = "latent", "none", 0
+    if family == "experts":
+        spec.feed_forward.width, spec.feed_forward.experts.count = 40, 4
+        spec.feed_forward.experts.shared_width = 16
+    return spec
+
+
+def test_a_model_begins_as_it_is_without_adapters() -> None:
+    spec, device = tiny_spec(), torch.device("cpu")
+    adapted = replace(spec, adapter=replace(spec.adapter, rank=4))
+    tokens, logits = torch.arange(20).view(2, 10), []
+    for one in (spec, adapted):
+        model = Transformer(one)
+        initialize_model(model, one, 7, device)
+        logits.append(model(tokens))
+    assert torch.equal(*logits)
+    a = InitialWeights(adapted, 7, device)(
+        "layers.0.attention.q.lora_a", declare_parameters(adapted)["layers.0.attention.q.lora_a"]
+    )
+    assert 0.8 * 24**-0.5 < a.abs().max() <= 24**-0.5
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "said"),
+    [
+        ("gated", {"targets": ["*.query"]}, "model.adapter.targets: '*.query' matches no linear layer"),
+        ("gated", {"targets": []}, "model.adapter.targets=[] gives no layer an adapter"),
+        ("gated", {"trained": ["*.lora_a"]}, "model.adapter.trained: '*.lora_a' matches no parameter"),
+        ("tied", {"trained": ["head.weight"]}, "the head is tied to embedding.weight"),
+        ("gated", {"targets": ["head"]}, "'head' matches no linear layer"),
+        ("experts", {}, "match layers.0.feed_forward.router: experts and routers get no adapters"),
+        ("experts", {"targets": ["*.experts.up"]}, "match layers.0.feed_forward.experts.up"),
+        ("gated", {"rank": 0, "alpha": 8.0}, "model.adapter.alpha=8.0 has no effect with model.adapter.rank=0"),
+        ("gated", {"rank": 0, "targets": ["*.q"]}, "model.adapter.targets=['*.q'] has no effect"),
+    ],
+)
+def test_what_cannot_be_adapted_is_refused_by_name(family: str, changes: dict, said: str) -> None:
+    spec = spec_of_family(family)
+    spec = replace(spec, tied=family == "tied", adapter=replace(spec.adapter, **{"rank": 4, **changes}))
+    problems = list(find_adapter_problems(spec))
+    assert len(problems) == 1 and said in problems[0], problems
+
+
+def test_the_way_out_of_a_refusal_is_accepted() -> None:
+    spec = spec_of_family("experts")
+    [problem] = find_adapter_problems(replace(spec, adapter=replace(spec.adapter, rank=4)))
+    patterns = problem.split("set model.adapter.targets=[")[1].split("]")[0].split(",")
+    assert not list(find_adapter_problems(replace(spec, adapter=replace(spec.adapter, rank=4, targets=patterns))))
+
+
+def test_settings_that_contradict_adapters_are_refused() -> None:
+    config = settings(model__adapter__rank=4, parallel__zero__engine="deepspeed", parallel__zero__stage=1)
+    assert any("DeepSpeed's engine trains all parameters" in problem for problem in check_config(config, 2))
+    assert not check_config(settings(model__adapter__rank=4), 1)
+
+
+def test_products_are_counted_as_without_adapters() -> None:
+    """By which `activation.save` names them: the operators of adapters are others."""
+    spec = tiny_spec(adapter={"rank": 4})
+    with torch.device("meta"):
+        model = Transformer(spec)
+    assert linear_names(model.layers["0"]) == tuple(model_programs(spec, 16, 1, 4)[0].gemms)
+    seen: list[str] = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, arguments=(), keywords=None):  # type: ignore[no-untyped-def]
+            seen.append(str(operator))
+            return operator(*arguments, **(keywords or {}))
+
+    names = ("aten.mm.default", "aten.addmm.default")
+    for adapter in (spec.adapter, replace(spec.adapter, rank=0)):
+        with Seen(), torch.no_grad():
+            Transformer(replace(spec, adapter=adapter)).layers["0"].feed_forward(torch.ones(3, 24))
+        counted = [name for name in seen if name in names]
+        assert len(counted) == 3, counted
+        seen.clear()
+
+
+def test_muon_leaves_adapters_to_adamw() -> None:
+    spec = tiny_spec(adapter={"rank": 4, "trained": ["*.up.weight"]})
+    config = settings(optimizer__name="muon")
+    infos = {name: info for name, info in declare_parameters(spec).items() if info.trained}
+    chosen = {name: policy.optimizer for name, policy in UpdateSettings.of(config).policies(infos).items()}
+    assert {name for name, optimizer in chosen.items() if optimizer == "muon"} == {
+        f"layers.{index}.feed_forward.up.weight" for index in range(3)
+    }
+
+
+def test_names_of_peers_are_understood() -> None:
+    for name, ours in (("lora_rank", "rank"), ("lora_alpha", "alpha"), ("target_modules", "targets")):
+        assert f"model.adapter.{ours}" in str(find_synonym(name))
