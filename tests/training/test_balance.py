@@ -23,6 +23,7 @@ from trainer.config import ConfigError
 from trainer.data.batches import MicroBatch
 from trainer.distributed.mesh import join_world
 from trainer.generate.sharded_model import place_saved
+from trainer.model.experts import WHOLE
 from trainer.parallel.pipeline.plan import resolve_pipeline
 from trainer.planning.features import resolve_plan
 from trainer.planning.plan import BatchPlan
@@ -74,13 +75,13 @@ def test_accumulation_changes_neither_biases_nor_losses(world, over, biases):
         seen = [train_step(state, batch_of(step, micro_batches), 0) for step in range(3)]
         runs.append((buffers_of(state), [one["statistics"] for one in seen], [one["grad_norm"] for one in seen]))
     for buffers, statistics, norms in runs[1:]:
-        torch.testing.assert_close(buffers, runs[0][0], rtol=1e-4 if biases else 0, atol=0)
+        torch.testing.assert_close(buffers, runs[0][0], rtol=0, atol=1e-7 if biases else 0)
         for one, other in zip(statistics, runs[0][1]):
             found, wanted = (dict(zip(state.reports, some.split([*state.reports.values()]))) for some in (one, other))
-            for name in found:  # a margin of some rounding errors may be in the next bin
+            for name in found:  # of a margin of some rounding errors, one of the two points may differ
                 margins = name.endswith("margins")
-                torch.testing.assert_close(found[name], wanted[name], rtol=1e-5 * (not margins), atol=margins or 1e-9)
-                assert not margins or (found[name] != wanted[name]).sum() <= 4
+                sums = (some.view(5, -1).cumsum(1) if margins else some for some in (found[name], wanted[name]))
+                torch.testing.assert_close(*sums, rtol=1e-5 * (not margins), atol=2 * WHOLE if margins else 1e-9)
         torch.testing.assert_close(norms, runs[0][2], rtol=1e-6, atol=0)
     layers = 1 + (over == "previous")
     assert len(runs[0][0]) == 3 * layers

@@ -68,50 +68,58 @@ def count_choices(keys: Tensor, size: int) -> Tensor:
     return keys.new_zeros(size).index_add_(0, keys, torch.ones_like(keys))
 
 
-_WIDTHS = [2.0**power for power in range(-30, 1)]
-MARGIN_EDGES = [*(-width for width in reversed(_WIDTHS)), 0.0, *_WIDTHS]
-"""Edges of the bins in which margins of scores are counted: zero, and powers of two from 2^-30 to 1 on both sides. They
-are fine near zero, where the quantile lies once the experts are balanced: each step starts from the biases of the step
-before, so the width of a bin limits the speed of the balance and not its accuracy."""
+_SIZES = [2.0**power for power in range(-30, 1)]
+MARGIN_POINTS = [*(-size for size in reversed(_SIZES)), 0.0, *_SIZES]
+"""Points at which margins of scores are counted: zero, and powers of two from 2^-30 to 1 on both sides. They are close
+near zero, where the quantile lies once the experts are balanced: each step starts from the biases of the step before,
+so their distance limits the speed of the balance and not its accuracy."""
 
-MARGIN_BINS = len(MARGIN_EDGES) + 1
+WHOLE = 2**16
+"""What a margin counts. Integers have the same sum in every order."""
 
 
 @torch.library.custom_op("trainer::count_margins", mutates_args=())
 def count_margins(ranked: Tensor, top_k: int) -> Tensor:
-    """How many tokens have a margin for an expert in each bin: int64 [experts x MARGIN_BINS].
+    """How many tokens have which margin for an expert: int64 [experts x points], in units of `WHOLE`.
 
     ranked: the scores by which experts are chosen, [tokens, experts]. The margin of a token for an expert is the
     token's score of rank `top_k` + 1 minus the expert's score. It is the change of the expert's bias from which on the
-    expert has the token, and is negative for an expert that has it.
+    expert has the token, and is negative for an expert that has it. A margin counts in parts at the two points around
+    it, so that counts hardly change with its rounding: with bins, two plans could put it in different ones.
     """
-    cutoff = ranked.topk(top_k + 1, -1).values[:, -1:]
-    bins = torch.bucketize((cutoff - ranked).float(), device_edges(ranked.device), right=True)
-    first = torch.arange(0, ranked.shape[1] * MARGIN_BINS, MARGIN_BINS, device=ranked.device)
-    return count_choices((first + bins).flatten(), ranked.shape[1] * MARGIN_BINS)
+    points, last = margin_points(ranked.device), len(MARGIN_POINTS) - 1
+    margins = (ranked.topk(top_k + 1, -1).values[:, -1:] - ranked).float().clamp(points[0], points[-1])
+    lower = torch.bucketize(margins, points[1:-1], right=True, out_int32=True)
+    parts = ((margins - points[lower]) / (points[lower + 1] - points[lower]) * WHOLE).round().long()
+    places = lower + torch.arange(0, ranked.shape[1] * (last + 1), last + 1, device=ranked.device, dtype=torch.int32)
+    counts = parts.new_zeros(ranked.shape[1] * (last + 1))
+    counts.index_add_(0, places.flatten(), (WHOLE - parts).flatten())
+    return counts.index_add_(0, places.flatten() + 1, parts.flatten())
 
 
 @count_margins.register_fake
 def _(ranked: Tensor, top_k: int) -> Tensor:
-    return ranked.new_empty(ranked.shape[1] * MARGIN_BINS, dtype=torch.int64)
+    return ranked.new_empty(ranked.shape[1] * len(MARGIN_POINTS), dtype=torch.int64)
 
 
 @cache
-def device_edges(device: torch.device) -> Tensor:
-    """`MARGIN_EDGES` on a device, copied once: a copy from the host's memory would make the host wait."""
-    return torch.tensor(MARGIN_EDGES, device=device)
+def margin_points(device: torch.device) -> Tensor:
+    """`MARGIN_POINTS` on a device, copied once: a copy from the host's memory would make the host wait."""
+    return torch.tensor(MARGIN_POINTS, device=device)
 
 
 def margin_quantiles(counts: Tensor, share: float) -> Tensor:
-    """The margin of each expert that is above those of a share of the tokens: fp64 [experts]. Within a bin, margins
-    count as evenly spread; the outermost bins count as their edges. counts: fp64 [experts, MARGIN_BINS], exact."""
-    edges = device_edges(counts.device).double()
-    below, wanted = counts.cumsum(-1), share * counts.sum(-1, keepdim=True)
-    place = (below < wanted).sum(-1, keepdim=True).clamp(max=MARGIN_BINS - 1)
-    inside = counts.gather(-1, place)
-    part = (wanted - below.gather(-1, place) + inside) / inside.clamp(min=1)
-    lower, upper = (edges[(place + step).clamp(0, len(edges) - 1)] for step in (-1, 0))
-    return (lower + part * (upper - lower)).squeeze(-1)
+    """The margin of each expert that is above those of a share of the tokens: fp64 [experts].
+
+    counts: fp64 [experts, points], exact. What is counted at a point lies half below it. Between points, margins count
+    as evenly spread."""
+    points, last = margin_points(counts.device).double(), len(MARGIN_POINTS) - 1
+    below, wanted = counts.cumsum(-1) - counts / 2, share * counts.sum(-1, keepdim=True)
+    above = (below < wanted).sum(-1, keepdim=True)
+    lower, upper = ((above + step).clamp(0, last) for step in (-1, 0))
+    start, end = below.gather(-1, lower), below.gather(-1, upper)
+    part = torch.where(end > start, (wanted - start) / torch.where(end > start, end - start, 1), 0)
+    return torch.lerp(points[lower], points[upper], part).squeeze(-1)
 
 
 class Sequences(NamedTuple):
@@ -246,7 +254,7 @@ class Router(WideLinear):
         """The statistics that `report` has, with the number of values of each."""
         spec = self.spec
         sizes = {"load": spec.count, "balance": spec.balance > 0, "z_loss": spec.z_loss > 0, "bias": spec.bias_rate > 0}
-        sizes["margins"] = spec.count * MARGIN_BINS * (spec.bias_rule == "quantile")
+        sizes["margins"] = spec.count * len(MARGIN_POINTS) * (spec.bias_rule == "quantile")
         return {name: int(size) for name, size in sizes.items() if size}
 
     def report(self, routing: Routing, sequences: Sequences | None) -> BlockReport:
@@ -281,7 +289,7 @@ class Router(WideLinear):
     def rebalance(self, load: Tensor, skipped: Tensor, margins: Tensor | None = None) -> None:
         """Takes over what a step shows.
 
-        load: fp64 [experts], the tokens of each expert in the whole step; margins: fp64 [experts x MARGIN_BINS], see
+        load: fp64 [experts], the tokens of each expert in the whole step; margins: fp64 [experts x points], see
         `count_margins`. The counts are exact. skipped: scalar, 1 where the step's update was skipped; then nothing
         changes.
         """
@@ -289,7 +297,7 @@ class Router(WideLinear):
         if self.balance is not None:
             change = (mean - load).sign()
             if margins is not None:
-                change = margin_quantiles(margins.view(-1, MARGIN_BINS), self.spec.top_k / self.spec.count)
+                change = margin_quantiles(margins.view(self.spec.count, -1), self.spec.top_k / self.spec.count)
                 change -= change.mean()  # of all biases alike, which changes no choice
             self.balance.add_(change * applied, alpha=self.spec.bias_rate)
         if self.usage is not None:

@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from trainer.config import Config, GradCommConfig, PrecisionConfig
 from trainer.config.model import ModelSpec
 from trainer.config.schema import MuonConfig
 from trainer.data.batches import MicroBatch
-from trainer.model.experts import MARGIN_EDGES, Router, WideLinear
+from trainer.model.experts import MARGIN_POINTS, Router, WideLinear
 from trainer.model.initial import Weights, initialize_model, name_seed, parameter_infos
 from trainer.model.loss import loss_terms
 from trainer.model.stage import split_report
@@ -162,14 +163,15 @@ def rebalance_experts(model: Transformer, counts: dict[str, Tensor]) -> None:
                 router.usage[expert] = count / mean
 
 
-def find_quantile(bins: list[int], share: float) -> float:
-    """The margin above those of a share of the tokens, which are counted in bins of `MARGIN_EDGES`."""
-    edges, left = [MARGIN_EDGES[0], *MARGIN_EDGES, MARGIN_EDGES[-1]], share * sum(bins)
-    for count, lower, upper in zip(bins, edges, edges[1:]):
-        if count and left <= count:
-            return lower + left / count * (upper - lower)
-        left -= count
-    return edges[-1]
+def find_quantile(counts: list[float], share: float) -> float:
+    """The margin above those of a share of the tokens. counts: at `MARGIN_POINTS`, each half below its point."""
+    wanted, sums = share * sum(counts), accumulate(counts)
+    below = [total - count / 2 for total, count in zip(sums, counts)]
+    place = next((number for number, amount in enumerate(below) if amount >= wanted), len(below))
+    if place in (0, len(below)):
+        return MARGIN_POINTS[0 if place == 0 else -1]
+    (start, end), (lower, upper) = below[place - 1 : place + 1], MARGIN_POINTS[place - 1 : place + 1]
+    return lower + (wanted - start) / (end - start) * (upper - lower)
 
 
 def optimizers_of(model: Transformer, config: Config) -> list[torch.optim.Optimizer]:
