@@ -36,6 +36,8 @@ def share_experts(model: Stage, config: Config, spec: ModelSpec, plan: Plan, wor
         for module in [*layer.modules()]:
             if isinstance(module, GroupedLinear):
                 for name in module.declared:
-                    setattr(module, name, nn.Parameter(shard_parameter(getattr(module, name), 0, mesh)))
+                    whole = getattr(module, name)
+                    part = nn.Parameter(shard_parameter(whole, 0, mesh), requires_grad=whole.requires_grad)
+                    setattr(module, name, part)
             elif isinstance(module, Experts):
                 module.dispatch, layer.expert_unit = dispatch, ExpertUnit(layer, module)
