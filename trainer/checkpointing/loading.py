@@ -28,7 +28,7 @@ from trainer.checkpointing.manifest import (
 )
 from trainer.checkpointing.retention import find_newest
 from trainer.config import ConfigError
-from trainer.config.model import ModelSpec
+from trainer.config.model import ModelSpec, spec_class
 from trainer.config.typed import InvalidValue, Problems, build_typed
 from trainer.data.mixture import Mixture
 from trainer.data.tokens import parse_points
@@ -328,7 +328,9 @@ def saved_spec(path: Path, manifest: dict[str, Any]) -> ModelSpec:
     DamagedCheckpoint where that is not a model."""
     problems: Problems = {}
     try:
-        spec = build_typed(manifest.get("spec"), problems, ModelSpec, "model")
+        given = manifest.get("spec")
+        kind = spec_class(given) if isinstance(given, dict) else ModelSpec
+        spec = build_typed(given, problems, kind, "model")
     except (InvalidValue, RecursionError) as error:
         problems[""] = str(error)
     if problems:
@@ -446,12 +448,16 @@ def open_transformers(folder: str, weights: str) -> SavedModel:
             f"weights=ema: {folder} is a transformers folder, which holds one set of weights; leave it out"
         )
     path = Path(folder).expanduser()
-    from trainer.hf import HFWeights, open_generation, spec_from_hf  # imported late: checkpoints of runs do not need it
+    from trainer.hf import (
+        open_generation,
+        open_weights,
+        spec_from_hf,
+    )  # imported late: checkpoints of runs do not need it
 
     notes: list[str] = []
     spec = spec_from_hf(path, notes)
     generation, left_out = open_generation(path, spec.vocab_size)
-    values = HFWeights(path, spec)
+    values = open_weights(path, spec)
     for note in (*notes, *values.notes, *left_out):
         print(note, file=sys.stderr)
     tokenizer = path if (path / "tokenizer_config.json").is_file() else None

@@ -7,6 +7,8 @@ from typing import Any
 
 _HOMES = {
     "HFWeights": "trainer.hf.weights",
+    "open_weights": "trainer.hf.folder",
+    "starting_weights": "trainer.hf.folder",
     "export_model": "trainer.hf.folder",
     "model_from_hf": "trainer.hf.folder",
     "open_generation": "trainer.hf.folder",

@@ -269,14 +269,14 @@ def starting_point(config: Config) -> tuple[ModelSpec, Weights | None, list[str]
     if not config.model.from_hf:
         spec = ModelSpec.from_dict({f.name: getattr(config.model, f.name) for f in dataclasses.fields(ModelSpec)})
         return spec, None, []
-    from trainer.hf import HFWeights, spec_from_hf
+    from trainer.hf import spec_from_hf, starting_weights
 
     notes: list[str] = []
-    spec = extend_spec(spec_from_hf(config.model.from_hf, notes), config.model.extend)
+    spec = extend_spec(spec_from_hf(config.model.from_hf, notes, config.model.code), config.model.extend)
     if spec.learned_positions and config.batch.sequence_length > spec.max_length:
         raise ConfigError(
             f"batch.sequence_length={config.batch.sequence_length} exceeds the {spec.max_length} learned positions of "
             f"model.from_hf={config.model.from_hf}"
         )
-    weights = HFWeights(config.model.from_hf, spec)
-    return spec, weights, [*notes, *weights.notes]
+    weights = starting_weights(config.model.from_hf, spec, config.run.seed)
+    return spec, weights, [*notes, *getattr(weights, "notes", [])]
