@@ -253,6 +253,18 @@ def models() -> str:
     return table(("override", "family", "parameters", "layers", "width"), rows, right=(2, 3, 4))
 
 
+def code_types() -> str:
+    """The types that run by transformers' own code."""
+    from trainer.hf.accepted import ACCEPTED
+
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, facts in ACCEPTED.items():
+        key = ("yes" if facts.tp else "no", "yes" if facts.pp else "no")
+        groups.setdefault(key, []).append(f"`{name}`")
+    rows = ([", ".join(sorted(names)), str(len(names)), *key] for key, names in groups.items())
+    return table(("types", "number", "tensor parallelism", "pipelines"), rows, right=(1,))
+
+
 def hardware() -> str:
     """The shipped files of hardware."""
     rows = []
@@ -359,6 +371,7 @@ TABLES: dict[str, Callable[..., str]] = {
         recipes,
         receipts,
         models,
+        code_types,
         hardware,
         schedules,
         deepspeed,

@@ -70,6 +70,13 @@ PRIVATE = [
         "collectives that the compiler sees",
     ),
     Private(
+        "_init_weights",
+        ("hf/code.py", "hf/code_weights.py"),
+        "transformers.modeling_utils.PreTrainedModel",
+        "initial weights and buffers of one module of a model that runs by transformers' code",
+    ),
+    Private("_parameters", ("hf/code.py",), "torch/nn/modules", "a module's tensors, replaced in a shallow copy"),
+    Private(
         "_make_subclass",
         ("model/attention.py",),
         "torch.Tensor",

@@ -29,7 +29,7 @@ from trainer.checkpointing.manifest import (
 )
 from trainer.checkpointing.retention import find_newest
 from trainer.config import ConfigError
-from trainer.config.model import DEEPEST, AdapterSpec, ModelSpec
+from trainer.config.model import DEEPEST, AdapterSpec, ModelSpec, spec_class
 from trainer.config.typed import InvalidValue, Problems, build_typed
 from trainer.data.mixture import Mixture
 from trainer.data.tokens import parse_points
@@ -329,7 +329,9 @@ def saved_spec(path: Path, manifest: dict[str, Any]) -> ModelSpec:
     DamagedCheckpoint where that is not a model."""
     problems: Problems = {}
     try:
-        spec = build_typed(manifest.get("spec"), problems, ModelSpec, "model")
+        given = manifest.get("spec")
+        kind = spec_class(given) if isinstance(given, dict) else ModelSpec
+        spec = build_typed(given, problems, kind, "model")
     except (InvalidValue, RecursionError) as error:
         problems[""] = str(error)
     if problems:

@@ -21,7 +21,7 @@ from trainer.checkpointing.retention import (
     list_everywhere,
 )
 from trainer.config import CheckpointConfig, Config, ConfigError
-from trainer.config.model import LOSS_OF_EXPERTS, ModelSpec
+from trainer.config.model import LOSS_OF_EXPERTS, ModelSpec, runs_foreign_code
 from trainer.config.typed import flatten_values
 from trainer.planning.plan import BatchPlan
 
@@ -157,7 +157,13 @@ def fitting_manifest(
     differing = [
         name for name in mine if name.partition(".")[0] not in ("name", "init") and saved.get(name) != mine[name]
     ]
-    if differing:
+    if runs_foreign_code(spec) != ("transformers" in manifest["spec"]):
+        other = "transformers" if "transformers" in manifest["spec"] else "spec"
+        problems.append(
+            f"the checkpoint's model runs by other code: set model.code={other}, or another run.name to train this one "
+            "beside it"
+        )
+    elif differing:
         problems.append(
             "; ".join(f"model.{name}={mine[name]} but the checkpoint has {saved.get(name)}" for name in differing[:3])
             + ": set another run.name to train it beside the earlier run, or checkpoint.resume=none to train it here, "

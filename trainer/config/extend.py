@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer.config import typed
 from trainer.config.fields import ConfigError
-from trainer.config.model import SCALING_FIELDS, ModelSpec, RopeSpec
+from trainer.config.model import SCALING_FIELDS, CodeSpec, ModelSpec, RopeSpec
 
 LENGTH = "max_length"
 
@@ -18,6 +18,11 @@ def extend_spec(spec: ModelSpec, changes: dict[str, Any]) -> ModelSpec:
     everything that is wrong."""
     if not changes:
         return spec
+    if isinstance(spec, CodeSpec):
+        raise ConfigError(
+            f"model.extend={changes} changes this project's rotary positions, and the model runs by transformers' own "
+            "code; leave it out and change rope_parameters in config.json"
+        )
     if spec.attention.positions != "rope":
         raise ConfigError(f"model.extend={changes}: a model without rotary positions cannot be extended; leave it out")
     problems: typed.Problems = {}

@@ -540,14 +540,72 @@ class ModelSpec:
 
     def to_dict(self) -> dict[str, Any]:
         values = dataclasses.asdict(self)
-        return {field.name: values[field.name] for field in dataclasses.fields(ModelSpec)}
+        return {field.name: values[field.name] for field in dataclasses.fields(spec_class(values))}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ModelSpec:
         """The inverse of `to_dict`; an unknown field raises `ValueError` naming it."""
-        spec = cls()
+        spec = spec_class(values)()
         assign_fields(spec, values, "model")
         return spec
+
+
+@dataclass
+class CodeLayerSpec(LayerSpec):
+    """A layer of a `CodeSpec`. code: its table."""
+
+    code: dict[str, Any]
+
+
+@dataclass
+class CodeSpec(ModelSpec):
+    """A model whose layers are transformers' own code. The fields of `ModelSpec` say what plans and estimates ask of it
+    (sizes, windows, experts). What its modules are follows from `transformers`, plain values:
+
+    config: the whole config.json. layers: for each layer the number of its table. tables: the distinct layers. Each has
+    `parameters`, name within the layer -> fields of `ParameterInfo`; `buffers`, name -> shape of those that checkpoints
+    hold; `attention`, the name of that block; and `blocks`, name of a block whose tokens tensor-parallel ranks gather
+    -> "cut" (each rank has a part of its weights) or "whole" (each rank computes all of it). head_scale: factor on the
+    hidden states that the head reads. tp, pp: whether the code may be divided so.
+    """
+
+    family: str = option("", "type of the model in transformers")
+    transformers: dict[str, Any] = option({}, "the model's code, see `CodeSpec`")
+
+    # Such a spec may stand where settings of a model do, as `model_from_hf` returns it.
+    from_hf = None
+    code = "transformers"
+
+    @property
+    def extend(self) -> dict[str, Any]:
+        """`model.extend` does not change code."""
+        return {}
+
+    def layer(self, index: int) -> CodeLayerSpec:
+        layer = super().layer(index)
+        table = self.transformers["tables"][self.transformers["layers"][index]]
+        return CodeLayerSpec(layer.attention, layer.feed_forward, layer.norm, table)
+
+    def check(self) -> list[str]:
+        try:
+            tables = [self.transformers["tables"][number] for number in self.transformers["layers"]]
+            whole = isinstance(self.transformers["config"], dict) and float(self.transformers["head_scale"]) > 0
+            whole = whole and all({"parameters", "buffers", "blocks", "attention"} <= table.keys() for table in tables)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+            whole, tables = False, []
+        if not whole or len(tables) != self.depth:
+            return ["model.transformers does not describe the layers of a model; read model.from_hf anew"]
+        return []
+
+
+def runs_foreign_code(spec: ModelSpec) -> bool:
+    """Whether a model runs by transformers' code."""
+    return isinstance(spec, CodeSpec)
+
+
+def spec_class(values: dict[str, Any]) -> type[ModelSpec]:
+    """The class of a spec with such values."""
+    return CodeSpec if "transformers" in values else ModelSpec
 
 
 def layer_range(where: str, depth: int) -> range:

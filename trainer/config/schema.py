@@ -51,6 +51,12 @@ class ModelConfig(ModelSpec):
         "folder with config.json and safetensors of a transformers model: its architecture replaces the other model "
         "fields, its weights are where training starts",
     )
+    code: str = option(
+        "auto",
+        "with from_hf: whose code runs the model: spec, the blocks of this project; transformers, its own unmodified "
+        "code; auto, the former where they have the type of the model",
+        ("auto", "spec", "transformers"),
+    )
     extend: dict[str, Any] = option(
         {},
         "with from_hf: positions for longer sequences than those of that model: max_length, and fields of "

@@ -94,6 +94,7 @@ _NAMES = {
     "data.sources": "dataset datasets dataset_path train_file train_files data_path train_data",
     "data.tokenizer": "tokenizer_name tokenizer_path tokenizer_type",
     "data.workers": "num_workers dataloader_num_workers",
+    "model.code": "model_impl force_hf",
     "model.from_hf": "model_name_or_path pretrained_model_name_or_path hf_path init_from",
 }
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trainer.checkpointing.loading import SavedModel
 from trainer.config import Config, ConfigError
-from trainer.config.model import ModelSpec
+from trainer.config.model import CodeSpec, ModelSpec
 from trainer.distributed.mesh import World, join_world
 from trainer.distributed.p2p import PipelineChannels
 from trainer.distributed.sharded_kv import NodeShardedKVGroup, ShardedKVGroup
@@ -143,6 +143,12 @@ def place_saved(
     share each layer, and `cp` have the same part of the model each and share the kept keys of every sequence; the
     others share parameters, which each layer gathers when it computes (ZeRO-3). Parameters are read one at a time.
     Raises `ConfigError` where so many processes cannot share the model."""
+
+    if isinstance(saved.spec, CodeSpec):
+        raise ConfigError(
+            f"{saved.path}: the model runs by transformers' own code, which trainer sample does not run; export it "
+            "with trainer export, and generate with transformers"
+        )
 
     def value(name: str, info: object) -> Tensor:
         return saved.tensor(name)

@@ -9,6 +9,7 @@ _HOMES = {
     "HFWeights": "trainer.hf.weights",
     "base_folder": "trainer.hf.adapters",
     "export_adapter": "trainer.hf.folder",
+    "starting_weights": "trainer.hf.folder",
     "export_model": "trainer.hf.folder",
     "join_adapters": "trainer.hf.adapters",
     "model_from_hf": "trainer.hf.folder",

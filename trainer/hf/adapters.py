@@ -10,7 +10,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,11 +18,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trainer.config import ConfigError
-from trainer.config.model import AdapterSpec, ModelSpec
+from trainer.config.model import AdapterSpec, CodeSpec, ModelSpec
 from trainer.hf.weights import CheckpointEntry, HFWeights, format_names, list_entries
 from trainer.model.initial import AdaptedWeights, Weights
 from trainer.planning.parameters import DOWN, UP, ParameterInfo, adapt_table, can_adapt, declare_parameters
 from trainer.util.reading import check_links, on_one_line, path_inside, read_json, shorten_foreign
+
+if TYPE_CHECKING:
+    from trainer.hf.code_weights import CodeWeights
 
 ADAPTER, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -241,6 +244,11 @@ def join_adapters(spec: ModelSpec, given: AdapterSpec) -> AdapterSpec:
     """The adapters of a model that is read, of which a folder may hold some (`spec.adapter`) and settings may ask for
     some (`given`). Raises `ConfigError` where they are others."""
     stored = spec.adapter
+    if isinstance(spec, CodeSpec) and given.rank:
+        raise ConfigError(
+            f"model.adapter.rank={given.rank}: {spec.family} runs by transformers' own code, whose layers take no "
+            "adapters here; set model.adapter.rank=0, or train a model whose family the project's own blocks know"
+        )
     if not given.rank or not stored.rank:
         return given if given.rank else stored
     plain = declare_parameters(replace(spec, adapter=AdapterSpec()))
@@ -254,10 +262,19 @@ def join_adapters(spec: ModelSpec, given: AdapterSpec) -> AdapterSpec:
     return replace(given, trained=[*dict.fromkeys([*stored.trained, *given.trained])])
 
 
+def stored_weights(folder: str | Path, spec: ModelSpec) -> HFWeights | CodeWeights:
+    """The weights in a transformers folder for the model that `spec_from_hf` has found in it. Raises `ConfigError`."""
+    if isinstance(spec, CodeSpec):
+        from trainer.hf.code_weights import CodeWeights
+
+        return CodeWeights(folder, spec)
+    return HFWeights(folder, spec)
+
+
 def open_weights(folder: str | Path, spec: ModelSpec, drawn: Weights | None = None) -> tuple[Weights, list[str]]:
     """The weights of a transformers folder, or of a folder with an adapter and of the model it was trained on; and
     notes on them. drawn: gives the adapters that no folder holds, for a model that is to get some."""
-    weights = HFWeights(base_folder(folder), spec)
+    weights = stored_weights(base_folder(folder), spec)
     if holds_adapter(folder):
         adapter = PeftWeights(folder, spec)
         return AdaptedWeights(weights, adapter, adapter.values), [*weights.notes, *adapter.notes]

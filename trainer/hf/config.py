@@ -59,7 +59,10 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
     """
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
-        raise ConfigError(f"model_type={format_option(model_type)} is not supported; supported: {', '.join(FAMILIES)}")
+        raise ConfigError(
+            f"model_type={format_option(model_type)} is not supported; supported: {', '.join(FAMILIES)}, and with "
+            "model.code=transformers the types in docs/transformers_code.md"
+        )
     family, config = FAMILIES[model_type], rename_options(config)
     names = {new: f"{new} or {old}" for old, new in family.renamed.items()}
     problems = [

@@ -17,14 +17,23 @@ from torch import Tensor
 
 from trainer.config import ConfigError
 from trainer.config.extend import extend_spec
-from trainer.config.model import ModelSpec
+from trainer.config.model import CodeSpec, ModelSpec
 from trainer.config.schema import ModelConfig
-from trainer.hf.adapters import ADAPTER, PeftWeights, base_folder, holds_adapter, join_adapters, write_adapter
+from trainer.hf.adapters import (
+    ADAPTER,
+    PeftWeights,
+    base_folder,
+    holds_adapter,
+    join_adapters,
+    open_weights,
+    write_adapter,
+)
 from trainer.hf.agreement import check_export, check_import, usual_config
 from trainer.hf.config import check_sizes, config_from_spec, rename_options, spec_from_config
 from trainer.hf.families import FAMILIES
 from trainer.hf.tokenizer import SUFFIXES, TEMPLATES, named_files, open_tokenizer, rewrite_begin, save_tokenizer
 from trainer.hf.weights import StoredTensors, write_weights
+from trainer.model.initial import InitialWeights, Weights
 from trainer.util.reading import check_links, on_one_line, read_json, shorten_foreign
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -36,17 +45,24 @@ OF_THE_MACHINE = ("compile_config", "continuous_batching_config", "use_cache", "
 of a compiler."""
 
 
-def spec_from_hf(folder: str | Path, notes: list[str] | None = None) -> ModelSpec:
+def spec_from_hf(folder: str | Path, notes: list[str] | None = None, code: str = "auto") -> ModelSpec:
     """The architecture in `folder`/config.json, as transformers understands it: a small model of it has computed the
     same there and here. Weights are optional. A head that they store with other values than the embedding is not tied.
     A folder with an adapter is read with that of its model.
 
-    notes: a list that gets a sentence where the weights contradict config.json. Raises `ConfigError` for what cannot be
-    read or is not supported."""
+    code: as `model.code`. With `auto`, a type that is not in `FAMILIES` runs by transformers' code. notes: a list that
+    gets a sentence where the weights contradict config.json. Raises `ConfigError` for what cannot be read or is not
+    supported."""
     folder = Path(folder).expanduser()
     path = folder / "config.json"
     if holds_adapter(folder):
-        spec = spec_from_hf(base_folder(folder), notes)
+        spec = spec_from_hf(base_folder(folder), notes, code)
+        if isinstance(spec, CodeSpec):
+            raise ConfigError(
+                f"model.from_hf={folder}: {ADAPTER}: the model of this adapter runs by transformers' own code, whose "
+                "layers take no adapters here; merge the adapter into its model (peft: merge_and_unload, then "
+                "save_pretrained)"
+            )
         return replace(spec, adapter=PeftWeights(folder, spec).adapter)
     if not path.is_file():
         raise ConfigError(
@@ -58,9 +74,12 @@ def spec_from_hf(folder: str | Path, notes: list[str] | None = None) -> ModelSpe
         named_files(folder, path.name)
         raw = read_json(path, {"model_type": (str, NoneType)}, "write it anew with transformers' save_pretrained")
         check_sizes(raw)
-        config = complete_config(folder, raw) if raw["model_type"] in FAMILIES else raw
-        spec = spec_from_config(config)
-        check_import(spec, config)
+        if code == "transformers" or (code == "auto" and runs_by_code(raw["model_type"])):
+            spec: ModelSpec = read_code_spec(folder, raw, [] if notes is None else notes)
+        else:
+            config = complete_config(folder, raw) if raw["model_type"] in FAMILIES else raw
+            spec = spec_from_config(config)
+            check_import(spec, config)
     except ConfigError as error:
         raise ConfigError([f"model.from_hf={folder}: {path.name}: {problem}" for problem in error.problems]) from error
     except Exception as error:  # every class of error by which transformers refuses a field, or a field is of no use
@@ -68,7 +87,54 @@ def spec_from_hf(folder: str | Path, notes: list[str] | None = None) -> ModelSpe
     spec.name = folder.resolve().name
     if spec.tied:
         untie_stored_head(folder, spec, [] if notes is None else notes)
+        if isinstance(spec, CodeSpec):
+            spec.transformers["config"]["tie_word_embeddings"] = spec.tied
     return spec
+
+
+def read_code_spec(folder: Path, raw: dict[str, Any], notes: list[str]) -> CodeSpec:
+    """The spec of a folder whose model runs by transformers' own code. Raises `ConfigError`."""
+    check_version()
+    from trainer.hf.accepted import code_spec, open_config  # imports transformers' models
+
+    if raw.get("auto_map"):
+        notes.append(
+            f"model.from_hf={folder}: auto_map names code of the folder, which is not run; transformers' own is"
+        )
+    return code_spec(open_config(folder))
+
+
+def runs_by_code(model_type: str | None) -> bool:
+    """Whether `model.code=auto` means transformers' code for a type."""
+    if model_type in FAMILIES or model_type is None:
+        return False
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return model_type in CONFIG_MAPPING_NAMES
+
+
+def check_version() -> None:
+    """Raises `ConfigError` where the installed transformers is older than what model.code=transformers needs."""
+    import transformers
+
+    if int(transformers.__version__.split(".")[0]) < 5:
+        raise ConfigError(
+            f"model.code=transformers needs transformers 5 or later, and {transformers.__version__} is installed; "
+            "upgrade it, or set model.code=spec where the project has blocks for the model"
+        )
+
+
+def starting_weights(folder: str | Path, spec: ModelSpec, seed: int) -> tuple[Weights, list[str]]:
+    """The weights that training starts from, and notes on them: those in a transformers folder, and drawn ones of the
+    adapters that it does not hold. A folder with config.json alone gets the fresh weights of a model that runs by
+    transformers' code. Raises `ConfigError`."""
+    path = Path(folder).expanduser()
+    stored = (".safetensors", ".bin", ".pt", ".pth")
+    if isinstance(spec, CodeSpec) and not any(one.name.endswith((*stored, ".index.json")) for one in path.iterdir()):
+        from trainer.hf.code_weights import CodeInitialWeights
+
+        return CodeInitialWeights(spec, seed), []
+    return open_weights(folder, spec, InitialWeights(spec, seed, torch.device("cpu")) if spec.adapter.rank else None)
 
 
 def untie_stored_head(folder: Path, spec: ModelSpec, notes: list[str]) -> None:
@@ -87,10 +153,11 @@ def untie_stored_head(folder: Path, spec: ModelSpec, notes: list[str]) -> None:
         )
 
 
-def model_from_hf(model: ModelConfig) -> ModelConfig:
+def model_from_hf(model: ModelConfig) -> ModelConfig | CodeSpec:
     """The model that `model.from_hf` names, extended as `model.extend` says. Raises `ConfigError`."""
-    spec = extend_spec(spec_from_hf(str(model.from_hf)), model.extend)
-    return ModelConfig(**{**vars(spec), "adapter": join_adapters(spec, model.adapter)})
+    spec = extend_spec(spec_from_hf(str(model.from_hf), code=model.code), model.extend)
+    adapter = join_adapters(spec, model.adapter)
+    return spec if isinstance(spec, CodeSpec) else ModelConfig(**{**vars(spec), "adapter": adapter})
 
 
 def complete_config(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
@@ -133,17 +200,30 @@ def export_model(
     where transformers' model would be another one, naming the field."""
     folder = Path(folder).expanduser()
     outside = {**special_tokens(tokenizer), "torch_dtype": str(dtype).removeprefix("torch.")}
-    config = {**config_from_spec(spec), **outside}
+    if isinstance(spec, CodeSpec):
+        # Without a tokenizer, the ids are those of the folder that the model was read from.
+        given = outside if tokenizer else {"torch_dtype": outside["torch_dtype"]}
+        config = {**spec.transformers["config"], **given}
+        config.pop("dtype", None)
+    else:
+        config = {**config_from_spec(spec), **outside}
     check_new(folder)
-    check_export(spec, config)
+    if not isinstance(spec, CodeSpec):
+        check_export(spec, config)
+    read = tensors if callable(tensors) else tensors.__getitem__
     with written_together(folder) as partial:
-        write_weights(partial, spec, tensors if callable(tensors) else tensors.__getitem__, dtype, shard_size)
+        if isinstance(spec, CodeSpec):
+            from trainer.hf.code_weights import write_code_weights
+
+            write_code_weights(partial, spec, read, dtype, shard_size)
+        else:
+            write_weights(partial, spec, read, dtype, shard_size)
         if tokenizer:
             copy_tokenizer(Path(tokenizer), partial, config["model_type"])
             if begin is not None:
                 rewrite_begin(partial, begin)
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        ids = {key: config[key] for key in SPECIAL if config[key] is not None}
+        ids = {key: config[key] for key in SPECIAL if config.get(key) is not None}
         kept, _ = select_generation({**ids, **(generation or {})}, spec.vocab_size)
         if len(kept.get("eos_token_id", ())) == 1:
             [kept["eos_token_id"]] = kept["eos_token_id"]

@@ -155,7 +155,8 @@ class StoredTensors:
 
     def __init__(self, folder: str | Path, spec: ModelSpec):
         self.folder, self.tied = Path(folder).expanduser(), spec.tied
-        self.family = FAMILIES[spec.family]
+        # A type without a table has the usual outer names.
+        self.family = FAMILIES.get(spec.family, FAMILIES["llama"])
         names = {rule.ours[0]: f"{rule.theirs}.weight" for rule in self.family.rules}
         self.embedding, self.head = names["embedding"], names["head"]
         self.handles: dict[str, Any] = {}
@@ -410,23 +411,31 @@ def write_weights(
 ) -> None:
     """Writes the safetensors of a model into `folder`. read: whole parameters by global name; at most one file's
     tensors are in memory at a time."""
-    from huggingface_hub import split_torch_state_dict_into_shards
-
     infos = declare_parameters(spec)
     content = {e.theirs: e for e in list_entries(spec, infos)}
     balances, sizes = list_balances(spec, infos), router_shapes(spec)
     shapes = {name: torch.empty(e.shape(infos), dtype=dtype, device="meta") for name, e in content.items()}
     shapes |= {name: torch.empty(sizes[ours], device="meta") for name, ours in balances.items()}
-    split = split_torch_state_dict_into_shards(shapes, max_shard_size=shard_size)
     read_once = lru_cache(1)(lambda name: read(name).detach().cpu().to(dtype))  # the experts of a matrix come in turn
+
+    def value(name: str) -> Tensor:
+        if name in balances:
+            return read(balances[name]).detach().cpu().float()
+        return content[name].join([read_once(part) for part in content[name].ours])
+
+    write_files(folder, shapes, value, shard_size)
+
+
+def write_files(
+    folder: Path, shapes: Mapping[str, Tensor], value: Callable[[str], Tensor], shard_size: int | str
+) -> None:
+    """Writes tensors as safetensors, in several files with an index where one would be larger than `shard_size`.
+    shapes: name -> a tensor on the meta device. value: the tensor of a name."""
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    split = split_torch_state_dict_into_shards(dict(shapes), max_shard_size=shard_size)
     for file, names in split.filename_to_tensors.items():
-        tensors = {
-            name: read(balances[name]).detach().cpu().float()
-            if name in balances
-            else content[name].join([read_once(part) for part in content[name].ours])
-            for name in names
-        }
-        save_file(tensors, folder / file, {"format": "pt"})
+        save_file({name: value(name) for name in names}, folder / file, {"format": "pt"})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")

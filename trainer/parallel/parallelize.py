@@ -14,13 +14,13 @@ from torch import nn
 from trainer.config import Config, ConfigError, PrecisionConfig
 from trainer.config.model import ModelSpec
 from trainer.distributed.mesh import World
+from trainer.hf.stages import make_stage
 from trainer.model.experts import WideLinear
 from trainer.model.initial import DeclaredModule, parameter_infos
 from trainer.model.layers import Linear
 from trainer.model.linear import DeferredGrads
 from trainer.model.loss import loss_terms
 from trainer.model.stage import Make, Stage, compile_function
-from trainer.model.transformer import Transformer
 from trainer.parallel.context.apply import share_sequences
 from trainer.parallel.experts.apply import share_experts
 from trainer.parallel.recompute import apply_recompute, check_recompute, recomputes_attention
@@ -46,7 +46,7 @@ def check_compiler(config: Config, device: torch.device) -> None:
 def check_model(config: Config, spec: ModelSpec, device: torch.device) -> None:
     """Checks that need the modules of the model, before any process group exists. Raises `ConfigError`."""
     with torch.device("meta"):
-        model = Transformer(spec)
+        model = make_stage(spec)
     check_declared(model, spec)
     check_device(config.precision, device)
     check_recompute(model, config.activation)
@@ -59,7 +59,7 @@ def check_model(config: Config, spec: ModelSpec, device: torch.device) -> None:
         check_compiled_recompute(config)
 
 
-def check_declared(model: Transformer, spec: ModelSpec) -> None:
+def check_declared(model: Stage, spec: ModelSpec) -> None:
     """Raises `ConfigError` where a registered block declares other parameters than its function `parameters` does.
     Memory, FLOPs and checkpoints follow from the latter, without modules."""
     expected, declared = declare_parameters(spec), parameter_infos(model)
@@ -98,7 +98,7 @@ def parallelize(
     world: World,
     engine: Engine,
     deferred: DeferredGrads | None = None,
-    make: Make = Transformer,
+    make: Make = make_stage,
 ) -> Stage:
     """The pipeline stage that holds `layers`, split over the ranks and with storage. The values of its weights are
     undefined.

@@ -285,7 +285,14 @@ def recomputing_class(kind: type[nn.Module]) -> type[nn.Module]:
         def forward(self, *arguments: Any) -> Any:
             return recompute(super().forward, *arguments)
 
-    return Recomputed
+    class RecomputedInPass(kind):
+        recomputed = True
+
+        def forward(self, *arguments: Any, **named: Any) -> Any:
+            return recompute(self.bind_pass(partial(super().forward, **named)), *arguments)
+
+    # Code that depends on more than its arguments says how to run it again.
+    return RecomputedInPass if hasattr(kind, "bind_pass") else Recomputed
 
 
 def linear_names(layer: nn.Module) -> tuple[str, ...]:

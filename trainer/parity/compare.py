@@ -17,11 +17,11 @@ from trainer.config import Config, GradCommConfig, PrecisionConfig
 from trainer.config.model import ModelSpec
 from trainer.config.schema import MuonConfig
 from trainer.data.batches import MicroBatch
+from trainer.hf.stages import make_stage
 from trainer.model.experts import MARGIN_POINTS, Router, WideLinear
 from trainer.model.initial import Weights, initialize_model, name_seed, parameter_infos
 from trainer.model.loss import loss_terms
-from trainer.model.stage import split_report
-from trainer.model.transformer import Transformer
+from trainer.model.stage import Stage, split_report
 from trainer.optim.muon import COEFFICIENTS
 from trainer.optim.optimizer import learning_rate, parameter_policies
 from trainer.parallel.parallelize import multiply_in_float8
@@ -75,7 +75,9 @@ def train_reference(
     steps: the micro-batches of each optimizer step, of any size. compute: the type of forward and backward, float8: of
     products; a type other than fp32 shows how much accuracy the type by itself costs. choices: of another trajectory,
     where tokens are to go to the experts that they went to there."""
-    model = Transformer(spec).to(device)
+    with torch.device("meta"):
+        model = make_stage(spec)
+    model.to_empty(device=device)
     if float8 is not None:
         multiply_in_float8(model, spec, float8)
     initialize_model(model, spec, config.run.seed, device, weights)
@@ -143,7 +145,7 @@ def add_counts(counts: dict[str, Tensor], output: Any) -> None:
             counts[name] = counts.get(name, 0) + values
 
 
-def rebalance_experts(model: Transformer, counts: dict[str, Tensor]) -> None:
+def rebalance_experts(model: Stage, counts: dict[str, Tensor]) -> None:
     """Moves biases towards equal load, and notes the load for the next step's balance loss."""
     for name, router in model.named_modules():
         if not isinstance(router, Router):
@@ -174,7 +176,7 @@ def find_quantile(counts: list[float], share: float) -> float:
     return lower + (wanted - start) / (end - start) * (upper - lower)
 
 
-def optimizers_of(model: Transformer, config: Config) -> list[torch.optim.Optimizer]:
+def optimizers_of(model: Stage, config: Config) -> list[torch.optim.Optimizer]:
     """torch's AdamW, and `ReferenceMuon`, with a parameter group for each policy."""
     policies = parameter_policies(parameter_infos(model), config.precision.types, config.optimizer)
     groups: dict[Any, list[Tensor]] = {}

@@ -12,11 +12,11 @@ from trainer.parallel.experts import plan as experts
 from trainer.parallel.pipeline import plan as pipeline
 from trainer.parallel.tensor import plan as tensor
 from trainer.parallel.zero import plan as zero
-from trainer.planning import float8, recompute
+from trainer.planning import code, float8, recompute
 from trainer.planning.plan import Feature, Plan, build_plan, can_divide, check_degrees, check_mesh
 
 FEATURES: tuple[Feature, ...] = tuple(
-    one.FEATURE for one in (recompute, float8, tensor, context, experts, pipeline, zero, compress)
+    one.FEATURE for one in (recompute, float8, code, tensor, context, experts, pipeline, zero, compress)
 )
 
 

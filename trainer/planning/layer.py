@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from trainer.config import registry
-from trainer.config.model import AttentionSpec, LayerSpec, ModelSpec
+from trainer.config.model import AttentionSpec, CodeLayerSpec, LayerSpec, ModelSpec
 from trainer.planning.parameters import (
     DOWN,
     ROLES,
@@ -181,6 +181,9 @@ def layer_program(
 
     width: of the residual stream. length: tokens of a sequence. causal: whether a token attends to the keys that it
     sees (averaged over the sequence and within the window), or to all. element_bytes: of the compute type."""
+    if isinstance(layer, CodeLayerSpec):
+        keys = seen_keys(length, layer.attention.window) if causal else float(length)
+        return code_program(layer, width, tp, element_bytes, keys)
     placement = layer.norm.placement
     whole, stream = element_bytes * width, element_bytes * width / tp
     statistics = (4.0 if layer.norm.kind == "rms" else 8.0) / tp  # fp32, of each token
@@ -250,6 +253,37 @@ def layer_program(
         *block("feed_forward", registry.FEED_FORWARD, layer.feed_forward.kind),
     )
     return Program(ops, overlapped=tp_overlap != "off")
+
+
+def code_program(layer: CodeLayerSpec, width: int, tp: int, element_bytes: int, keys: float) -> Program:
+    """The program of a layer of transformers' own code, by the table of its parameters. What stands between its GEMMs
+    is not known: each GEMM is taken to keep its input, as autograd does, and its result once more."""
+    blocks, whole = layer.code["blocks"], float(element_bytes * width)
+    stream, sends = whole / tp, whole * (tp > 1)
+    ops, seen = [Op("input", "residual", result=stream, saved=stream)], set[str]()
+    for name, info in layer_table(layer, width).items():
+        block, matrix = name.split(".")[0], name.removesuffix(".weight")
+        kind = blocks.get(block)
+        rows = 1.0 if kind else info.active * info.shape[0] / tp if info.stacked else 1 / tp
+        if kind and block not in seen:
+            ops.append(Op(f"{block}.all_gather", "all_gather", deferred=stream, gemms=(matrix,), sends=sends))
+            if block == layer.code["attention"]:
+                flops = attention_flops(layer.attention, keys, tp if kind == "cut" else 1)
+                ops.append(Op("attention", "attention", flops=flops, result=stream, saved=stream))
+            if kind == "cut":
+                ops.append(Op(f"{block}.reduce_scatter", "reduce_scatter", eager=whole, gemms=(matrix,), sends=sends))
+        seen.add(block)
+        if info.role == "matrix":
+            outputs, inputs = shape = info.multiplied(tp)[-2:]
+            size, count = element_bytes * rows, info.shape[0] if info.stacked else 1
+            flops = 2.0 * rows * outputs * inputs
+            saved = size * (outputs + inputs)
+            ops.append(
+                Op(matrix, "gemm", shape, flops, size * outputs, saved=saved, deferred=saved, rows=rows, matrices=count)
+            )
+        elif info.role == "norm":
+            ops.append(Op(matrix, "norm", saved=2 * stream))
+    return Program((*ops, Op("middle", "residual", result=stream, saved=stream)))
 
 
 InnerOps = Callable[[str, LayerSpec, Mapping[str, Op], int, float], Iterator[Op]]

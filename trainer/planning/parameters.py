@@ -20,7 +20,15 @@ from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
 from trainer.config import Config, Float8Config, OptimizerConfig, ParameterTypes, PrecisionConfig, TypePolicy, registry
-from trainer.config.model import AdapterSpec, AttentionSpec, FeedForwardSpec, LayerSpec, ModelSpec, NormSpec
+from trainer.config.model import (
+    AdapterSpec,
+    AttentionSpec,
+    CodeLayerSpec,
+    FeedForwardSpec,
+    LayerSpec,
+    ModelSpec,
+    NormSpec,
+)
 from trainer.config.registry import OPTIMIZERS
 
 TENSOR_AXES = ("heads", "kv_heads", "mlp", "vocab")
@@ -69,6 +77,8 @@ class ParameterInfo:
             raise ValueError(
                 f"shape {self.shape} with axes {self.axes} and role {self.role}; roles are {', '.join(ROLES)}"
             )
+        for name in ("shape", "axes"):  # lists, where they were read from JSON
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         object.__setattr__(self, "units", self.units or self.shape[0])
 
     @property
@@ -169,9 +179,16 @@ def declare_parameters(spec: ModelSpec, layers: range | None = None) -> dict[str
 
 
 def router_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Global name -> shape of every fp32 tensor of the whole model that routers of experts keep besides parameters."""
+    """Global name -> shape of every fp32 tensor of the whole model that routers of experts keep besides parameters, or
+    that transformers' code keeps so."""
+    kept = {
+        f"layers.{index}.{name}": tuple(shape)
+        for index, layer in enumerate(layer_specs(spec))
+        if isinstance(layer, CodeLayerSpec)
+        for name, shape in layer.code["buffers"].items()
+    }
     blocks = [(index, layer.feed_forward.experts) for index, layer in enumerate(layer_specs(spec))]
-    return {
+    return kept | {
         f"layers.{index}.feed_forward.router.{name}": (experts.count,)
         for index, experts in blocks
         if experts.count
@@ -198,6 +215,8 @@ def layer_specs(spec: ModelSpec) -> tuple[LayerSpec, ...]:
 def layer_table(layer: LayerSpec, width: int) -> Table:
     """The table of one layer, without adapters. width: of the residual stream, as in the functions of the blocks
     below."""
+    if isinstance(layer, CodeLayerSpec):
+        return MappingProxyType({name: ParameterInfo(*facts) for name, facts in layer.code["parameters"].items()})
     pre, post = layer.norm.placement in ("pre", "both"), layer.norm.placement in ("post", "both")
     blocks = [
         ("attention", block_table(layer.attention, registry.ATTENTION, ATTENTION, layer, width)),

@@ -26,6 +26,7 @@ from trainer.config import (
 )
 from trainer.config.compose import gather_values, to_config
 from trainer.config.fields import suggest_nearest
+from trainer.config.model import runs_foreign_code
 from trainer.config.registry import ATTENTION, FEED_FORWARD, OPTIMIZERS, SCHEDULES, SOURCES, KindRegistry
 from trainer.config.typed import join_path, out_of_range
 from trainer.parallel.compress.plan import enabled_codecs
@@ -121,6 +122,8 @@ def _contradictions(config: Config) -> Iterator[str]:
         )
     if model.extend and not model.from_hf:
         yield f"model.extend={model.extend} changes what model.from_hf reads; without it set model.attention.rope"
+    if model.code != "auto" and not (model.from_hf or runs_foreign_code(model)):
+        yield f"model.code={model.code} says whose code runs model.from_hf, which is not given; leave it out"
     tokens = {"bpe": data.vocab_size, "bytes": 257}.get(data.tokenizer, 0)
     sets = {f"eval.sets.{name}": one for name, one in config.eval.sets.items()}
     corpora = {**sets, **{f"data.sources.{name}": source for name, source in data.sources.items()}}
@@ -447,6 +450,12 @@ def _positions(spec: ModelSpec, length: int) -> Iterator[str]:
     rotary = [layer.attention for layer in layer_specs(spec) if layer.attention.positions == "rope"]
     if length > spec.max_length and any(attention.rope.scaling != "dynamic" for attention in rotary):
         rope, factor = spec.attention.rope, length / spec.max_length
+        if runs_foreign_code(spec):
+            yield (
+                f"batch.sequence_length={length} exceeds max_position_embeddings={spec.max_length} of model.from_hf, "
+                "beyond which rotary positions are new to the model; change rope_parameters in its config.json"
+            )
+            return
         extend = f"{{max_length: {length}, scaling: yarn, factor: {factor:g}, original_length: {spec.max_length}}}"
         if rope.scaling != "none":  # the frequencies that the model knows are scaled already, and go on from there
             extend = f"{{max_length: {length}, factor: {rope.factor * factor:g}}}"

@@ -25,7 +25,6 @@ from trainer.observe.report import peak_memory_gib, step_meter
 from trainer.observe.sinks import Logger
 from trainer.observe.slowdown import PauseTimes, SlowdownAlert
 from trainer.parallel.pipeline.timing import StepTimes
-from trainer.planning.parameters import layer_specs
 from trainer.planning.plan import BatchPlan
 from trainer.planning.schedules.simulate import Simulation
 from trainer.training.history import way_on
@@ -66,8 +65,7 @@ class MetricsTracker:
         names, self.damaged = corpus.train.names, corpus.damaged
         self.sources = names if len(names) > 1 else []
         self.reports, self.profiled = state.reports, profiled
-        layers = enumerate(layer_specs(state.spec))
-        self.mixtures = [f"layers.{index}.feed_forward" for index, layer in layers if layer.feed_forward.experts.count]
+        self.mixtures = [name.removesuffix(".load") for name in self.reports if name.endswith(".load")]
         self.scaled, self.pipelined = state.scaler.enabled, state.plan.pp > 1
         self.deferred = DeferredScalars(world.device)
         self.meter = step_meter(config, state.spec, world, batch.sequence_length)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -25,7 +24,7 @@ from trainer.data.tokenizer import Tokenizer, load_tokenizer
 from trainer.data.tokens import DataError
 from trainer.distributed.mesh import World, join_world, local_device
 from trainer.distributed.p2p import PeerError
-from trainer.model.initial import InitialWeights, Weights
+from trainer.model.initial import Weights
 from trainer.observe import flight, metrics
 from trainer.observe.sinks import write_status
 from trainer.observe.watchdog import ENDING, Watchdog
@@ -270,16 +269,15 @@ def starting_point(config: Config) -> tuple[ModelSpec, Weights | None, list[str]
     if not config.model.from_hf:
         spec = ModelSpec.from_dict({f.name: getattr(config.model, f.name) for f in dataclasses.fields(ModelSpec)})
         return spec, None, []
-    from trainer.hf import join_adapters, open_weights, spec_from_hf
+    from trainer.hf import join_adapters, spec_from_hf, starting_weights
 
     notes: list[str] = []
-    spec = extend_spec(spec_from_hf(config.model.from_hf, notes), config.model.extend)
+    spec = extend_spec(spec_from_hf(config.model.from_hf, notes, config.model.code), config.model.extend)
     if spec.learned_positions and config.batch.sequence_length > spec.max_length:
         raise ConfigError(
             f"batch.sequence_length={config.batch.sequence_length} exceeds the {spec.max_length} learned positions of "
             f"model.from_hf={config.model.from_hf}"
         )
     spec.adapter = join_adapters(spec, config.model.adapter)
-    drawn = InitialWeights(spec, config.run.seed, torch.device("cpu")) if spec.adapter.rank else None
-    weights, more = open_weights(config.model.from_hf, spec, drawn)
+    weights, more = starting_weights(config.model.from_hf, spec, config.run.seed)
     return spec, weights, [*notes, *more]

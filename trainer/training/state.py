@@ -19,12 +19,12 @@ from trainer.config.model import ModelSpec
 from trainer.distributed.mesh import World
 from trainer.distributed.p2p import PipelineChannels, stage_edges
 from trainer.distributed.tensors import Fragment
+from trainer.hf.stages import make_stage
 from trainer.model.experts import Experts, Router
 from trainer.model.initial import InitialWeights, ParameterInfo, Weights, parameter_infos
 from trainer.model.linear import DeferredGrads
 from trainer.model.loss import loss_terms
 from trainer.model.stage import Make, Stage
-from trainer.model.transformer import Transformer
 from trainer.optim.optimizer import WeightAverage, parameter_policies
 from trainer.parallel.compress.reduction import Compression, NoCompression
 from trainer.parallel.parallelize import parallelize
@@ -32,6 +32,7 @@ from trainer.parallel.pipeline.plan import PipelinePlan
 from trainer.parallel.pipeline.runtime import PipelineRuntime
 from trainer.parallel.tensor.apply import SharedParameters
 from trainer.parallel.zero.fsdp import Engine, EngineOptimizer, load_engine
+from trainer.planning.parameters import router_shapes
 from trainer.planning.plan import Plan
 from trainer.planning.schedules.ir import Schedule
 from trainer.precision.products import DTYPES
@@ -133,7 +134,7 @@ class TrainState:
         pipeline: PipelinePlan,
         world: World,
         weights: Weights | None = None,
-        make: Make = Transformer,
+        make: Make = make_stage,
     ) -> TrainState:
         """Builds the parallel model on every rank, with `weights` or with freshly drawn ones. All ranks call it
         together."""
@@ -241,9 +242,9 @@ class TrainState:
     def router_buffers(self) -> dict[str, Tensor]:
         """What this rank's routers keep besides parameters, by global name. Each rank that has a layer holds the whole
         of it."""
-        return {
-            f"{name}.{key}": buffer for name, router in self.routers.items() for key, buffer in router.named_buffers()
-        }
+        kept = router_shapes(self.spec)
+        buffers = (pair for model in self.stages.values() for pair in model.named_buffers())
+        return {name: buffer for name, buffer in buffers if name in kept}
 
     @cached_property
     def overflow(self) -> Tensor:

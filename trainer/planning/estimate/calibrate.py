@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import exp, hypot, log, sqrt
 
-from trainer.config import Config
+from trainer.config import Config, ConfigError
 from trainer.config.hardware import AchievedConfig, HardwareConfig, LinkConfig
+from trainer.config.model import runs_foreign_code
 from trainer.config.schema import ActivationConfig, BatchConfig, ParallelConfig
 from trainer.parallel.context.plan import KERNELS
 from trainer.planning.estimate.timing import time_units
@@ -291,7 +292,12 @@ def cuts_of(passes: Sequence[MeasuredPass], config: Config) -> list[tuple[Config
 
 def truncate_model(config: Config, depth: int, length: int, sequences: int) -> tuple[Config, Layout]:
     """The recipe's model cut to its first layers, on one process and with nothing computed twice: what a pass
-    measures."""
+    measures. Raises `ConfigError` for a model that runs by transformers' code, which cannot be cut so."""
+    if runs_foreign_code(config.model):
+        raise ConfigError(
+            f"model.from_hf: model_type={config.model.family} runs by transformers' own code, of which no part can be "
+            "timed; give a model of this project, such as model=llama3_8b"
+        )
     small = replace(
         config,
         model=replace(config.model, depth=depth, overrides={}),

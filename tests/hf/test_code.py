@@ -1,0 +1,442 @@
+"""transformers' own code in one process: gradients beside transformers itself, weights in and out, initial weights,
+estimates, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from support.code_models import MODELS, drawn_weight, guess_facts, guess_values, small_values, train_transformers
+from support.reference import random_batch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trainer.checkpointing.loading import open_saved
+from trainer.config import Config, ConfigError
+from trainer.config.model import CodeSpec, ModelSpec
+from trainer.generate.sharded_model import place_saved
+from trainer.hf import open_weights, spec_from_hf, starting_weights
+from trainer.hf.accepted import ACCEPTED, code_spec, plain_values
+from trainer.hf.code import CodeStage, Elsewhere, StagePass, UnsupportedAttention, attend_in_pass, use_pass
+from trainer.hf.code_weights import CodeInitialWeights, code_name
+from trainer.hf.folder import export_model
+from trainer.model.initial import fill_parameters, parameter_infos
+from trainer.model.transformer import document_positions
+from trainer.parallel.parallelize import check_declared, keep_buffers
+from trainer.planning.features import check_plan, check_whole_plan, resolve_plan
+from trainer.planning.layer import flops_per_token, parameter_counts
+from trainer.planning.parameters import router_shapes
+from trainer.planning.resolve import compose
+from trainer.training.run import run
+
+CPU = torch.device("cpu")
+
+
+def spec_of(name: str, **changes: Any) -> CodeSpec:
+    return code_spec(plain_values(small_values(name, **changes)))
+
+
+def stage_of(spec: CodeSpec, layers: range | None = None, value: Any = drawn_weight) -> CodeStage:
+    with torch.device("meta"):
+        stage = CodeStage(spec, layers)
+    stage.to_empty(device="cpu")
+    keep_buffers(stage, CPU)
+    fill_parameters(stage, value)
+    return stage
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_of_transformers(name):
+    spec = spec_of(name)
+    stage = stage_of(spec)
+    check_declared(stage, spec)
+    batch = random_batch(0, 4, 16, 58, True)
+    batch.tokens += 3
+    loss, expected = train_transformers(spec, [batch])
+    objective, entropy = stage(batch.tokens, batch.targets, batch.documents)
+    valid = (batch.targets != -100).sum()
+    (objective / valid).backward()
+    assert abs((entropy.sum() / valid).item() - loss) < 1e-6 * loss
+    norm = torch.stack([one.norm() for one in expected.values()]).norm()
+    for name, parameter in stage.named_parameters():
+        error = (parameter.grad - expected[name]).norm() / max(expected[name].norm(), 1e-3 * norm)
+        assert error < 1e-5, name
+
+
+def test_a_padding_token_does_not_train_its_row():
+    spec = spec_of("qwen3")
+    stage, batch = stage_of(spec), random_batch(0, 2, 16, 61, False)
+    batch.tokens[:, 3] = 0
+    stage(batch.tokens, batch.targets)[0].backward()
+    assert not stage.embedding.weight.grad[0].any() and stage.embedding.weight.grad[1:].any()
+
+
+@pytest.mark.parametrize("name", ["cohere2", "exaone4", "gemma2", "gemma3_text", "granite"])
+def test_two_stages_give_what_one_gives(name):
+    kinds = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+    spec = code_spec(plain_values(guess_values(name) | (kinds if name == "gemma3_text" else {})))
+    batch = random_batch(0, 2, 16, 61, True)
+    whole, first, second = stage_of(spec), stage_of(spec, range(3)), stage_of(spec, range(3, 4))
+    expected = whole(batch.tokens, None, batch.documents)
+    hidden = first(batch.tokens, None, batch.documents)
+    assert torch.allclose(second(batch.tokens, None, batch.documents, hidden), expected, atol=1e-6)
+    if name == "gemma3_text":
+        # Its model picks rotations by a layer's place. With layers removed instead of replaced, they are others.
+        second.base.layers = nn.ModuleList([one for one in second.base.layers if not isinstance(one, Elsewhere)])
+        second.base.config.num_hidden_layers = 1
+        with use_pass(StagePass(hidden.view(2, 16, -1), (2, 16), batch.documents, 16, None, None)):
+            places = document_positions(batch.documents)
+            x = second.base(inputs_embeds=hidden.view(2, 16, -1), position_ids=places, use_cache=False)
+        assert not torch.allclose(
+            second.head(x.last_hidden_state.flatten(0, 1)).view(expected.shape), expected, atol=1e-3
+        )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_spec_survives_json(name):
+    spec = spec_of(name)
+    again = ModelSpec.from_dict(json.loads(json.dumps(spec.to_dict())))
+    assert isinstance(again, CodeSpec) and again == spec and not again.check()
+
+
+@given(
+    st.sampled_from(["config", "tables", "layers", "head_scale"]), st.sampled_from([None, [], {}, 3, "x", [9], [{}]])
+)
+def test_a_damaged_spec_is_refused(key, value):
+    spec = spec_of_llama()
+    spec.transformers = {**spec.transformers, key: value}
+    if (key, value) not in (("config", {}), ("head_scale", 3)):
+        assert spec.check()
+
+
+def spec_of_llama() -> CodeSpec:
+    if not hasattr(spec_of_llama, "kept"):
+        spec_of_llama.kept = spec_of("llama").to_dict()  # type: ignore[attr-defined]
+    return ModelSpec.from_dict(spec_of_llama.kept)  # type: ignore[attr-defined]
+
+
+def saved_folder(path: Path, name: str, **changes: Any) -> nn.Module:
+    """A folder that transformers saved, and its model."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**small_values(name, **changes)))
+    for key, buffer in model.named_buffers():
+        if key in model.state_dict():
+            buffer.copy_(0.1 * torch.randn(buffer.shape))
+    model.save_pretrained(path)
+    return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_come_from_a_folder_and_go_into_one(tmp_path, name):
+    theirs = saved_folder(tmp_path / "in", name).eval()
+    spec = spec_from_hf(tmp_path / "in", code="transformers")
+    weights = open_weights(tmp_path / "in", spec)
+    stage = stage_of(spec, value=weights).eval()
+    tokens = torch.randint(3, 61, (2, 16))
+    assert torch.allclose(stage(tokens), theirs(tokens).logits, atol=1e-5)
+    export_model(spec, weights.tensor, tmp_path / "out", torch.float32, shard_size="40KB")
+    back, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values())
+    assert torch.equal(back.eval()(tokens).logits, theirs(tokens).logits)
+    assert stored_names(tmp_path / "out") == stored_names(tmp_path / "in")
+
+
+def stored_names(folder: Path) -> set[str]:
+    from safetensors import safe_open
+
+    return {name for file in folder.glob("*.safetensors") for name in safe_open(file, "pt").keys()}
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (lambda tensors: tensors.pop("model.layers.1.self_attn.q_proj.weight"), "missing from the weights"),
+        (lambda tensors: tensors.pop("model.layers.1.mlp.gate.e_score_correction_bias"), "missing from the weights"),
+        (lambda tensors: tensors.pop("model.layers.2.mlp.experts.1.up_proj.weight"), "cannot be joined|shape|missing"),
+        (lambda tensors: tensors.update({"model.extra": torch.ones(2)}), "not part of the model"),
+        (lambda tensors: tensors.update({"model.norm.weight": torch.ones(7)}), r"shape \[7\]"),
+        (lambda tensors: tensors.update({"model.norm.weight": torch.ones(32, dtype=torch.int32)}), "holds I32"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(tmp_path, damage, message):
+    from safetensors.torch import load_file, save_file
+
+    saved_folder(tmp_path, "deepseek_v3", q_lora_rank=None)
+    tensors = load_file(tmp_path / "model.safetensors")
+    damage(tensors)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    spec = spec_from_hf(tmp_path, code="transformers")
+    with pytest.raises(ConfigError, match=message):
+        open_weights(tmp_path, spec)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_fresh_weights_are_those_of_the_code(name):
+    """Of the code's own distribution, equal in whatever order they are drawn, and others with another seed."""
+    spec = spec_of(name, hidden_size=64, intermediate_size=96)
+    weights, again, other = (CodeInitialWeights(spec, seed) for seed in (1, 1, 2))
+    with torch.device("meta"):
+        infos = parameter_infos(CodeStage(spec))
+    drawn = {key: weights(key, info) for key, info in infos.items()}
+    theirs = dict(
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(**spec.transformers["config"])).named_parameters()
+    )
+    first, second = (drawn[f"layers.{index}.self_attn.o_proj.weight"] for index in (0, 1))
+    assert not torch.equal(first, second)
+    for key, info in reversed(infos.items()):
+        assert torch.equal(again(key, info), drawn[key]), key
+        expected = theirs[code_name(key, "model")]
+        assert drawn[key].shape == expected.shape
+        if info.size > 500:
+            assert 0.8 < drawn[key].std() / expected.std() < 1.25, key
+            assert not torch.equal(other(key, info), drawn[key]), key
+        elif not expected.std() > 0:
+            assert torch.equal(drawn[key], expected), key
+
+
+def test_weights_are_drawn_where_a_folder_has_none(tmp_path):
+    AutoConfig.for_model(**small_values("cohere2")).save_pretrained(tmp_path)
+    spec = spec_from_hf(tmp_path)
+    assert isinstance(spec, CodeSpec) and isinstance(starting_weights(tmp_path, spec, 0), CodeInitialWeights)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ConfigError, match="pickle"):
+        starting_weights(tmp_path, spec, 0)
+
+
+def test_auto_takes_our_blocks_where_the_type_is_known(tmp_path):
+    AutoConfig.for_model(**small_values("llama", attention_bias=False, mlp_bias=False)).save_pretrained(tmp_path)
+    assert not isinstance(spec_from_hf(tmp_path), CodeSpec)
+    ours, code = spec_from_hf(tmp_path, code="spec"), spec_from_hf(tmp_path, code="transformers")
+    assert isinstance(code, CodeSpec)
+    assert parameter_counts(code) == parameter_counts(ours)
+    assert flops_per_token(code, 64, True) == pytest.approx(flops_per_token(ours, 64, True))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_table_counts_the_parameters_of_transformers(name):
+    spec = spec_of(name)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**spec.transformers["config"]))
+    assert parameter_counts(spec)["total"] == model.num_parameters()
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    "name, changes, message",
+    [
+        ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1"),
+        ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop=0.1"),
+        ("qwen3", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type=dynamic"),
+        ("mixtral", {"output_router_logits": True}, "output_router_logits"),
+        ("llama", {"num_kv_shared_layers": 2}, "num_kv_shared_layers=2"),
+        ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ("bert", {}, "model_type='bert' is not accepted .*: its code has no module embed_tokens"),
+        ("mamba", {}, "model_type='mamba' is not accepted .*: its code has no module embed_tokens, norm"),
+        ("qwen3_next", {}, "model_type='qwen3_next' is not accepted .*convolution"),
+        ("phi", {}, "model_type='phi' is not accepted"),
+        ("minimax", {}, "model_type='minimax' is not accepted .*mix tokens without the attention function"),
+    ],
+)
+def test_options_that_the_code_cannot_have_here_are_refused(name, changes, message):
+    values = small_values(name) if name in MODELS else AutoConfig.for_model(name).to_dict()
+    with pytest.raises(ConfigError, match=message):
+        code_spec(plain_values(values | changes))
+
+
+ALLOWED = {"dropout": 0.0, "position_ids": 1, "is_causal": True, "use_cache": False}
+
+
+@given(st.text("abcdefghijklmnopqrstuvwxyz_", min_size=1).filter(lambda name: name not in ALLOWED))
+def test_an_argument_of_attention_that_is_not_known_is_refused(name):
+    x = torch.ones(1, 1, 2, 4)
+    named = {"module", "query", "key", "value", "scaling", "sliding_window", "softcap", "s_aux", "attention_mask"}
+    known = {"cache_position", "output_attentions", "output_hidden_states", "position_embeddings", "past_key_values"}
+    known |= {"cache", "return_dict", "output_router_logits"}
+    with use_pass(StagePass(x, (1, 2), None, 2, None, None)):
+        attend_in_pass(nn.Identity(), x, x, x, None, **ALLOWED)
+        for refused in ({name: x} if name not in named | known else {}, {"is_causal": False}, {"attention_mask": x}):
+            if refused:
+                with pytest.raises(UnsupportedAttention):
+                    attend_in_pass(nn.Identity(), x, x, x, **{"attention_mask": None, **refused})
+
+
+def test_code_with_such_an_argument_is_refused_before_a_run(monkeypatch):
+    from transformers.models.qwen3 import modeling_qwen3
+
+    class Gated(modeling_qwen3.Qwen3Attention):
+        def forward(self, *arguments: Any, **named: Any) -> Any:
+            return super().forward(*arguments, **named, head_mask=1)
+
+    monkeypatch.setattr(modeling_qwen3, "Qwen3Attention", Gated)
+    with pytest.raises(ConfigError, match="head_mask"):
+        spec_of("qwen3")
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"parallel.tp": 4}, "parallel.tp=4 does not divide num_key_value_heads=2"),
+        ({"parallel.ep": 2}, "parallel.ep=2"),
+        ({"parallel.zero.engine": "deepspeed"}, "engine=deepspeed"),
+        ({"parallel.zero.collectives": "copy_engine"}, "collectives=copy_engine"),
+        ({"parallel.tp": 2, "parallel.tp_overlap": "copy_engine"}, "tp_overlap=copy_engine"),
+        ({"compile": True}, "compile=true"),
+        ({"precision.float8.recipe": "tensorwise"}, "float8"),
+        ({"run.cuda_graphs": True}, "run.cuda_graphs=true"),
+        ({"activation.mode": "auto"}, "activation.mode=auto"),
+        ({"activation.mode": "budget"}, "activation.mode=budget"),
+        ({"activation.tile": 64}, "activation.tile=64"),
+        ({"activation.mode": "selective", "activation.save": ["mlp.*"]}, r"activation.save=mlp.\*"),
+        ({"eval.generate.every": 5}, "eval.generate.every=5"),
+    ],
+)
+def test_plans_and_settings_that_the_code_cannot_follow_are_refused(settings, message):
+    config, spec = Config(), spec_of("qwen3")
+    for path, value in settings.items():
+        target, (*parents, last) = config, path.split(".")
+        for parent in parents:
+            target = getattr(target, parent)
+        setattr(target, last, value)
+    problems = check_plan(config.parallel, 4, spec)
+    if not any(path.startswith("parallel") for path in settings):
+        problems = check_whole_plan(config, spec, resolve_plan(config.parallel, 4, spec), 4)
+    import re
+
+    assert any(re.search(message, problem) for problem in problems), problems
+
+
+@pytest.mark.parametrize("name, code", [("llama", "transformers"), ("cohere2", "auto")])
+def test_an_old_transformers_is_refused(tmp_path, monkeypatch, name, code):
+    import transformers
+
+    AutoConfig.for_model(**small_values(name)).save_pretrained(tmp_path)
+    monkeypatch.setattr(transformers, "__version__", "4.57.1")
+    with pytest.raises(ConfigError, match="needs transformers 5 or later, and 4.57.1 is installed"):
+        spec_from_hf(tmp_path, code=code)
+
+
+def test_code_of_a_folder_is_never_run(tmp_path):
+    values = small_values("cohere2") | {"auto_map": {"AutoModelForCausalLM": "modeling.Own"}}
+    (tmp_path / "config.json").write_text(json.dumps(plain_values(values)))
+    (tmp_path / "modeling.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    notes: list[str] = []
+    assert isinstance(spec_from_hf(tmp_path, notes), CodeSpec) and "auto_map" in notes[0]
+    values["model_type"] = "own"
+    (tmp_path / "config.json").write_text(json.dumps(plain_values(values)))
+    with pytest.raises(ConfigError, match="model_type='own' is not supported"):
+        spec_from_hf(tmp_path, notes)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_type_without_a_plan_is_not_cut():
+    spec = spec_of("qwen3")
+    spec.transformers = {**spec.transformers, "tp": False, "pp": False}
+    config = Config()
+    for axis in ("tp", "pp"):
+        config.parallel.tp = config.parallel.pp = 1
+        setattr(config.parallel, axis, 2)
+        assert any(f"parallel.{axis}=2: transformers' code" in text for text in check_plan(config.parallel, 2, spec))
+
+
+def test_every_accepted_type_is_a_type_of_transformers():
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    assert ACCEPTED.keys() <= MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() and MODELS.keys() <= ACCEPTED.keys()
+
+
+def test_buffers_of_rotary_positions_are_those_of_the_configuration():
+    """Also of scaling types, and where a run makes modules without storage first."""
+    scaled = {
+        "llama3": dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16),
+        "yarn": dict(factor=4.0, original_max_position_embeddings=16),
+        "linear": dict(factor=2.0),
+    }
+    for kind, options in scaled.items():
+        spec = spec_of("qwen3", rope_parameters={"rope_type": kind, "rope_theta": 1e4, **options})
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**spec.transformers["config"])).eval()
+        own = model.state_dict()
+        stage = stage_of(spec, value=partial(lambda own, name, _: own[code_name(name, "model")], own)).eval()
+        assert torch.equal(stage.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq), kind
+        tokens = torch.randint(3, 61, (1, 40))
+        assert F.mse_loss(stage(tokens), model(tokens).logits) < 1e-10, kind
+
+
+def test_buffers_that_checkpoints_hold_are_in_the_table():
+    assert set(router_shapes(spec_of("deepseek_v3"))) == {
+        f"layers.{index}.mlp.gate.e_score_correction_bias" for index in (1, 2, 3)
+    }
+
+
+def settings_of(folder: Path, name: str, *more: str) -> list[str]:
+    return [
+        f"model.from_hf={folder / 'in'}",
+        f"run.dir={folder / name}",
+        "model.code=transformers",
+        *("run.device=cpu", "run.steps=2", "lr.warmup=1", "batch.sequence_length=32", "batch.global_size=2"),
+        *(
+            f"data.cache={folder / 'cache'}",
+            "data.tokenizer=bytes",
+            "data.sources.stdlib.limit=20",
+            "logging.console=none",
+        ),
+        *("checkpoint.at_end=true", "eval.every=2", "eval.sequences=4", *more),
+    ]
+
+
+def test_a_run_resumes_and_its_export_is_a_model_of_transformers(tmp_path):
+    """And goes on with another code only under another name."""
+    saved_folder(tmp_path / "in", "deepseek_v3", vocab_size=300)
+    first = run(compose(settings_of(tmp_path, "run")))
+    again = run(compose(settings_of(tmp_path, "run", "run.steps=3")))
+    assert (first.code, again.code) == (0, 0) and [line["step"] for line in again.metrics if "loss" in line][-1] == 3
+    with pytest.raises(ConfigError, match="set model.code=transformers"):
+        run(compose(settings_of(tmp_path, "run", "run.steps=4", "model.code=spec")))
+    saved = open_saved(str(tmp_path / "run"))
+    export_model(
+        saved.spec, saved.tensor, tmp_path / "out", torch.float32, saved.tokenizer, generation=saved.generation
+    )
+    theirs, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()) and theirs.config.eos_token_id == 256 in theirs.generation_config.eos_token_id
+    stage = stage_of(saved.spec, value=lambda name, info: saved.tensor(name)).eval()
+    for name, buffer in stage.named_buffers():
+        if name in router_shapes(saved.spec):
+            buffer.copy_(saved.tensor(name))
+            assert buffer.any()
+    tokens = torch.randint(3, 300, (2, 16))
+    assert torch.allclose(stage(tokens), theirs.eval()(tokens).logits, atol=1e-5)
+    with pytest.raises(ConfigError, match="trainer sample does not run"):
+        place_saved(saved, CPU, "fp32")
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (["model.extend={max_length: 128}"], "model.extend"),
+        (["eval.generate.every=1"], "eval.generate.every=1"),
+        (["compile=true"], "compile=true"),
+    ],
+)
+def test_a_run_that_the_code_cannot_follow_leaves_nothing(tmp_path, settings, message):
+    AutoConfig.for_model(**small_values("cohere2", vocab_size=300)).save_pretrained(tmp_path / "in")
+    with pytest.raises(ConfigError, match=message):
+        run(compose(settings_of(tmp_path, "run", *settings)))
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_choice_of_code_needs_a_folder():
+    with pytest.raises(ConfigError, match="model.code=transformers says whose code runs model.from_hf"):
+        compose(["model.code=transformers"])
+
+
+def test_options_that_scale_or_cap_logits_are_known_of_every_accepted_type():
+    for name, facts in ACCEPTED.items():
+        read = {facts.head_factor, facts.head_divisor, facts.soft_cap}
+        assert set(guess_facts(guess_values(name)).values()) <= read, name

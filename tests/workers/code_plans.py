@@ -1,0 +1,140 @@
+"""transformers' own code under plans, beside one process of transformers: the gradient of every parameter.
+
+    code_plans.py OUT CASES
+
+CASES: a file with a JSON list of cases, {"model", "dp", "tp", "pp", "stage", ...}. OUT: a JSON list with the errors of
+each case, or with the message of the error that it ended in.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support.code_models import drawn_weight, small_values, train_transformers
+from support.launch import fork, leave
+from support.reference import random_batch, rows, settings
+
+from trainer.config import Config
+from trainer.data.batches import MicroBatch
+from trainer.distributed.mesh import World, join_world, local_device
+from trainer.hf.accepted import CodeFacts, code_spec, plain_values
+from trainer.parallel.pipeline.plan import resolve_pipeline
+from trainer.parity.watch import train_plan
+from trainer.planning.features import check_whole_plan, resolve_plan
+from trainer.planning.parameters import declare_parameters
+from trainer.planning.plan import BatchPlan
+
+LENGTH, SEQUENCES = 16, 8
+MOST = 3_000_000
+"""Parameters of a model: a type whose sizes have other names than usual may be large."""
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "full": {"mode": "full"},
+    "selective": {"mode": "selective"},
+    "modules": {"mode": "selective", "modules": ["*.mlp"]},
+    "attention": {"mode": "selective", "modules": ["*.self_attn"]},
+    "offload": {"mode": "full", "offload": True},
+}
+
+
+def config_of(case: dict[str, Any]) -> Config:
+    config = settings(
+        batch__sequence_length=LENGTH,
+        data__mask_documents=True,
+        parallel__tp=case.get("tp", 1),
+        parallel__pp=case.get("pp", 1),
+        parallel__cp=case.get("cp", 1),
+        parallel__zero__stage=case.get("stage", 0),
+        parallel__shard=case.get("shard", -1),
+        precision__compute=case.get("precision", "fp32"),
+        optimizer__name=case.get("optimizer", "adamw"),
+        **{f"activation__{name}": value for name, value in RECOMPUTE[case.get("recompute", "none")].items()},
+        **case.get("settings", {}),
+    )
+    if "schedule" in case:
+        config.parallel.pipeline.schedule = case["schedule"]
+    return config
+
+
+def data(vocabulary: int) -> MicroBatch:
+    """One batch of packed documents. Its tokens are none that is padding."""
+    batch = random_batch(0, SEQUENCES, LENGTH, vocabulary - 3, True)
+    documents = batch.documents + (torch.arange(LENGTH) >= torch.arange(SEQUENCES)[:, None] + 2).int()
+    return replace(batch, tokens=batch.tokens + 3, documents=documents)
+
+
+def errors_of(case: dict[str, Any], worlds: dict[tuple, World], references: dict[str, Any]) -> dict[str, Any]:
+    """The relative errors of loss and gradients; on rank 0."""
+    facts = CodeFacts(**case["facts"]) if "facts" in case else None
+    spec = code_spec(plain_values(case.get("values") or small_values(case["model"])), facts)
+    if (size := sum(info.size for info in declare_parameters(spec).values())) > MOST:
+        raise ValueError(f"{size} parameters are no small copy")
+    config, processes = config_of(case), dist.get_world_size()
+    plan = resolve_plan(config.parallel, processes, spec)
+    if not case.get("force") and (problems := check_whole_plan(config, spec, plan, processes)):
+        raise ValueError(problems)
+    micro = SEQUENCES // plan.dp // case.get("micro_batches", 2)
+    batch = BatchPlan(LENGTH, SEQUENCES, micro, case.get("micro_batches", 2))
+    shape = plan.pp, plan.replicate, plan.shard, plan.cp, plan.tp, *plan.expert_mesh.values()
+    world = worlds[shape] = worlds.get(shape) or join_world(plan, local_device(config.run))
+    whole, rank = data(spec.vocab_size), world.data.get_local_rank()
+    size = SEQUENCES // plan.dp
+    steps = [[rows(whole, start, start + micro) for start in range(rank * size, (rank + 1) * size, micro)]]
+    pipeline = resolve_pipeline(config, spec, plan, batch)
+    seen = train_plan(config, spec, plan, pipeline, world, steps, drawn_weight)
+    if world.rank:
+        return {}
+    key = json.dumps(spec.to_dict())
+    if key not in references:
+        references[key] = train_transformers(spec, [whole])
+    loss, expected = references[key]
+    norm = torch.stack([one.norm() for one in expected.values() if one is not None]).norm()
+    gradients = {
+        name: ((seen.gradients[0][name] - one).norm() / max(one.norm(), 1e-3 * norm)).item()
+        for name, one in expected.items()
+        if one is not None
+    }
+    worst = max(gradients, key=lambda name: gradients[name] if gradients[name] == gradients[name] else 1e9)
+    return {
+        "loss": abs(seen.losses[0] - loss) / loss,
+        "gradient": gradients[worst],
+        "worst": worst,
+        "problems": seen.problems,
+        "parameters": len(gradients),
+    }
+
+
+def main(out: str, cases: str) -> None:
+    os.environ.setdefault("WORLD_SIZE", "1")
+    device = local_device(Config().run)
+    worlds: dict[tuple, World] = {}
+    references: dict[str, Any] = {}
+    plain = resolve_plan(Config().parallel, int(os.environ["WORLD_SIZE"]))
+    worlds[plain.pp, plain.replicate, plain.shard, plain.cp, plain.tp, *plain.expert_mesh.values()] = join_world(
+        plain, device
+    )
+    results = []
+    for case in json.loads(Path(cases).read_text()):
+        try:
+            found = errors_of(case, worlds, references)
+        except Exception as error:  # a sweep goes on with the next case; all ranks fail alike
+            found = {"error": f"{type(error).__name__}: {str(error)[:300]}", "trace": traceback.format_exc()[-1500:]}
+        results.append({"case": {k: v for k, v in case.items() if k != "values"}, **found})
+        if dist.get_rank() == 0:
+            print(json.dumps({k: v for k, v in results[-1].items() if k != "trace"}), flush=True)
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    fork()
+    main(*sys.argv[1:])
+    leave()

@@ -1,0 +1,183 @@
+"""Weights of models that run by transformers' own code: fresh ones by the code's own initialisation, and stored ones.
+
+Files have transformers' names, and often a matrix for each expert where the code has one for all. transformers' own
+table of conversions joins and splits them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key, revert_weight_conversion
+
+from trainer.config.model import CodeSpec
+from trainer.hf.code import build_code, check_filled, fill_alone
+from trainer.hf.weights import BUFFERS, STORED, StoredTensors, format_names, write_files
+from trainer.model.initial import name_seed
+from trainer.planning.parameters import ParameterInfo, declare_parameters, router_shapes
+from trainer.util.reading import shorten_foreign
+
+OUTER = {"embedding": "embed_tokens", "layers": "layers", "norm": "norm"}
+"""First part of a name of ours -> what the base model has for it."""
+
+
+def code_name(name: str, prefix: str) -> str:
+    """The name that transformers has for a parameter or buffer of ours. prefix: name of the base model."""
+    first, _, rest = name.partition(".")
+    return f"lm_head.{rest}" if first == "head" else f"{prefix}.{OUTER[first]}.{rest}"
+
+
+class CodeInitialWeights:
+    """Fresh weights by the `_init_weights` of transformers' code. Each module is drawn whole by itself, seeded by its
+    name, so they are equal under all plans."""
+
+    def __init__(self, spec: CodeSpec, seed: int):
+        self.causal, self.seed = build_code(spec), seed
+        self.draw_module = lru_cache(2)(self.draw)  # the parameters of a module come in turn
+
+    def __call__(self, name: str, info: ParameterInfo) -> Tensor:
+        """The whole fp32 parameter `name`, on the CPU."""
+        module, _, key = code_name(name, self.causal.base_model_prefix).rpartition(".")
+        return self.draw_module(module)[key]
+
+    def draw(self, module: str) -> dict[str, Tensor]:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(name_seed(self.seed, module))
+            drawn = fill_alone(self.causal._init_weights, self.causal.get_submodule(module))
+        check_filled(drawn, module)
+        return drawn
+
+
+@dataclass
+class ConvertedTensors:
+    """The stored tensors that make one tensor of the code, or several. converter: None where it is the stored one.
+    stored: (name in the files, pattern of the converter that it matched)."""
+
+    converter: WeightConverter | None
+    stored: list[tuple[str, str | None]] = field(default_factory=list)
+
+    def make(self, target: str, read: Callable[[str], Tensor], causal: PreTrainedModel) -> dict[str, Tensor]:
+        """The tensors of the code by name. read: a stored tensor."""
+        if self.converter is None:
+            return {target: read(self.stored[0][0])}
+        converter = deepcopy(self.converter)
+        for name, pattern in self.stored:
+            converter.add_tensor(target, name, pattern, read(name))
+        made = converter.convert(target, model=causal, config=causal.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+class CodeWeights(StoredTensors):
+    """The weights of a transformers folder for a model that runs by transformers' code, each read when it is needed.
+
+    Construction compares names and shapes with the model. Raises `ConfigError` naming file and tensors."""
+
+    def __init__(self, folder: str | Path, spec: CodeSpec):
+        super().__init__(folder, spec)
+        self.spec, self.causal = spec, build_code(spec)
+        self.prefix = self.causal.base_model_prefix
+        self.embedding, self.head = (code_name(name, self.prefix) for name in ("embedding.weight", "head.weight"))
+        self.infos, self.balances = declare_parameters(spec), {name: name for name in router_shapes(spec)}
+        self.groups: dict[str, ConvertedTensors] = {}
+        self.group_of: dict[str, str] = {}
+        self.collect()
+        self.read_group = lru_cache(2)(self.make)
+
+    def collect(self) -> None:
+        """Finds out which stored tensors make which of the code, and checks names and shapes."""
+        mapping = get_model_conversion_mapping(self.causal)
+        renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+        converters = [one for one in mapping if isinstance(one, WeightConverter)]
+        by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+        expected = self.causal.state_dict()
+        for stored in sorted(self.files):
+            target, pattern = rename_source_key(stored, renamings, converters, self.prefix, expected)
+            group = self.groups.setdefault(target, ConvertedTensors(by_pattern[pattern] if pattern else None))
+            group.stored.append((stored, pattern))
+        shapes = {code_name(name, self.prefix): tuple(info.shape) for name, info in self.infos.items()}
+        shapes |= {code_name(name, self.prefix): shape for name, shape in router_shapes(self.spec).items()}
+        found: dict[str, tuple[int, ...]] = {}
+        for target, group in self.groups.items():
+            try:
+                made = group.make(target, self.outline, self.causal)
+            except Exception as error:  # of whatever kind transformers raises for what it cannot join
+                names = format_names([name for name, _ in group.stored])
+                raise self.error(f"{names} cannot be joined to {target}: {shorten_foreign(error)}") from error
+            self.group_of |= dict.fromkeys(made, target)
+            found |= {name: tuple(value.shape) for name, value in made.items()}
+        if self.spec.tied and self.embedding not in found and self.head in found:
+            self.group_of[self.embedding], found[self.embedding] = self.head, found[self.head]
+        if missing := [name for name in shapes if name not in found]:
+            raise self.error(f"{format_names(missing)} missing from the weights")
+        extra = [name for name in found if name not in shapes and not (self.spec.tied and name == self.head)]
+        known = [name for name in extra if BUFFERS.search(name)]
+        if known:
+            self.note(f"{format_names(known)} not read, as config.json says what they hold")
+        if extra := [name for name in extra if name not in known]:
+            raise self.error(f"{format_names(extra)} in the weights, but not part of the model of config.json")
+        if wrong := [name for name in shapes if found[name] != shapes[name]]:
+            name = wrong[0]
+            raise self.error(f"{name} has shape {list(found[name])}, but config.json asks for {list(shapes[name])}")
+
+    def outline(self, name: str) -> Tensor:
+        """A stored tensor without values."""
+        stored = self.stored_slice(name)
+        if (kind := stored.get_dtype()) not in STORED:
+            raise self.error(f"{self.files[name]}: {name} holds {kind}; supported: {', '.join(STORED)}")
+        return torch.empty(stored.get_shape(), device="meta")
+
+    def __call__(self, name: str, info: ParameterInfo) -> Tensor:
+        """The whole fp32 parameter `name`."""
+        return self.tensor("embedding.weight" if self.spec.tied and name == "head.weight" else name)
+
+    def tensor(self, name: str) -> Tensor:
+        """A parameter, or a buffer that checkpoints hold, in fp32."""
+        name = code_name(name, self.prefix)
+        made = self.read_group(self.group_of[name])
+        return made[name if name in made else self.head].float()
+
+    def make(self, target: str) -> dict[str, Tensor]:
+        return self.groups[target].make(target, lambda name: self.open(self.files[name]).get_tensor(name), self.causal)
+
+
+def write_code_weights(
+    folder: Path, spec: CodeSpec, read: Callable[[str], Tensor], dtype: torch.dtype, shard_size: int | str
+) -> None:
+    """Writes the safetensors of a model by the names of published checkpoints. read: whole parameters and buffers by
+    our names. The tensors of one layer and of one file are in memory at a time."""
+    causal = build_code(spec)
+    shapes: dict[str, tuple[int, ...]] = {name: info.shape for name, info in declare_parameters(spec).items()}
+    kept = router_shapes(spec)
+    groups: dict[str, list[str]] = {}
+    for name in [*shapes, *kept]:
+        groups.setdefault(".".join(name.split(".")[:2]), []).append(name)
+
+    def revert(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        named = {code_name(name, causal.base_model_prefix): value for name, value in values.items()}
+        return revert_weight_conversion(causal, named)
+
+    def typed(name: str) -> torch.dtype:
+        return torch.float32 if name in kept else dtype
+
+    written: dict[str, Any] = {}
+    group_of: dict[str, str] = {}
+    for key, names in groups.items():
+        outlines = {n: torch.empty((shapes | kept)[n], dtype=typed(n), device="meta") for n in names}
+        made = revert(outlines)
+        written |= made
+        group_of |= dict.fromkeys(made, key)
+
+    @lru_cache(1)
+    def read_group(key: str) -> dict[str, Tensor]:
+        return revert({name: read(name).detach().cpu().to(typed(name)) for name in groups[key]})
+
+    write_files(folder, written, lambda name: read_group(group_of[name])[name].contiguous(), shard_size)

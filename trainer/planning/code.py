@@ -1,0 +1,91 @@
+"""Models that run by transformers' own code, as they are planned: what plans and settings such code cannot go with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainer.config import Config, ParallelConfig
+from trainer.config.fields import list_divisors
+from trainer.config.model import CodeSpec, ModelSpec
+from trainer.planning.parameters import float8_setting, layer_specs
+from trainer.planning.plan import Feature, Plan
+from trainer.planning.recompute import MATMULS, SaveEntry, parse_entry
+
+
+def check_code(parallel: ParallelConfig, spec: ModelSpec | None, world: int, node: int) -> Iterator[str]:
+    """What keeps the code of a model from being divided."""
+    if not isinstance(spec, CodeSpec):
+        return
+    facts = spec.transformers
+    name = facts["config"]["model_type"]
+    for axis, degree in (("tp", parallel.tp), ("pp", parallel.pp)):
+        if degree > 1 and not facts[axis]:
+            yield (
+                f"parallel.{axis}={degree}: transformers' code of model_type={name} has no plan for it, or its results "
+                f"under one differ; set parallel.{axis}=1"
+            )
+    layers = [layer.attention for layer in layer_specs(spec)]
+    if wrong := next((one for one in layers if one.kv_heads % parallel.tp), None):
+        legal = [n for n in list_divisors(wrong.kv_heads) if not any(one.kv_heads % n for one in layers)]
+        yield (
+            f"parallel.tp={parallel.tp} does not divide num_key_value_heads={wrong.kv_heads}, which transformers' code "
+            f"cannot share; legal: {', '.join(map(str, legal))}"
+        )
+    if parallel.ep > 1:
+        yield (
+            f"parallel.ep={parallel.ep}: transformers' code holds all experts of a layer on each rank; set "
+            "parallel.ep=1, and parallel.zero.stage=3 for parameters that do not fit"
+        )
+    if parallel.tp_overlap != "off":
+        yield (
+            f"parallel.tp_overlap={parallel.tp_overlap} is for products of this project's blocks, and the model "
+            "runs by transformers' code; set parallel.tp_overlap=off"
+        )
+    if parallel.zero.engine != "torch":
+        yield (
+            f"parallel.zero.engine={parallel.zero.engine} is not supported for a model that runs by transformers' "
+            "code; set parallel.zero.engine=torch"
+        )
+    if parallel.zero.collectives != "nccl":
+        yield (
+            f"parallel.zero.collectives={parallel.zero.collectives} is not supported for a model that runs by "
+            "transformers' code; set parallel.zero.collectives=nccl"
+        )
+
+
+def check_code_settings(config: Config, spec: ModelSpec | None, plan: Plan, node: int) -> Iterator[str]:
+    """Settings of the rest of the configuration that the code cannot follow."""
+    if not isinstance(spec, CodeSpec):
+        return
+    activation, given = config.activation, {}
+    given["compile=true"] = (config.compile, "compile=false")
+    narrow, plain = float8_setting(config.precision)
+    given[narrow] = (bool(narrow), plain)
+    given["run.cuda_graphs=true"] = (config.run.cuda_graphs, "run.cuda_graphs=false")
+    given[f"activation.mode={activation.mode}"] = (
+        activation.mode in ("auto", "budget"),
+        "activation=full, or activation=selective",
+    )
+    given[f"activation.tile={activation.tile}"] = (bool(activation.tile), "activation.tile=0")
+    samples = config.eval.generate.every
+    given[f"eval.generate.every={samples}"] = (bool(samples), "eval.generate.every=0, and generate with an export")
+    if activation.mode == "selective" and not activation.modules:
+        for entry in activation.save:
+            given[f"activation.save={entry}"] = (
+                names_product(parse_entry(entry), spec),
+                "activation.save=[attention,matmul/2], or operators such as aten.mm",
+            )
+    for setting, (wrong, remedy) in given.items():
+        if wrong:
+            yield f"{setting} is not supported for a model that runs by transformers' own code; set {remedy}"
+
+
+def names_product(entry: SaveEntry, spec: CodeSpec) -> bool:
+    """Whether an entry of `activation.save` means single products by their names. How often and in what order the code
+    computes them is not known."""
+    names = {name for index in range(spec.depth) for name in spec.layer(index).code["parameters"]}
+    matrices = [name.removesuffix(".weight") for name in names]
+    return entry.name not in MATMULS and bool(entry.products(matrices))
+
+
+FEATURE = Feature("code", check_model=check_code, check_plan=check_code_settings)
