@@ -137,7 +137,7 @@ def saved_folder(path: Path, name: str, **changes: Any) -> nn.Module:
 def test_weights_come_from_a_folder_and_go_into_one(tmp_path, name):
     theirs = saved_folder(tmp_path / "in", name).eval()
     spec = spec_from_hf(tmp_path / "in", code="transformers")
-    weights = open_weights(tmp_path / "in", spec)
+    weights, _ = open_weights(tmp_path / "in", spec)
     stage = stage_of(spec, value=weights).eval()
     tokens = torch.randint(3, 61, (2, 16))
     assert torch.allclose(stage(tokens), theirs(tokens).logits, atol=1e-5)
@@ -204,7 +204,7 @@ def test_fresh_weights_are_those_of_the_code(name):
 def test_weights_are_drawn_where_a_folder_has_none(tmp_path):
     AutoConfig.for_model(**small_values("cohere2")).save_pretrained(tmp_path)
     spec = spec_from_hf(tmp_path)
-    assert isinstance(spec, CodeSpec) and isinstance(starting_weights(tmp_path, spec, 0), CodeInitialWeights)
+    assert isinstance(spec, CodeSpec) and isinstance(starting_weights(tmp_path, spec, 0)[0], CodeInitialWeights)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(ConfigError, match="pickle"):
         starting_weights(tmp_path, spec, 0)
