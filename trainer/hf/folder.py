@@ -56,14 +56,14 @@ def spec_from_hf(folder: str | Path, notes: list[str] | None = None, code: str =
     folder = Path(folder).expanduser()
     path = folder / "config.json"
     if holds_adapter(folder):
-        spec = spec_from_hf(base_folder(folder), notes, code)
-        if isinstance(spec, CodeSpec):
+        base = spec_from_hf(base_folder(folder), notes, code)
+        if isinstance(base, CodeSpec):
             raise ConfigError(
                 f"model.from_hf={folder}: {ADAPTER}: the model of this adapter runs by transformers' own code, whose "
                 "layers take no adapters here; merge the adapter into its model (peft: merge_and_unload, then "
                 "save_pretrained)"
             )
-        return replace(spec, adapter=PeftWeights(folder, spec).adapter)
+        return replace(base, adapter=PeftWeights(folder, base).adapter)
     if not path.is_file():
         raise ConfigError(
             f"model.from_hf={folder}: there is no {path.name} in it; give a folder as transformers saves it (a model "
