@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from trainer.planning.layer import (
     model_programs,
     trains_head,
 )
-from trainer.planning.parameters import head_rows
+from trainer.planning.parameters import ParameterInfo, head_rows, layer_tables
 from trainer.planning.plan import BatchPlan, Feature, Plan
 from trainer.planning.recompute import left_by_recompute
 from trainer.planning.schedules import ir
@@ -242,4 +243,24 @@ def check_depth(parallel: ParallelConfig, spec: ModelSpec | None, world: int, no
     return [f"parallel.pp={parallel.pp} exceeds the {spec.depth} layers of the model; legal: up to {spec.depth}"]
 
 
-FEATURE = Feature("pipeline", check_model=check_depth)
+FILLED = ("zb_h1", "v_half", "v_min")
+"""Schedules whose bubbles are small because weight gradients fill them."""
+
+
+def warn_of_frozen(config: Config, spec: ModelSpec, plan: Plan, node: int) -> Iterator[str]:
+    """A schedule that loses its point where weights are frozen."""
+    name, possible = config.parallel.pipeline.schedule, spec.depth >= 2 * plan.pp > 2
+    if name in FILLED and possible and not any(info.trained for info in matrices_of(spec)):
+        yield (
+            f"parallel.pipeline.schedule={name} fills its bubbles with weight gradients, and frozen layers have none; "
+            "parallel.pipeline.schedule=zb_v may be faster"
+        )
+
+
+def matrices_of(spec: ModelSpec) -> Iterator[ParameterInfo]:
+    """The matrices of all layers, without those of adapters."""
+    infos = (info for table in layer_tables(spec) for info in table.values())
+    return (info for info in infos if info.role == "matrix" and not info.adapter)
+
+
+FEATURE = Feature("pipeline", check_model=check_depth, collect_warnings=warn_of_frozen)
