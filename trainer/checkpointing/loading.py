@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.checkpointing.base import BASE, open_base
+from trainer.checkpointing.base import BASE, is_base, open_base
 from trainer.checkpointing.chunks import Chunk, ChunkPiece, StoredTensor, TensorPart, tensor_bytes
 from trainer.checkpointing.manifest import (
     LARGEST,
@@ -289,7 +289,10 @@ def read_states(path: Path) -> dict[str, Any]:
     """The manifest of a run's checkpoint, checked to be what `saving.describe_checkpoint` writes. Its `spec` is
     completed with defaults. Raises DamagedCheckpoint, which names the first wrong entry."""
     manifest = {"data": {}, "batch": {}, "callbacks": {}, "streams": {}} | read_manifest(path)
-    manifest["spec"] = saved_spec(path, manifest).to_dict()
+    spec = saved_spec(path, manifest)
+    manifest["spec"] = spec.to_dict()
+    base = manifest.setdefault(BASE, None)
+    _demand(path, BASE, is_base(base, spec), base, "the model that adapters belong to")
     for name in ("data", "batch", "callbacks", "scaler"):
         state = manifest.get(name)
         _demand(path, name, isinstance(state, dict), state, "a mapping")
