@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from trainer.config import ParallelConfig
 from trainer.config.model import ModelSpec
 from trainer.distributed.collectives import TensorGroup
@@ -31,6 +29,6 @@ def share_experts(model: Stage, parallel: ParallelConfig, spec: ModelSpec, world
         for module in [*layer.modules()]:
             if isinstance(module, GroupedLinear):
                 for name in module.declared:
-                    setattr(module, name, nn.Parameter(shard_parameter(getattr(module, name), 0, mesh)))
+                    setattr(module, name, shard_parameter(getattr(module, name), 0, mesh))
             elif isinstance(module, Experts):
                 module.dispatch, layer.expert_unit = dispatch, ExpertUnit(layer, module)
