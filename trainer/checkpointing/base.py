@@ -41,9 +41,9 @@ def describe_base(config: Config, spec: ModelSpec, device: torch.device) -> dict
         return None
     if config.model.from_hf is None:
         return {"seed": config.run.seed, "device": device.type}
-    from trainer.hf.adapters import base_folder
+    from trainer.hf.adapters import find_base
 
-    folder = base_folder(config.model.from_hf)
+    folder = find_base(config.model.from_hf)
     return {"from_hf": str(folder.resolve()), "sha256": hash_weights(folder)}
 
 
@@ -60,7 +60,7 @@ def hash_weights(folder: Path) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def base_problems(saved: Any, mine: dict[str, Any] | None) -> list[str]:
+def find_base_problems(saved: Any, mine: dict[str, Any] | None) -> list[str]:
     """Why a run whose frozen parameters are `mine` cannot go on from a checkpoint whose manifest says `saved`."""
     keys = ("sha256", "seed", "device")
     if not isinstance(mine, dict) or not isinstance(saved, dict):

@@ -491,7 +491,7 @@ def open_transformers(folder: str, weights: str) -> SavedModel:
         )
     path = Path(folder).expanduser()
     # Imported late: checkpoints of runs do not need it.
-    from trainer.hf import base_folder, open_generation, open_weights, spec_from_hf
+    from trainer.hf import find_base, open_generation, open_weights, spec_from_hf
 
     notes: list[str] = []
     spec = spec_from_hf(path, notes)
@@ -499,7 +499,7 @@ def open_transformers(folder: str, weights: str) -> SavedModel:
     values, more = open_weights(path, spec)
     for note in (*notes, *more, *left_out):
         print(note, file=sys.stderr)
-    base, infos = base_folder(path), declare_parameters(spec)
+    base, infos = find_base(path), declare_parameters(spec)
     tokenizer = next((one for one in (path, base) if (one / "tokenizer_config.json").is_file()), None)
 
     def tensor(name: str) -> Tensor:

@@ -19,7 +19,7 @@ from trainer.config import ConfigError
 from trainer.config.extend import extend_spec
 from trainer.config.model import ModelSpec
 from trainer.config.schema import ModelConfig
-from trainer.hf.adapters import ADAPTER, PeftWeights, base_folder, holds_adapter, join_adapters, write_adapter
+from trainer.hf.adapters import ADAPTER, PeftWeights, find_base, holds_adapter, join_adapters, write_adapter
 from trainer.hf.agreement import check_export, check_import, usual_config
 from trainer.hf.config import check_sizes, config_from_spec, rename_options, spec_from_config
 from trainer.hf.families import FAMILIES
@@ -46,7 +46,7 @@ def spec_from_hf(folder: str | Path, notes: list[str] | None = None) -> ModelSpe
     folder = Path(folder).expanduser()
     path = folder / "config.json"
     if holds_adapter(folder):
-        spec = spec_from_hf(base_folder(folder), notes)
+        spec = spec_from_hf(find_base(folder), notes)
         return replace(spec, adapter=PeftWeights(folder, spec).adapter)
     if not path.is_file():
         raise ConfigError(
@@ -136,7 +136,7 @@ def export_model(
     config = {**config_from_spec(spec), **outside}
     check_new(folder)
     check_export(spec, config)
-    with written_together(folder) as partial:
+    with write_together(folder) as partial:
         write_weights(partial, spec, tensors if callable(tensors) else tensors.__getitem__, dtype, shard_size)
         if tokenizer:
             copy_tokenizer(Path(tokenizer), partial, config["model_type"])
@@ -162,7 +162,7 @@ def export_adapter(
     """Writes a folder that PEFT opens, with the adapters of a model and its tokenizer. base: the folder of the model.
     The others, and what is written when: as for `export_model`. Returns messages."""
     folder = Path(folder).expanduser()
-    with written_together(folder) as partial:
+    with write_together(folder) as partial:
         messages = write_adapter(partial, spec, tensors, base, dtype)
         if tokenizer:
             copy_tokenizer(Path(tokenizer), partial, spec.family)
@@ -178,7 +178,7 @@ def check_new(folder: Path) -> None:
 
 
 @contextmanager
-def written_together(folder: Path) -> Iterator[Path]:
+def write_together(folder: Path) -> Iterator[Path]:
     """A folder to write to, which becomes `folder` at the end of the block: that is complete or absent."""
     check_new(folder)
     partial = folder.with_name(folder.name + ".partial")
@@ -194,7 +194,7 @@ def open_generation(folder: str | Path, vocab_size: int) -> tuple[dict[str, Any]
     """The generation configuration of a transformers folder as `select_generation` makes it, and a message for each
     option that is left out. Without generation_config.json, options in config.json count, as in transformers. Raises
     `ConfigError` for a file that cannot be read."""
-    path = base_folder(folder) / GENERATION
+    path = find_base(folder) / GENERATION
     own = path.exists() or path.is_symlink()
     path = path if own else path.with_name("config.json")
     given = read_json(path, dict, "write it anew with transformers' save_pretrained")

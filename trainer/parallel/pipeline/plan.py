@@ -11,7 +11,7 @@ from trainer.config.model import ModelSpec
 from trainer.planning.layer import (
     ATTENTION_BACKWARD,
     embedding_program,
-    frozen_gemms,
+    find_frozen_gemms,
     head_program,
     model_programs,
     trains_head,
@@ -204,7 +204,7 @@ def layer_costs(
     remaining = left_by_recompute(layers, recompute, compiled)
     tiled = recompute is not None and bool(recompute.tile)
     f, i, w, activation = [0.0], [0.0], [0.0], [tokens * embedding.saved]
-    for layer, left, frozen in zip(layers, remaining, frozen_gemms(spec), strict=True):
+    for layer, left, frozen in zip(layers, remaining, find_frozen_gemms(spec), strict=True):
         again = sum(share * layer.computed[name].flops for name, share in left.again.items())
         gemms, attention = layer.total("flops", "gemm"), layer.total("flops", "attention")
         f.append(tokens * layer.flops)
@@ -250,14 +250,14 @@ FILLED = ("zb_h1", "v_half", "v_min")
 def warn_of_frozen(config: Config, spec: ModelSpec, plan: Plan, node: int) -> Iterator[str]:
     """A schedule that loses its point where weights are frozen."""
     name, possible = config.parallel.pipeline.schedule, spec.depth >= 2 * plan.pp > 2
-    if name in FILLED and possible and not any(info.trained for info in matrices_of(spec)):
+    if name in FILLED and possible and not any(info.trained for info in list_matrices(spec)):
         yield (
             f"parallel.pipeline.schedule={name} fills its bubbles with weight gradients, and frozen layers have none; "
             "parallel.pipeline.schedule=zb_v may be faster"
         )
 
 
-def matrices_of(spec: ModelSpec) -> Iterator[ParameterInfo]:
+def list_matrices(spec: ModelSpec) -> Iterator[ParameterInfo]:
     """The matrices of all layers, without those of adapters."""
     infos = (info for table in layer_tables(spec) for info in table.values())
     return (info for info in infos if info.role == "matrix" and not info.adapter)
