@@ -18,6 +18,7 @@ from torch import Tensor
 
 import trainer
 from trainer.checkpointing.loading import merge_adapters, open_saved
+from trainer.checkpointing.manifest import read_manifest, write_manifest
 from trainer.commands import export, merge, sample
 from trainer.config import ConfigError
 from trainer.config.model import AdapterSpec, ModelSpec
@@ -354,6 +355,20 @@ def test_a_run_resumes_and_refuses_another_base(trained: Path, pretrained: Path,
         open_saved(str(tmp_path / "run"))
     shutil.rmtree(base)
     with pytest.raises(ConfigError, match="which is gone"):
+        open_saved(str(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("base", [None, [], {}, {"from_hf": 3, "sha256": ""}, {"seed": "x", "device": "cpu"}])
+def test_a_checkpoint_that_does_not_name_its_base_is_refused(
+    base: Any, trained: Path, pretrained: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(trained / "run", tmp_path / "run")
+    [path] = (tmp_path / "run/checkpoints").glob("step-*")
+    manifest = read_manifest(path)
+    write_manifest(path, {**manifest, "base": base})
+    with pytest.raises(ConfigError, match="base is .* which is not the model that adapters belong to"):
+        run(tmp_path, pretrained, *ADAPTED, "run.steps=4", f"data.cache={trained}/cache")
+    with pytest.raises(ConfigError, match="does not name the model"):
         open_saved(str(tmp_path / "run"))
 
 

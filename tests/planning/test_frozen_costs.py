@@ -10,7 +10,7 @@ from trainer.planning.estimate.memory import find_peaks
 from trainer.planning.estimate.step import estimate_step
 from trainer.planning.hardware import load_hardware
 from trainer.planning.layer import flops_per_token, parameter_counts
-from trainer.planning.resolve import resolve_layout
+from trainer.planning.resolve import collect_warnings, resolve_layout
 from trainer.planning.states import state_bytes
 
 ADAPTED = ("model.adapter.rank=16",)
@@ -70,6 +70,24 @@ def test_frozen_layers_have_nothing_to_defer() -> None:
     whole, adapted, some = both
     assert sum(adapted.w) == adapted.kept == 0 < sum(some.w) < sum(whole.w)
     assert adapted.i == whole.i and adapted.f == whole.f
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min"])
+def test_schedules_without_a_point_are_named(schedule: str) -> None:
+    """The simulated step of the schedule that is named instead is shorter."""
+    plan = "parallel=pp2", "parallel.pp=4", f"parallel.pipeline.schedule={schedule}", "batch.accumulation=16"
+    for more, frozen in ((ADAPTED, True), ((*ADAPTED, "model.adapter.trained=['*.down.weight']"), False), ((), False)):
+        config = composed(4, *plan, *more)
+        layout = resolve_layout(config, 4, config.model)
+        notes = [note for note in collect_warnings(config, layout, 4) if "weight gradients" in note]
+        assert bool(notes) == (frozen and schedule in ("zb_h1", "v_half", "v_min"))
+        if not notes:
+            continue
+        other = composed(4, *plan, *more, notes[0].split("; ")[1].split()[0])
+        hardware, seconds = load_hardware("h100"), []
+        for one in (other, config):
+            seconds.append(estimate_step(one, resolve_layout(one, 4, one.model), hardware).seconds)
+        assert seconds[0] < seconds[1]
 
 
 def test_a_step_with_adapters_is_predicted_faster() -> None:

@@ -193,7 +193,7 @@ def hf_folder(folder: Path, sharded: bool) -> tuple[Path, Callable[[], object]]:
 
 
 def peft_folder(folder: Path) -> tuple[Path, Callable[[], object]]:
-    from trainer.hf.adapters import PeftWeights, base_folder
+    from trainer.hf.adapters import PeftWeights, find_base
     from trainer.hf.folder import export_adapter
 
     base, _ = hf_folder(folder, sharded=False)
@@ -202,7 +202,7 @@ def peft_folder(folder: Path) -> tuple[Path, Callable[[], object]]:
     export_adapter(spec, lambda name: torch.ones(infos[name].shape), folder / "adapter", base)
 
     def read() -> None:
-        base_folder(folder / "adapter")
+        find_base(folder / "adapter")
         PeftWeights(folder / "adapter", SPEC)
 
     return folder / "adapter", read

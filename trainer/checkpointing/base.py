@@ -27,6 +27,13 @@ DRAWN = {"seed": int, "device": str}
 """What it says of a base that was drawn at the start of the run: the seed, and the kind of device it was drawn on."""
 
 
+def is_base(value: Any, spec: ModelSpec) -> bool:
+    """Whether the entry of a manifest is what a run of the model writes."""
+    if not spec.adapter.rank:
+        return value is None
+    return any(find_mismatch(value, shape) is None for shape in (FOLDER, DRAWN))
+
+
 def describe_base(config: Config, spec: ModelSpec, device: torch.device) -> dict[str, Any] | None:
     """The frozen parameters of a run, for the manifests of its checkpoints. Reads all weights that `model.from_hf`
     names, to hash them."""
@@ -34,9 +41,9 @@ def describe_base(config: Config, spec: ModelSpec, device: torch.device) -> dict
         return None
     if config.model.from_hf is None:
         return {"seed": config.run.seed, "device": device.type}
-    from trainer.hf.adapters import base_folder
+    from trainer.hf.adapters import find_base
 
-    folder = base_folder(config.model.from_hf)
+    folder = find_base(config.model.from_hf)
     return {"from_hf": str(folder.resolve()), "sha256": hash_weights(folder)}
 
 
@@ -53,7 +60,7 @@ def hash_weights(folder: Path) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def base_problems(saved: Any, mine: dict[str, Any] | None) -> list[str]:
+def find_base_problems(saved: Any, mine: dict[str, Any] | None) -> list[str]:
     """Why a run whose frozen parameters are `mine` cannot go on from a checkpoint whose manifest says `saved`."""
     keys = ("sha256", "seed", "device")
     if not isinstance(mine, dict) or not isinstance(saved, dict):
@@ -75,10 +82,9 @@ def base_problems(saved: Any, mine: dict[str, Any] | None) -> list[str]:
 def open_base(saved: Any, spec: ModelSpec) -> tuple[Callable[[str], Tensor], Path | None]:
     """Reads frozen parameters by global name, as a checkpoint's manifest names them, and their folder if they have one.
     Raises `ConfigError` where they are gone or others."""
-    fits = [shape for shape in (FOLDER, DRAWN) if find_mismatch(saved, shape) is None]
-    if not fits:
+    if not is_base(saved, spec):
         raise Malformed("its manifest does not name the model that its adapters belong to")
-    if fits == [DRAWN]:
+    if "from_hf" not in saved:
         from trainer.model.initial import InitialWeights
 
         if saved["device"] not in ("cpu", "cuda") or saved["device"] == "cuda" and not torch.cuda.is_available():

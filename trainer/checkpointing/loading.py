@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.checkpointing.base import BASE, open_base
+from trainer.checkpointing.base import BASE, is_base, open_base
 from trainer.checkpointing.chunks import Chunk, ChunkPiece, StoredTensor, TensorPart, tensor_bytes
 from trainer.checkpointing.manifest import (
     LARGEST,
@@ -289,7 +289,10 @@ def read_states(path: Path) -> dict[str, Any]:
     """The manifest of a run's checkpoint, checked to be what `saving.describe_checkpoint` writes. Its `spec` is
     completed with defaults. Raises DamagedCheckpoint, which names the first wrong entry."""
     manifest = {"data": {}, "batch": {}, "callbacks": {}, "streams": {}} | read_manifest(path)
-    manifest["spec"] = saved_spec(path, manifest).to_dict()
+    spec = saved_spec(path, manifest)
+    manifest["spec"] = spec.to_dict()
+    base = manifest.setdefault(BASE, None)
+    _demand(path, BASE, is_base(base, spec), base, "the model that adapters belong to")
     for name in ("data", "batch", "callbacks", "scaler"):
         state = manifest.get(name)
         _demand(path, name, isinstance(state, dict), state, "a mapping")
@@ -490,7 +493,7 @@ def open_transformers(folder: str, weights: str) -> SavedModel:
         )
     path = Path(folder).expanduser()
     # Imported late: checkpoints of runs do not need it.
-    from trainer.hf import base_folder, open_generation, open_weights, spec_from_hf
+    from trainer.hf import find_base, open_generation, open_weights, spec_from_hf
 
     notes: list[str] = []
     spec = spec_from_hf(path, notes)
@@ -498,7 +501,7 @@ def open_transformers(folder: str, weights: str) -> SavedModel:
     values, more = open_weights(path, spec)
     for note in (*notes, *more, *left_out):
         print(note, file=sys.stderr)
-    base, infos = base_folder(path), declare_parameters(spec)
+    base, infos = find_base(path), declare_parameters(spec)
     tokenizer = next((one for one in (path, base) if (one / "tokenizer_config.json").is_file()), None)
 
     def tensor(name: str) -> Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.checkpointing.base import BASE, base_problems
+from trainer.checkpointing.base import BASE, find_base_problems
 from trainer.checkpointing.loading import BEGIN, read_begin, read_launchers, read_states
 from trainer.checkpointing.manifest import WAY_OUT, DamagedCheckpoint, list_checkpoints, read_manifest
 from trainer.checkpointing.retention import (
@@ -169,7 +169,7 @@ def fitting_manifest(
             + ": set another run.name to train it beside the earlier run, or checkpoint.resume=none to train it here, "
             "which sets the earlier run aside"
         )
-    problems += base_problems(manifest.get(BASE), base)
+    problems += find_base_problems(manifest.get(BASE), base)
     if config.checkpoint.data == "continue" and (changed := find_changed_data(manifest["data"], data)):
         problems.append(
             f"the data differ from the checkpoint's in {', '.join(changed)}, so its position means nothing here: set "

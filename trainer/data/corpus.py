@@ -482,9 +482,9 @@ def _tokenizer(config: Config, sources: list[DocumentSource], once: MakeCached) 
     if config.model.from_hf:  # pretrained weights know one tokenizer: their own
         names, folder = ("tokenizer.json", "tokenizer_config.json"), Path(config.model.from_hf).expanduser()
         if not any((folder / name).is_file() for name in names):
-            from trainer.hf import base_folder
+            from trainer.hf import find_base
 
-            folder = base_folder(folder)
+            folder = find_base(folder)
         if not any((folder / name).is_file() for name in names):
             raise ConfigError(
                 f"model.from_hf={folder} holds no tokenizer; set data.tokenizer to the one that its weights were "

@@ -7,7 +7,7 @@ from typing import Any
 
 _HOMES = {
     "HFWeights": "trainer.hf.weights",
-    "base_folder": "trainer.hf.adapters",
+    "find_base": "trainer.hf.adapters",
     "export_adapter": "trainer.hf.folder",
     "starting_weights": "trainer.hf.folder",
     "export_model": "trainer.hf.folder",

@@ -64,7 +64,7 @@ def holds_adapter(folder: str | Path) -> bool:
     return (Path(folder).expanduser() / ADAPTER).is_file()
 
 
-def base_folder(folder: str | Path) -> Path:
+def find_base(folder: str | Path) -> Path:
     """The folder of the model that the adapter in `folder` was trained on; `folder` itself where it holds a model.
 
     Raises `ConfigError` where that is no folder of this machine."""
@@ -274,7 +274,7 @@ def stored_weights(folder: str | Path, spec: ModelSpec) -> HFWeights | CodeWeigh
 def open_weights(folder: str | Path, spec: ModelSpec, drawn: Weights | None = None) -> tuple[Weights, list[str]]:
     """The weights of a transformers folder, or of a folder with an adapter and of the model it was trained on; and
     notes on them. drawn: gives the adapters that no folder holds, for a model that is to get some."""
-    weights = stored_weights(base_folder(folder), spec)
+    weights = stored_weights(find_base(folder), spec)
     if holds_adapter(folder):
         adapter = PeftWeights(folder, spec)
         return AdaptedWeights(weights, adapter, adapter.values), [*weights.notes, *adapter.notes]

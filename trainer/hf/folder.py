@@ -22,7 +22,7 @@ from trainer.config.schema import ModelConfig
 from trainer.hf.adapters import (
     ADAPTER,
     PeftWeights,
-    base_folder,
+    find_base,
     holds_adapter,
     join_adapters,
     open_weights,
@@ -56,7 +56,7 @@ def spec_from_hf(folder: str | Path, notes: list[str] | None = None, code: str =
     folder = Path(folder).expanduser()
     path = folder / "config.json"
     if holds_adapter(folder):
-        base = spec_from_hf(base_folder(folder), notes, code)
+        base = spec_from_hf(find_base(folder), notes, code)
         if isinstance(base, CodeSpec):
             raise ConfigError(
                 f"model.from_hf={folder}: {ADAPTER}: the model of this adapter runs by transformers' own code, whose "
@@ -211,7 +211,7 @@ def export_model(
     if not isinstance(spec, CodeSpec):
         check_export(spec, config)
     read = tensors if callable(tensors) else tensors.__getitem__
-    with written_together(folder) as partial:
+    with write_together(folder) as partial:
         if isinstance(spec, CodeSpec):
             from trainer.hf.code_weights import write_code_weights
 
@@ -242,7 +242,7 @@ def export_adapter(
     """Writes a folder that PEFT opens, with the adapters of a model and its tokenizer. base: the folder of the model.
     The others, and what is written when: as for `export_model`. Returns messages."""
     folder = Path(folder).expanduser()
-    with written_together(folder) as partial:
+    with write_together(folder) as partial:
         messages = write_adapter(partial, spec, tensors, base, dtype)
         if tokenizer:
             copy_tokenizer(Path(tokenizer), partial, spec.family)
@@ -258,7 +258,7 @@ def check_new(folder: Path) -> None:
 
 
 @contextmanager
-def written_together(folder: Path) -> Iterator[Path]:
+def write_together(folder: Path) -> Iterator[Path]:
     """A folder to write to, which becomes `folder` at the end of the block: that is complete or absent."""
     check_new(folder)
     partial = folder.with_name(folder.name + ".partial")
@@ -274,7 +274,7 @@ def open_generation(folder: str | Path, vocab_size: int) -> tuple[dict[str, Any]
     """The generation configuration of a transformers folder as `select_generation` makes it, and a message for each
     option that is left out. Without generation_config.json, options in config.json count, as in transformers. Raises
     `ConfigError` for a file that cannot be read."""
-    path = base_folder(folder) / GENERATION
+    path = find_base(folder) / GENERATION
     own = path.exists() or path.is_symlink()
     path = path if own else path.with_name("config.json")
     given = read_json(path, dict, "write it anew with transformers' save_pretrained")

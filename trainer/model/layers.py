@@ -23,7 +23,7 @@ from trainer.model.initial import DeclaredModule
 from trainer.model.linear import Adapter, DeferredGrads, column_parallel, number_layer, row_parallel
 from trainer.model.rotary import rotate_heads, rotate_pairs
 from trainer.model.stage import BlockReport, ReportedOutput, join_reports, keep_here, split_report
-from trainer.planning.parameters import DOWN, UP, adapter_infos
+from trainer.planning.parameters import DOWN, UP, declare_adapter
 from trainer.precision.products import Multiply, matmul
 
 # Functions of single tokens computed for some tokens at a time, and again in backward: what lives at once is one
@@ -132,7 +132,7 @@ class Linear(DeclaredModule):
     def adapt(self, rank: int, scale: float) -> None:
         """Puts an adapter beside the matrix. scale: factor on its output."""
         self.adapter_scale = scale
-        for name, info in adapter_infos(self.declared["weight"], rank).items():
+        for name, info in declare_adapter(self.declared["weight"], rank).items():
             self.add_parameter(name, info)
 
     def defer(self, deferred: DeferredGrads) -> None:

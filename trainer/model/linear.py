@@ -325,7 +325,7 @@ class AdaptedColumns(torch.autograd.Function):
             results, whole = group.gather_matmul(
                 x, weights, GEMMRole.OUTPUT, biases, keep=len(downs) > 0, multiply=multiply
             )
-        places = adapted_places(scales)
+        places = find_adapted(scales)
         lows = [project_down(whole, down, scales[place]) for place, down in zip(places, downs)]
         added = {place: add_projection(results[place], low, up) for place, low, up in zip(places, lows, ups)}
         # A frozen matrix without an adapter needs its input no more.
@@ -336,7 +336,7 @@ class AdaptedColumns(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple:
         group, multiply, scales, count = ctx.group, ctx.multiply, ctx.scales, len(ctx.scales)
-        places = adapted_places(scales)
+        places = find_adapted(scales)
         weights, downs, ups, lows, kept = split_sizes(ctx.saved_tensors, count, *[len(places)] * 3)
         wanted = ctx.needs_input_grad[4 : 4 + 2 * count]
         to_biases = [gradient.sum(0) if bias else None for gradient, bias in zip(gradients, wanted[count:])]
@@ -421,7 +421,7 @@ class AdaptedRows(torch.autograd.Function):
         return None, None, None, to_x, to_weight, *to_pair
 
 
-def adapted_places(scales: Sequence[float | None]) -> list[int]:
+def find_adapted(scales: Sequence[float | None]) -> list[int]:
     """The numbers of the matrices that have adapters."""
     return [place for place, scale in enumerate(scales) if scale is not None]
 

@@ -459,7 +459,7 @@ def trains_head(spec: ModelSpec) -> bool:
     return before["embedding.weight"].trained if spec.tied else behind["head.weight"].trained
 
 
-def frozen_gemms(spec: ModelSpec) -> tuple[frozenset[str], ...]:
+def find_frozen_gemms(spec: ModelSpec) -> tuple[frozenset[str], ...]:
     """The GEMMs of each layer, by the names of `Program.gemms`, whose matrices have no gradient."""
     return tuple(
         frozenset(name.removesuffix(".weight") for name, info in table.items() if not info.trained)
@@ -468,7 +468,7 @@ def frozen_gemms(spec: ModelSpec) -> tuple[frozenset[str], ...]:
 
 
 @by_value
-def adapter_sizes(spec: ModelSpec, tp: int) -> tuple[tuple[float, float, float], ...]:
+def measure_adapters(spec: ModelSpec, tp: int) -> tuple[tuple[float, float, float], ...]:
     """Of each layer on one of `tp` tensor-parallel ranks: elements of a token that the products of its adapters read
     and write forward and backward, and the elements of the adapters themselves.
 
@@ -554,7 +554,7 @@ def flops_per_token(spec: ModelSpec, length: int, causal: bool) -> float:
     total = 3.0 * sum(program.flops for program in (*layers, head))
     if not spec.adapter.rank:
         return total
-    for layer, frozen, (*_, elements) in zip(layers, frozen_gemms(spec), adapter_sizes(spec, 1)):
+    for layer, frozen, (*_, elements) in zip(layers, find_frozen_gemms(spec), measure_adapters(spec, 1)):
         total += 6.0 * elements - sum(gemm.flops for name, gemm in layer.gemms.items() if name in frozen)
     return total - head.flops * (not trains_head(spec))
 

@@ -384,7 +384,7 @@ def matches_any(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def adapter_infos(weight: ParameterInfo, rank: int) -> dict[str, ParameterInfo]:
+def declare_adapter(weight: ParameterInfo, rank: int) -> dict[str, ParameterInfo]:
     """A [rank, inputs] and B [outputs, rank] of the adapter of a matrix, with the axes of the matrix."""
     (outputs, inputs), (to, of) = weight.shape, weight.axes
     return {
@@ -406,7 +406,7 @@ def adapt_table(adapter: AdapterSpec, table: Table, prefix: str = "") -> Table:
     for module, infos in modules.items():
         weight = infos.get("weight")
         if weight is not None and can_adapt(weight) and matches_any(prefix + module, adapter.targets):
-            infos |= adapter_infos(weight, adapter.rank)
+            infos |= declare_adapter(weight, adapter.rank)
     return MappingProxyType(join_tables(modules.items()))
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from trainer.config import Config
 from trainer.config.model import ModelSpec
 from trainer.distributed.collectives import TensorGroup
@@ -36,8 +34,6 @@ def share_experts(model: Stage, config: Config, spec: ModelSpec, plan: Plan, wor
         for module in [*layer.modules()]:
             if isinstance(module, GroupedLinear):
                 for name in module.declared:
-                    whole = getattr(module, name)
-                    part = nn.Parameter(shard_parameter(whole, 0, mesh), requires_grad=whole.requires_grad)
-                    setattr(module, name, part)
+                    setattr(module, name, shard_parameter(getattr(module, name), 0, mesh))
             elif isinstance(module, Experts):
                 module.dispatch, layer.expert_unit = dispatch, ExpertUnit(layer, module)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,12 +11,12 @@ from trainer.config.model import ModelSpec
 from trainer.planning.layer import (
     ATTENTION_BACKWARD,
     embedding_program,
-    frozen_gemms,
+    find_frozen_gemms,
     head_program,
     model_programs,
     trains_head,
 )
-from trainer.planning.parameters import head_rows
+from trainer.planning.parameters import ParameterInfo, head_rows, layer_tables
 from trainer.planning.plan import BatchPlan, Feature, Plan
 from trainer.planning.recompute import left_by_recompute
 from trainer.planning.schedules import ir
@@ -203,7 +204,7 @@ def layer_costs(
     remaining = left_by_recompute(layers, recompute, compiled)
     tiled = recompute is not None and bool(recompute.tile)
     f, i, w, activation = [0.0], [0.0], [0.0], [tokens * embedding.saved]
-    for layer, left, frozen in zip(layers, remaining, frozen_gemms(spec), strict=True):
+    for layer, left, frozen in zip(layers, remaining, find_frozen_gemms(spec), strict=True):
         again = sum(share * layer.computed[name].flops for name, share in left.again.items())
         gemms, attention = layer.total("flops", "gemm"), layer.total("flops", "attention")
         f.append(tokens * layer.flops)
@@ -242,4 +243,24 @@ def check_depth(parallel: ParallelConfig, spec: ModelSpec | None, world: int, no
     return [f"parallel.pp={parallel.pp} exceeds the {spec.depth} layers of the model; legal: up to {spec.depth}"]
 
 
-FEATURE = Feature("pipeline", check_model=check_depth)
+FILLED = ("zb_h1", "v_half", "v_min")
+"""Schedules whose bubbles are small because weight gradients fill them."""
+
+
+def warn_of_frozen(config: Config, spec: ModelSpec, plan: Plan, node: int) -> Iterator[str]:
+    """A schedule that loses its point where weights are frozen."""
+    name, possible = config.parallel.pipeline.schedule, spec.depth >= 2 * plan.pp > 2
+    if name in FILLED and possible and not any(info.trained for info in list_matrices(spec)):
+        yield (
+            f"parallel.pipeline.schedule={name} fills its bubbles with weight gradients, and frozen layers have none; "
+            "parallel.pipeline.schedule=zb_v may be faster"
+        )
+
+
+def list_matrices(spec: ModelSpec) -> Iterator[ParameterInfo]:
+    """The matrices of all layers, without those of adapters."""
+    infos = (info for table in layer_tables(spec) for info in table.values())
+    return (info for info in infos if info.role == "matrix" and not info.adapter)
+
+
+FEATURE = Feature("pipeline", check_model=check_depth, collect_warnings=warn_of_frozen)

@@ -47,9 +47,7 @@ def split_module(module: DeclaredModule, mesh: DeviceMesh, group: TensorGroup) -
     for name, info in module.declared.items():
         dimension = info.tensor_dimension(group.size)
         if dimension is not None:
-            whole = getattr(module, name)
-            part = nn.Parameter(shard_parameter(whole, dimension, mesh), requires_grad=whole.requires_grad)
-            setattr(module, name, part)
+            setattr(module, name, shard_parameter(getattr(module, name), dimension, mesh))
         elif info.axes[0] == "kv_heads":
             # There are fewer key-value heads than ranks. k and v stay whole, and each rank computes only the one head
             # that its query heads share.
@@ -63,15 +61,15 @@ def split_module(module: DeclaredModule, mesh: DeviceMesh, group: TensorGroup) -
             module.by_rows = dimension == 1
 
 
-def shard_parameter(parameter: torch.Tensor, dimension: int, mesh: DeviceMesh) -> DTensor:
-    """This rank's part of a meta tensor as a DTensor: equal parts, the last ones smaller, as DTensor's `Shard` defines
-    them."""
-    part = -(-parameter.shape[dimension] // mesh.size())
-    first = min(parameter.shape[dimension], part * mesh.get_local_rank())
-    rows = parameter.detach().narrow(dimension, first, min(part, parameter.shape[dimension] - first))
+def shard_parameter(parameter: nn.Parameter, dimension: int, mesh: DeviceMesh) -> nn.Parameter:
+    """This rank's part of a parameter on the meta device, a DTensor: equal parts, the last ones smaller, as DTensor's
+    `Shard` defines them. It is trained if the parameter is."""
+    size = -(-parameter.shape[dimension] // mesh.size())
+    first = min(parameter.shape[dimension], size * mesh.get_local_rank())
+    rows = parameter.detach().narrow(dimension, first, min(size, parameter.shape[dimension] - first))
     # `from_local` with the whole shape communicates nothing; `distribute_tensor` would broadcast values, which do not
     # exist yet.
-    return DTensor.from_local(
+    part = DTensor.from_local(
         torch.empty_like(rows, memory_format=torch.contiguous_format),
         mesh,
         [Shard(dimension)],
@@ -79,6 +77,7 @@ def shard_parameter(parameter: torch.Tensor, dimension: int, mesh: DeviceMesh) -
         shape=parameter.shape,
         stride=parameter.stride(),
     )
+    return nn.Parameter(part, requires_grad=parameter.requires_grad)
 
 
 def is_split(parameter: torch.Tensor) -> bool:

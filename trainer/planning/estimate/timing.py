@@ -30,10 +30,10 @@ from trainer.planning.layer import (
     ATTENTION_BACKWARD,
     Op,
     Program,
-    adapter_sizes,
     embedding_program,
-    frozen_gemms,
+    find_frozen_gemms,
     head_program,
+    measure_adapters,
     model_programs,
     trains_head,
 )
@@ -218,7 +218,7 @@ class _Timer:
         known: dict[tuple, UnitTimes] = {}
         layers, float8 = [], float8_linears(self.config.precision, spec)
         travelling = gathered_in_float8(self.config, spec, plan)
-        fixed, added = frozen_gemms(spec), adapter_sizes(spec, plan.tp)
+        fixed, added = find_frozen_gemms(spec), measure_adapters(spec, plan.tp)
         for index, (program, remaining, layer) in enumerate(zip(programs, left, layer_specs(spec))):
             places = {name: f"layers.{index}.{name}" for name in program.gemms}
             narrow = frozenset((name, float8[place].recipe) for name, place in places.items() if place in float8)
@@ -302,7 +302,7 @@ class _Timer:
     ) -> UnitTimes:
         """float8: the projections that multiply in fp8, and their recipes; parameters: see `_sharded`; narrow: of the
         parameters, those that are gathered in fp8; fixed: the projections that are frozen; added: see
-        `adapter_sizes`."""
+        `measure_adapters`."""
         spec = layer.attention
         tokens, pace = self.tokens, self.pace
 
