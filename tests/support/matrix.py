@@ -586,10 +586,12 @@ def parts(chosen: list[Case], count: int) -> list[list[Case]]:
     """The cases dealt to `count` launches of about equal length; what compiles the same attention stays together."""
     kinds: dict[Any, list[Case]] = {}
     for number, case in enumerate(chosen):
-        compiles = case["attention"] != "causal" or case.get("compile")
-        kinds.setdefault((case["attention"], case["kv_heads"], case["precision"]) if compiles else number, []).append(
-            case
-        )
+        kind: Any = number
+        if case["attention"] != "causal":
+            kind = case["attention"], case["kv_heads"], case["precision"]
+        elif case.get("compile"):
+            kind = number, "compiled"
+        kinds.setdefault(kind, []).append(case)
     dealt: list[list[Case]] = [[] for _ in range(count)]
     length = [0] * count
     for kind, some in sorted(kinds.items(), key=lambda kind: -weight(kind)):

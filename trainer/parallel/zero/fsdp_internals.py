@@ -241,16 +241,27 @@ class CopyEngineCollectives:
 
 class WholeShardReduce:
     """FSDP's custom reduce-scatter of a rank whose shards are whole parameters. FSDP calls `allocate` for a message and
-    then for its result, and copies one to the other. Both calls return the same tensor here, so that copy is onto
-    itself."""
+    then for its result, on a stream of its own, and copies one to the other. Both calls return the same tensor here, so
+    that copy is onto itself.
 
-    def __init__(self) -> None:
+    group: of the unit. A later micro-batch's result is added to the gradients on FSDP's streams, and FSDP gives the
+    message up before that: it guards the message until the copy, and the result by its stream. So these streams are
+    noted as users of the memory, which is reused only behind them."""
+
+    def __init__(self, group: Any):
+        self.group = group
         self.message: Tensor | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         result, self.message = self.message, None
         if result is None:
             result = self.message = torch.empty(size, dtype=dtype, device=device)
+        elif result.is_cuda:
+            adds = any(parameter.sharded_param.grad is not None for parameter in self.group.fsdp_params)
+            if adds and torch.cuda.is_current_stream_capturing():
+                return torch.empty_like(result)  # a graph does not wait for users of memory: FSDP copies
+            result.record_stream(torch.cuda.current_stream(result.device))
+            result.record_stream(self.group.comm_ctx.all_reduce_stream)
         return result
 
     def __call__(self, *_: object, **__: object) -> None:
@@ -277,8 +288,8 @@ def cast_shards(units: list[FSDPModule]) -> None:
     gradients directly to where they are accumulated. FSDP's own code copies through a flat buffer each time."""
     patch_collectives()
     for unit in units:
-        unit.set_custom_reduce_scatter(WholeShardReduce())
         if (group := parameter_group(unit)) is not None:
+            unit.set_custom_reduce_scatter(WholeShardReduce(group))
             # An attribute of the instance hides the method of the class for this group alone.
             group.wait_for_unshard = partial(cast_parameters, group)
 
