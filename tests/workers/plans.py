@@ -140,7 +140,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 ADAPTERS = {
     "all": {"rank": 4, "alpha": 6.0},
     "some": {"rank": 3, "alpha": 5.0, "scale": "root", "targets": ["*.attention.[qv]", "*.down"]},
-    "dense": {"rank": 4, "alpha": 6.0, "targets": ["*.attention.*", "*.shared.*"], "trained": ["*.router.*", "*.experts.gate.*"]},
+    "dense": {
+        "rank": 4,
+        "alpha": 6.0,
+        "targets": ["*.attention.*", "*.shared.*"],
+        "trained": ["*.router.*", "*.experts.gate.*"],
+    },
     "first layer": {"rank": 4, "alpha": 6.0, "targets": ["layers.0.*"]},
     "trained": {
         "rank": 4,
