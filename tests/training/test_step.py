@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.reference import random_batch, settings, tiny_spec
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 from trainer.config import Float8Config
 from trainer.distributed.mesh import join_world
@@ -121,3 +122,13 @@ def test_the_host_does_not_wait_for_the_gpu_in_a_step(step, recipe):
         train()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_gradients_on_a_gpu_are_whole_when_the_stream_that_adds_them_is_late(step, monkeypatch):
+    """Of the second micro-batch, while the next layer's recompute takes memory."""
+    device, changes = torch.device("cuda", 0), {"parallel__zero__stage": 2, "activation__mode": "full"}
+    expected = step(device, **changes)[0]()["squares"]
+    # FSDP calls it between a reduction and the sum of the gradients of all micro-batches.
+    monkeypatch.setattr(_fsdp_collectives, "_div_if_needed", lambda *_: torch.cuda._sleep(20_000_000))
+    assert torch.equal(step(device, **changes)[0]()["squares"], expected)
