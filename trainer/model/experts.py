@@ -431,8 +431,8 @@ class GroupedBias(torch.autograd.Function):
 
 def spread_groups(values: Tensor, ends: Tensor, rows: int) -> Tensor:
     """A row of values [experts, ...] for each of the sorted rows of experts: [rows, ...]."""
-    experts = torch.searchsorted(ends, torch.arange(rows, device=ends.device, dtype=ends.dtype), right=True)
-    return values[experts.clamp(max=len(values) - 1)]  # rows without an expert get the last one's
+    # Without the last end, so that rows behind it, which belong to no expert, get the last one's.
+    return values[torch.searchsorted(ends[:-1], torch.arange(rows, device=ends.device, dtype=ends.dtype), right=True)]
 
 
 class GroupedLinear(DeclaredModule):

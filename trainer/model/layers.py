@@ -151,8 +151,9 @@ class Linear(DeclaredModule):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.by_rows:
+            adapter = None if self.adapter_scale is None else self.local_adapter()
             return row_parallel(
-                x, self.local("weight"), self.local_bias(), self.group, self.number, self.multiply, self.local_adapter()
+                x, self.local("weight"), self.local_bias(), self.group, self.number, self.multiply, adapter
             )
         return project_input(x, self)[0]
 
@@ -160,18 +161,26 @@ class Linear(DeclaredModule):
 def project_input(x: Tensor, *linears: Linear) -> Sequence[Tensor]:
     """The products of one input [tokens / t, inputs] with several linear layers that are split alike: [tokens, outputs
     / t] each. The input is gathered once, unless the layers multiply differently (fp8 for some of them)."""
-    # Operands in different types cannot share a gather of converted tokens.
-    if any(linear.multiply is not linears[0].multiply for linear in linears):
-        return [project_input(x, linear)[0] for linear in linears]
+    # A loop: generators would cost the host as much as the calls below.
+    numbers: list[Tensor] = []
+    adapters: list[Adapter | None] = []
+    for linear in linears:
+        # Operands in different types cannot share a gather of converted tokens.
+        if linear.multiply is not linears[0].multiply:
+            return [project_input(x, one)[0] for one in linears]
+        if linear.number is not None:
+            numbers.append(linear.number)
+        if linear.adapter_scale is not None:
+            adapters = [one.local_adapter() for one in linears]
     return column_parallel(
         x,
         [linear.local("weight") for linear in linears],
         [linear.local_bias() for linear in linears],
         linears[0].group,
         # Where one of them has an adapter or a frozen matrix, all compute their weight gradients at once.
-        [] if any(linear.number is None for linear in linears) else [linear.number for linear in linears],
+        numbers if len(numbers) == len(linears) else [],
         linears[0].multiply,
-        [linear.local_adapter() for linear in linears],
+        adapters,
     )
 
 

@@ -456,8 +456,10 @@ def column_parallel(
     would save a view of the freed memory, so such weights always go through `ColumnParallel`. So do products that are
     not `matmul`, which autograd cannot differentiate.
     """
-    frozen = not all(weight.requires_grad for weight in weights)
-    if any(adapter is not None for adapter in adapters) or frozen and (multiply is not matmul or group is not None):
+    frozen = False
+    for weight in weights:
+        frozen = frozen or not weight.requires_grad
+    if adapters or frozen and (multiply is not matmul or group is not None):
         adapters = adapters or [None] * len(weights)
         pairs = [part for adapter in adapters if adapter is not None for part in adapter[:2]]
         scales = tuple(None if adapter is None else adapter.scale for adapter in adapters)
