@@ -430,7 +430,8 @@ def test_causal_flops() -> None:
 
 def test_parameter_counts() -> None:
     counts, table = cost.parameter_counts(shipped("llama3_8b")), 128256 * 4096
-    assert counts == {"total": 8_030_261_248, "embedding": table, "matmul": 8_030_261_248 - table - 65 * 4096}
+    everything = {"total": 8_030_261_248, "trained": 8_030_261_248}
+    assert counts == everything | {"embedding": table, "matmul": 8_030_261_248 - table - 65 * 4096}
     counts = cost.parameter_counts(shipped("gpt2"))
     assert counts["embedding"] == 50257 * 768 + 1024 * 768 and counts["matmul"] == 12 * 12 * 768 * 768 + 50257 * 768
 

@@ -87,7 +87,10 @@ def test_lines_have_the_keys_of_the_contract(tmp_path):
         "skipped",
         "repeated",
         "damaged",
-        *(f"experts/{name}" for name in ("fullest", "fullest_rank", "idle", "entropy", "balance", "z_loss", "bias")),
+        *(
+            f"experts/{name}"
+            for name in ("overflow", "fullest", "fullest_rank", "idle", "entropy", "balance", "z_loss", "bias")
+        ),
         "straggler",
         "straggler_rank",
         "comm/bytes_inner",

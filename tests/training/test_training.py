@@ -203,7 +203,10 @@ def test_the_run_folder_keeps_the_contract(undisturbed):
         "evaluation_seconds",
         "checkpoint_seconds",
         "bubble",
-        *(f"experts/{name}" for name in ("fullest", "fullest_rank", "idle", "entropy", "balance", "z_loss", "bias")),
+        *(
+            f"experts/{name}"
+            for name in ("overflow", "fullest", "fullest_rank", "idle", "entropy", "balance", "z_loss", "bias")
+        ),
         "loss_scale",
         "learned",
         "skipped",
