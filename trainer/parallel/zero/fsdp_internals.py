@@ -241,12 +241,12 @@ class CopyEngineCollectives:
 
 class WholeShardReduce:
     """FSDP's custom reduce-scatter of a rank whose shards are whole parameters. FSDP calls `allocate` for a message and
-    then for its result, on a stream of its own, and copies one to the other. Both calls return the same tensor here, so
-    that copy is onto itself.
+    then for its result, on a stream of its own, and copies one to the other. Both calls return the same tensor, so that
+    copy is onto itself, but where the result is added to the gradients of an earlier micro-batch: FSDP guards the
+    message until the copy only, and what it adds afterwards has to be memory of that stream.
 
-    group: of the unit. A later micro-batch's result is added to the gradients on FSDP's streams, and FSDP gives the
-    message up before that: it guards the message until the copy, and the result by its stream. So these streams are
-    noted as users of the memory, which is reused only behind them."""
+    group: of the unit.
+    """
 
     def __init__(self, group: Any):
         self.group = group
@@ -256,13 +256,15 @@ class WholeShardReduce:
         result, self.message = self.message, None
         if result is None:
             result = self.message = torch.empty(size, dtype=dtype, device=device)
-        elif result.is_cuda:
-            adds = any(parameter.sharded_param.grad is not None for parameter in self.group.fsdp_params)
-            if adds and torch.cuda.is_current_stream_capturing():
-                return torch.empty_like(result)  # a graph does not wait for users of memory: FSDP copies
-            result.record_stream(torch.cuda.current_stream(result.device))
-            result.record_stream(self.group.comm_ctx.all_reduce_stream)
+        elif result.is_cuda and self.adds:
+            result = torch.empty_like(result)
         return result
+
+    @property
+    def adds(self) -> bool:
+        """Whether earlier micro-batches have left gradients."""
+        earlier = self.group._partial_reduce_output is not None
+        return earlier or any(parameter.sharded_param.grad is not None for parameter in self.group.fsdp_params)
 
     def __call__(self, *_: object, **__: object) -> None:
         """Never called: FSDP needs no collective on one rank."""
