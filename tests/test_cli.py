@@ -251,6 +251,23 @@ def test_crash_is_handed_to_torchrun(training, capsys, tmp_path, monkeypatch):
     assert "boom" in json.loads((tmp_path / "error.json").read_text())["message"]["message"]
 
 
+def test_torchrun_never_meets_a_part_of_an_error(training, capsys, tmp_path, monkeypatch):
+    """A rank may be killed while it writes one, and torchrun would crash on the part."""
+
+    def crash(config):
+        raise RuntimeError("boom")
+
+    def note(part, path):
+        seen.append((json.loads(Path(part).read_text())["message"]["message"], Path(path).exists()))
+        replace(part, path)
+
+    seen, replace = [], os.replace
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setattr(os, "replace", note)
+    training(crash)
+    assert main(capsys, "+config=debug")[0] == 1 and seen == [("RuntimeError: boom", False)]
+
+
 def test_wheel_ships_the_configurations_the_templates_and_the_script_for_slurm(tmp_path):
     for name in ("pyproject.toml", "setup.py"):
         shutil.copy(ROOT / name, tmp_path)

@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from trainer.commands.grammar import Command, LaunchOptions, RecipeOptions, print_once
 from trainer.config import Config, ConfigError
@@ -123,8 +124,10 @@ def _train(config: Config) -> int:
     from torch.distributed.elastic.multiprocessing.errors import record
 
     from trainer.training import run
+    from trainer.training.crashes import WholeErrorFile
 
-    @record  # hands the traceback of a crash to torchrun; a refused configuration is no crash
+    # Hands the traceback of a crash to torchrun; a refused configuration is no crash.
+    @partial(record, error_handler=WholeErrorFile())
     def recorded() -> int:
         try:
             return run.main(config)

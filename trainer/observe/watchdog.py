@@ -403,7 +403,7 @@ class Watchdog:
         # If a file system or torch blocks this thread, faulthandler's ends the process.
         faulthandler.dump_traceback_later(4 * self.patience, exit=True)
         # The training thread is not to write an error of its own to torchrun's file any more.
-        error_file = os.environ.pop("TORCHELASTIC_ERROR_FILE", "")
+        os.environ.pop("TORCHELASTIC_ERROR_FILE", "")
         self.reason = self.reason or (
             f"no progress for {time.monotonic() - self.since:.1f} s in {self.phase}, step {self.step} (limit "
             f"{self.limit:.4g} s: {self._rule()})"
@@ -418,11 +418,6 @@ class Watchdog:
                 file=sys.stderr,
                 flush=True,
             )
-        with contextlib.suppress(OSError):
-            try:
-                parse_json(Path(error_file).read_text())
-            except ValueError:  # it has written half of one: torchrun would crash on it, and restart nothing
-                os.remove(error_file)
         os._exit(STALLED)
 
     def _write_down(self, beats: dict[int, Heartbeat]) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from trainer.checkpointing.manifest import list_checkpoints
 from trainer.checkpointing.remote import CheckpointUploader
@@ -34,6 +33,7 @@ from trainer.planning.decide import Decision, MemoryLimit, check_fit, decide
 from trainer.planning.plan import BatchPlan, node_size, training_steps
 from trainer.planning.resolve import Layout, check_config, resolve_layout
 from trainer.training.auto import saved_choice
+from trainer.training.crashes import WholeErrorFile
 from trainer.training.history import settle_status, way_on
 from trainer.training.metrics_tracker import NonFiniteError
 from trainer.training.out_of_memory import check_decision, explain_oom, format_oom
@@ -228,7 +228,7 @@ def main(config: Config) -> int:
     except Exception as error:
         if (missing := missing_memory(error)) is None:
             raise
-        get_error_handler().record_exception(error)  # for torchrun's report, which names the first rank that failed
+        WholeErrorFile().record_exception(error)  # for torchrun's report, which names the first rank that failed
         print(format_oom(error, missing), file=sys.stderr, flush=True)
         return FAILED
 
