@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What the CPU tests cannot see, on all GPUs of this machine, or the first GPU_CHECK_GPUS of them, in at most 9 minutes:
+# What the CPU tests cannot see, on all GPUs of this machine, or the first GPU_CHECK_GPUS of them, in at most 10 minutes:
 # tests marked for GPUs, the matrix of plans over NCCL against one process, pipelines whose ranks wait for every transfer,
 # DeepSpeed's plans, the kernels of quantised gradients and of the optimizer bit by bit, products beside their collectives
 # (tp_overlap), gathers in fp8 (on a machine of one GPU between two ranks that share it), whole runs by the command line,

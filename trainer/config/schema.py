@@ -358,7 +358,7 @@ class ParallelConfig:
         "auto",
         "how tokens reach their experts: alltoall (a row for each choice of a token), allgather (each token once to "
         "all of these ranks), shared_memory (as allgather, by kernels that read and write the memory of the other GPUs "
-        "of a node), auto (alltoall or allgather, whichever sends fewer bytes)",
+        "of a node), auto (alltoall or allgather, whichever is predicted to be faster)",
         ("auto", "alltoall", "allgather", "shared_memory"),
     )
     ep_capacity: float = option(

@@ -8,6 +8,7 @@ buffers (`symmetric_memory.py`); the host waits for nothing, and no size has to 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.distributed.c10d_internals import list_groups
@@ -87,7 +88,7 @@ def _(rows: Tensor, places: Tensor) -> Tensor:
 
 def add_rows(rows: Tensor, places: Tensor) -> Tensor:
     """`gather_rows` without a kernel."""
-    padded = torch.nn.functional.pad(rows, (0, 0, 0, 1))  # -1 is the row of zeros behind the others
+    padded = F.pad(rows, (0, 0, 0, 1))  # -1 is the row of zeros behind the others
     return padded[places].sum(1, dtype=torch.promote_types(rows.dtype, torch.float32)).to(rows.dtype)
 
 

@@ -24,7 +24,9 @@ from torch.profiler import record_function
 from trainer.config import ConfigError
 from trainer.util.tables import AWAITS, SENDS
 
-WITHOUT = "parallel.tp_overlap=off and parallel.zero.collectives=nccl, which need no shared memory"
+WITHOUT = (
+    "parallel.tp_overlap=off, parallel.zero.collectives=nccl and parallel.ep_dispatch=auto, which need no shared memory"
+)
 
 Made = TypeVar("Made")
 
@@ -165,9 +167,7 @@ def stream_command(name: str, flag: Tensor, value: int, how: int) -> None:
     stream = torch.cuda.current_stream(flag.device).cuda_stream
     error = driver_function(name)(stream, flag.data_ptr(), value, how)
     if error:
-        raise RuntimeError(
-            f"{name} ends with CUDA error {error}; set parallel.tp_overlap=off and parallel.zero.collectives=nccl"
-        )
+        raise RuntimeError(f"{name} ends with CUDA error {error}; set {WITHOUT}")
 
 
 @cache

@@ -364,7 +364,8 @@ class StepRepeats:
             capacity = self.state.config.parallel.ep_capacity
             text = (
                 f"a rank had no room for {overflow:.2g} of all choices of experts, and the step was run again with "
-                f"room for all; if this is frequent, raise parallel.ep_capacity={capacity:g}"
+                f"room for all{', which gave no finite result' * again}; if this is frequent, raise "
+                f"parallel.ep_capacity={capacity:g}"
             )
             return f"step {step}: {text}", again
         reports = self.world.gather(self._report(numbers, second[1], host["ids"], again))

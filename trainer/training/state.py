@@ -83,9 +83,8 @@ class TrainState:
     gradients. channels: point-to-point transfers of the pipeline, None without one. names: all parameters of the whole
     model, in the order of the vector of gradient norms. reports: name of each statistic that layers report -> number of
     its values. step: optimizer steps taken, including skipped ones. average: the moving average of the weights, if
-    there is one. gate: closed by a step that has to be run again. frozen: names and values of
-    what this rank holds of the parameters that are not trained. routers: this rank's routers of experts by global
-    name.
+    there is one. gate: closed by a step that has to be run again. frozen: names and values of what this rank holds of
+    the parameters that are not trained. routers: this rank's routers of experts by global name.
     """
 
     config: Config
@@ -261,9 +260,11 @@ class TrainState:
         dispatches = {module.dispatch for module in modules if isinstance(module, Experts)}
         for dispatch in dispatches:
             dispatch.exact = exact
-        yield
-        for dispatch in dispatches:
-            dispatch.exact = False
+        try:
+            yield
+        finally:
+            for dispatch in dispatches:
+                dispatch.exact = False
 
     def rebalance_experts(self, statistics: Tensor, skipped: Tensor) -> None:
         """Has routers take over the load of a step. statistics: see `train_step`; skipped: whether its update was
