@@ -255,6 +255,16 @@ def test_equal_numbers_pass_and_small_errors_are_judged_by_the_type():
     assert verdict(trajectory(losses=[4.0, 3.0003]), plain=rounding)[0] == "PASS"
 
 
+def test_losses_after_the_first_step_may_be_off_by_the_rounding_of_the_gradients_that_changed_them():
+    rounded = compare_runs(trajectory(), trajectory())
+    rounded = dataclasses.replace(rounded, steps=[step._replace(gradient=1e-2) for step in rounded.steps])
+    first, second = error_limits("bf16", rounded, [4.0, 3.0])
+    assert first.loss == TOLERANCES["bf16"].loss and second.loss == pytest.approx(1e-2 / 4)
+    assert verdict(trajectory(losses=[4.0, 3.007]), "bf16", plain=rounded)[0] == "PASS"
+    assert verdict(trajectory(losses=[4.0, 3.008]), "bf16", plain=rounded)[0] == "FAIL"
+    assert verdict(trajectory(losses=[4.002, 3.0]), "bf16", plain=rounded)[0] == "FAIL"
+
+
 def test_the_type_of_a_plan_is_its_coarsest():
     precision = Config().precision
     assert (
