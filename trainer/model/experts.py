@@ -64,8 +64,10 @@ def _(scores: Tensor, top_k: int, groups: int, top_groups: int, best: int) -> Te
 
 def count_choices(keys: Tensor, size: int) -> Tensor:
     """How often each number below `size` is in `keys`: int64 [size]."""
-    # Not `bincount`, which makes the host wait for the device, and has no fixed shape for the compiler.
-    return keys.new_zeros(size).index_add_(0, keys, torch.ones_like(keys))
+    # Not `bincount`, which makes the host wait for the device, and has no fixed shape for the compiler. Counts are
+    # int32 first: the compiler has no atomic sum of int64, and falls back on a sort and six kernels.
+    ones = torch.ones_like(keys, dtype=torch.int32)
+    return ones.new_zeros(size).index_add_(0, keys, ones).long()
 
 
 _SIZES = [2.0**power for power in range(-30, 1)]
