@@ -23,12 +23,14 @@ from trainer.model.linear import DeferredGrads
 from trainer.model.stage import split_report
 from trainer.model.transformer import Transformer
 from trainer.optim.muon import orthogonalise_matrix
+from trainer.parallel.pipeline.plan import estimated_costs
 from trainer.parallel.recompute import apply_recompute
 from trainer.parity.compare import find_quantile
 from trainer.planning.features import resolve_plan
 from trainer.planning.float8 import describe_float8, float8_linears
 from trainer.planning.layer import model_programs
 from trainer.planning.parameters import UpdateSettings, declare_parameters
+from trainer.planning.plan import BatchPlan
 from trainer.planning.recompute import recompute_problems
 
 CPU = torch.device("cpu")
@@ -546,3 +548,18 @@ def test_a_token_is_counted_with_its_own_experts():
         (program, _) = model_programs(spec, 32, tp, 2)
         gemm = program.gemms["feed_forward.experts.up"]
         assert (gemm.flops, gemm.rows, gemm.matrices) == (2 * 2 * 24 * 16 / tp, 2 / tp, 6)
+        (roomy, _) = model_programs(spec, 32, tp, 2, room=1.5)
+        assert roomy.flops == program.flops
+        for name in ("gate", "up"):
+            wide, narrow = (one.gemms[f"feed_forward.experts.{name}"] for one in (roomy, program))
+            assert wide.saved == 1.5 * narrow.saved > 0
+
+
+def test_the_estimate_holds_the_rows_that_a_capacity_makes_room_for() -> None:
+    def kept(capacity: float) -> float:
+        config, spec = Config(), spec_of()
+        config.parallel.ep, config.parallel.ep_capacity = 2, capacity
+        plan = resolve_plan(config.parallel, 2, spec)
+        return estimated_costs(config, spec, plan, BatchPlan(16, 4, 2, 1)).activation[1]
+
+    assert kept(0.0) == kept(1.0) < kept(1.5) < kept(2.0)

@@ -159,10 +159,16 @@ class Program:
 
 @by_value
 def model_programs(
-    spec: ModelSpec, length: int, tp: int, element_bytes: int, tp_overlap: str = "off", causal: bool = True
+    spec: ModelSpec,
+    length: int,
+    tp: int,
+    element_bytes: int,
+    tp_overlap: str = "off",
+    causal: bool = True,
+    room: float = 0.0,
 ) -> tuple[Program, ...]:
     """The program of each layer; layers that are equal share one. The arguments are those of `layer_program`."""
-    common = spec.width, spec.parallel_residual, length, tp, element_bytes, tp_overlap, causal
+    common = spec.width, spec.parallel_residual, length, tp, element_bytes, tp_overlap, causal, room
     return tuple(layer_program(layer, *common) for layer in layer_specs(spec))
 
 
@@ -176,11 +182,13 @@ def layer_program(
     element_bytes: int,
     tp_overlap: str,
     causal: bool,
+    room: float,
 ) -> Program:
     """The program of one layer.
 
     width: of the residual stream. length: tokens of a sequence. causal: whether a token attends to the keys that it
-    sees (averaged over the sequence and within the window), or to all. element_bytes: of the compute type."""
+    sees (averaged over the sequence and within the window), or to all. element_bytes: of the compute type. room:
+    `parallel.ep_capacity`."""
     if isinstance(layer, CodeLayerSpec):
         keys = seen_keys(length, layer.attention.window) if causal else float(length)
         return code_program(layer, width, tp, element_bytes, keys)
@@ -203,7 +211,7 @@ def layer_program(
     def block(name: str, kinds: registry.KindRegistry, kind: str) -> Iterator[Op]:
         yield from norm(f"{name}_norm", placement in ("pre", "both"))
         if name == "feed_forward" and layer.feed_forward.experts.count:
-            yield from mixture_ops(layer, width, tp, element_bytes)
+            yield from mixture_ops(layer, width, tp, element_bytes, room)
             if layer.feed_forward.experts.shared_width:
                 yield from projections(f"{name}.shared", kinds, kind)
                 yield from shared_gate_ops(layer, width, tp, stream)
@@ -373,8 +381,9 @@ INDEX, WIDE = 8.0, 4.0
 """Bytes of an index, and of a number in fp32, in which experts are chosen."""
 
 
-def mixture_ops(layer: LayerSpec, width: int, tp: int, element_bytes: int) -> Iterator[Op]:
-    """The router and the experts. Each tensor-parallel rank routes its own tokens, of which each is `top_k` rows."""
+def mixture_ops(layer: LayerSpec, width: int, tp: int, element_bytes: int, room: float) -> Iterator[Op]:
+    """The router and the experts. Each tensor-parallel rank routes its own tokens, of which each is `top_k` rows. Memory
+    is allocated for `room` times as many, which experts do not compute."""
     experts, inner = layer.feed_forward.experts, layer.feed_forward.width
     rows, table = experts.top_k / tp, layer_table(layer, width)
 
@@ -398,7 +407,8 @@ def mixture_ops(layer: LayerSpec, width: int, tp: int, element_bytes: int) -> It
         )
 
     scores = WIDE * experts.count / tp
-    hidden, stream = element_bytes * rows * inner, element_bytes * rows * width
+    row = element_bytes * rows * max(room, 1.0)
+    hidden, stream = row * inner, row * width
     yield gemm("feed_forward.router", scores, saved=scores)
     # The chosen experts, the order of their rows, and its inverse; weights before and after that order.
     sums = WIDE / tp if experts.normalise else 0.0
@@ -406,14 +416,15 @@ def mixture_ops(layer: LayerSpec, width: int, tp: int, element_bytes: int) -> It
     # The usage of each token's sequence, by which its scores are multiplied, and logits.
     losses = (experts.balance > 0 and experts.balance_over == "sequence") + (experts.z_loss > 0)
     yield Op("feed_forward.choice", "choice", result=INDEX * rows, saved=3 * INDEX * rows + weights + losses * scores)
-    yield Op("feed_forward.dispatch", "permute", saved=stream, deferred=stream, moved=2 * stream)
+    moved = 2 * element_bytes * rows * width
+    yield Op("feed_forward.dispatch", "permute", saved=stream, deferred=stream, moved=moved)
     for name in ("gate", "up"):
         yield gemm(f"feed_forward.experts.{name}", hidden, saved=hidden, deferred=hidden)
     # As of a dense block, and its product with the weights.
     between = (gating_results(layer) + 1) * hidden
     yield Op("feed_forward.experts.activation", "elementwise", saved=between + hidden, fused=between)
     yield gemm("feed_forward.experts.down", stream, deferred=stream + hidden)
-    yield Op("feed_forward.combine", "permute", moved=stream + element_bytes * width / tp)
+    yield Op("feed_forward.combine", "permute", moved=moved / 2 + element_bytes * width / tp)
 
 
 def shared_gate_ops(layer: LayerSpec, width: int, tp: int, stream: float) -> Iterator[Op]:

@@ -172,6 +172,7 @@ def estimated_costs(
         cp=plan.cp,
         tp_overlap=config.parallel.tp_overlap,
         compiled=config.compile,
+        room=config.parallel.ep_capacity,
     )
 
 
@@ -187,20 +188,21 @@ def layer_costs(
     cp: int = 1,
     tp_overlap: str = "off",
     compiled: bool = False,
+    room: float = 0.0,
 ) -> LayerCosts:
     """Costs of a model from its operations, in FLOPs, on one of the `tp` ranks that share a layer.
 
     length: tokens of a sequence. micro_size: sequences of a micro-batch. recompute: settings of activation
     checkpointing; None keeps everything. loss_tile: `loss.tile`. element_bytes: of an element of the compute type. cp:
     ranks that share each sequence, attention evenly too. tp_overlap: `parallel.tp_overlap`, by which it depends what
-    recompute can keep. compiled: of compiled layers.
+    recompute can keep. compiled: of compiled layers. room: `parallel.ep_capacity`.
 
     Counted are GEMMs and attention (causal, within its window), and saved activations of a layer with sequence
     parallelism that gathers its inputs again in backward; not communication, nor element-wise operations.
     """
     tokens = length * micro_size / cp
     head, embedding = head_program(spec, tp, element_bytes), embedding_program(spec, tp, element_bytes)
-    layers = model_programs(spec, length, tp, element_bytes, tp_overlap)
+    layers = model_programs(spec, length, tp, element_bytes, tp_overlap, room=room)
     remaining = left_by_recompute(layers, recompute, compiled)
     tiled = recompute is not None and bool(recompute.tile)
     f, i, w, activation = [0.0], [0.0], [0.0], [tokens * embedding.saved]

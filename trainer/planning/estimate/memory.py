@@ -189,7 +189,8 @@ class ModelBytes:
         self.stream = self.element * self.tokens * spec.width / plan.tp
         costs = estimated_costs(config, spec, plan, batch, self.element)
         self.activation = costs.activation
-        programs = model_programs(spec, batch.sequence_length, plan.tp, self.element, config.parallel.tp_overlap)
+        tp_overlap, room = config.parallel.tp_overlap, config.parallel.ep_capacity
+        programs = model_programs(spec, batch.sequence_length, plan.tp, self.element, tp_overlap, room=room)
         tiled = bool(config.activation.tile)
         # What a layer holds from I to W.
         self.deferred = [

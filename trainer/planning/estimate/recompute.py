@@ -167,8 +167,8 @@ class _Table:
     def __init__(self, config: Config, layout: Layout, hardware: HardwareConfig):
         self.config, self.layout, self.hardware = config, layout, hardware
         element = ELEMENT_BYTES[config.precision.compute]
-        length, tp_overlap = layout.batch.sequence_length, config.parallel.tp_overlap
-        self.programs = model_programs(layout.spec, length, layout.plan.tp, element, tp_overlap)
+        length, tp, parallel = layout.batch.sequence_length, layout.plan.tp, config.parallel
+        self.programs = model_programs(layout.spec, length, tp, element, parallel.tp_overlap, room=parallel.ep_capacity)
         self.known: dict[SavedOperations, tuple[list[float], tuple[float, ...]]] = {}
         self.kinds: dict[int, list[int]] = defaultdict(list)  # layers that are equal
         for layer, program in enumerate(self.programs):
