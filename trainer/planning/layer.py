@@ -382,8 +382,8 @@ INDEX, WIDE = 8.0, 4.0
 
 
 def mixture_ops(layer: LayerSpec, width: int, tp: int, element_bytes: int, room: float) -> Iterator[Op]:
-    """The router and the experts. Each tensor-parallel rank routes its own tokens, of which each is `top_k` rows. Memory
-    is allocated for `room` times as many, which experts do not compute."""
+    """The router and the experts. Each tensor-parallel rank routes its own tokens, of which each is `top_k` rows.
+    Memory is allocated for `room` times as many, which experts do not compute."""
     experts, inner = layer.feed_forward.experts, layer.feed_forward.width
     rows, table = experts.top_k / tp, layer_table(layer, width)
 
