@@ -13,7 +13,7 @@ methods; `parallel/tensor/apply.py` selects it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, ClassVar
@@ -131,6 +131,24 @@ class TensorGroup:
 
 GROUPS: dict[str, TensorGroup] = {}
 """Key -> group. Custom operators take no objects, so they look up their group here."""
+
+LIBRARY = torch.library.Library("trainer", "FRAGMENT")
+
+
+def register_operator(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """Makes a function on tensors the operator `trainer::name`, which the compiler does not look into and whose result
+    recompute can save. It changes none of its arguments, and it is called where no gradients are recorded.
+
+    As `torch.library.custom_op`, without what that does in Python at each call: 4 microseconds instead of 15.
+    """
+
+    def register(function: Callable[..., Any]) -> Any:
+        schema = torch.library.infer_schema(function, mutates_args=(), op_name=name)
+        LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+        return getattr(torch.ops.trainer, name).default
+
+    return register
 
 
 class ReduceScatterSum(torch.autograd.Function):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trainer.distributed.c10d_internals import list_groups
-from trainer.distributed.collectives import GROUPS, Started, TensorGroup
+from trainer.distributed.collectives import GROUPS, Started, TensorGroup, register_operator
 from trainer.distributed.symmetric_memory import SymmetricBuffers, buffers_of, other_ranks
 from trainer.precision.products import (
     MULTIPLIERS,
@@ -152,7 +152,7 @@ class PendingReduce:
         return arrived.sum(0)  # torch accumulates in fp32, also for bf16
 
 
-@torch.library.custom_op("trainer::copied_gather_matmul", mutates_args=())
+@register_operator("copied_gather_matmul")
 def copied_gather_matmul(
     x: Tensor,
     weights: Sequence[Tensor],
@@ -181,7 +181,7 @@ def copied_gather_matmul(
     return [result.flatten(0, 1) for result in results + gathered]
 
 
-@copied_gather_matmul.register_fake
+@torch.library.register_fake("trainer::copied_gather_matmul")
 def _(
     x: Tensor,
     weights: Sequence[Tensor],
@@ -195,7 +195,7 @@ def _(
     return [x.new_empty(GROUPS[group].size * len(x), width) for width in widths]
 
 
-@torch.library.custom_op("trainer::copied_matmul_scatter", mutates_args=())
+@register_operator("copied_matmul_scatter")
 def copied_matmul_scatter(
     operands: Sequence[Tensor], weights: Sequence[Tensor], role: str, multiply: str, group: str
 ) -> Tensor:
@@ -206,7 +206,7 @@ def copied_matmul_scatter(
     return total
 
 
-@copied_matmul_scatter.register_fake
+@torch.library.register_fake("trainer::copied_matmul_scatter")
 def _(operands: Sequence[Tensor], weights: Sequence[Tensor], role: str, multiply: str, group: str) -> Tensor:
     return operands[0].new_empty(len(operands[0]) // GROUPS[group].size, output_width(weights[0], GEMMRole[role]))
 

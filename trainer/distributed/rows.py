@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.distributed.c10d_internals import list_groups
-from trainer.distributed.collectives import GROUPS
+from trainer.distributed.collectives import GROUPS, register_operator
 from trainer.distributed.symmetric_memory import SymmetricBuffers, buffers_of, other_ranks
 
 
@@ -50,7 +50,7 @@ def round_up(elements: int) -> int:
     return -(-elements // 64) * 64
 
 
-@torch.library.custom_op("trainer::spread_rows", mutates_args=())
+@register_operator("spread_rows")
 def spread_rows(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
     """Copies tokens [tokens, width] to the rows of their choices: [rows, width]. order: for each row its number in the
     list of all choices, int64 [rows]. places: the row of each choice, -1 for none, int64 [tokens, top_k]. Rows that no
@@ -64,12 +64,12 @@ def spread_rows(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
     return rows
 
 
-@spread_rows.register_fake
+@torch.library.register_fake("trainer::spread_rows")
 def _(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
     return x.new_empty(order.shape[0], x.shape[1])
 
 
-@torch.library.custom_op("trainer::gather_rows", mutates_args=())
+@register_operator("gather_rows")
 def gather_rows(rows: Tensor, places: Tensor) -> Tensor:
     """For each token the sum of its own rows, added in fp32 or wider: [tokens, width]. places: as for `spread_rows`."""
     if not rows.is_cuda:
@@ -81,7 +81,7 @@ def gather_rows(rows: Tensor, places: Tensor) -> Tensor:
     return result
 
 
-@gather_rows.register_fake
+@torch.library.register_fake("trainer::gather_rows")
 def _(rows: Tensor, places: Tensor) -> Tensor:
     return rows.new_empty(places.shape[0], rows.shape[1])
 
@@ -92,7 +92,7 @@ def add_rows(rows: Tensor, places: Tensor) -> Tensor:
     return padded[places].sum(1, dtype=torch.promote_types(rows.dtype, torch.float32)).to(rows.dtype)
 
 
-@torch.library.custom_op("trainer::pull_tokens", mutates_args=())
+@register_operator("pull_tokens")
 def pull_tokens(x: Tensor, order: Tensor, places: Tensor, group: str) -> Tensor:
     """`spread_rows` of the tokens of all ranks: x [tokens, width] is this rank's part of them."""
     buffers = row_buffers("tokens of experts", group, x)
@@ -110,12 +110,12 @@ def pull_tokens(x: Tensor, order: Tensor, places: Tensor, group: str) -> Tensor:
     return rows
 
 
-@pull_tokens.register_fake
+@torch.library.register_fake("trainer::pull_tokens")
 def _(x: Tensor, order: Tensor, places: Tensor, group: str) -> Tensor:
     return x.new_empty(order.shape[0], x.shape[1])
 
 
-@torch.library.custom_op("trainer::push_sums", mutates_args=())
+@register_operator("push_sums")
 def push_sums(rows: Tensor, places: Tensor, chosen: Tensor, each: int, group: str) -> Tensor:
     """For each of this rank's tokens the sum of its rows on all ranks: [tokens, width].
 
@@ -139,6 +139,6 @@ def push_sums(rows: Tensor, places: Tensor, chosen: Tensor, each: int, group: st
     return kernels.add_parts(own, chosen, each)
 
 
-@push_sums.register_fake
+@torch.library.register_fake("trainer::push_sums")
 def _(rows: Tensor, places: Tensor, chosen: Tensor, each: int, group: str) -> Tensor:
     return rows.new_empty(chosen.shape[0], rows.shape[1])

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.distributed.collectives import GROUPS, GatherTokens, ReduceScatterSum, TensorGroup
+from trainer.distributed.collectives import GROUPS, GatherTokens, ReduceScatterSum, TensorGroup, register_operator
 from trainer.distributed.rows import gather_rows, pull_tokens, push_sums, spread_rows
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -133,7 +133,7 @@ class SharedDispatch(Dispatch):
 # Operators of our own, which recompute can save.
 
 
-@torch.library.custom_op("trainer::exchange_counts", mutates_args=())
+@register_operator("exchange_counts")
 def exchange_counts(ends: Tensor, group: str) -> Tensor:
     """How many rows this rank sends to each expert of each rank, and how many rows each rank sends to each of its own
     experts: int64 [2, ranks, experts / ranks], in host memory. The host waits for the device.
@@ -146,13 +146,13 @@ def exchange_counts(ends: Tensor, group: str) -> Tensor:
     return torch.stack([sent, received]).cpu().view(2, ranks.size, -1)
 
 
-@exchange_counts.register_fake
+@torch.library.register_fake("trainer::exchange_counts")
 def _(ends: Tensor, group: str) -> Tensor:
     ranks = GROUPS[group].size
     return torch.empty((2, ranks, ends.shape[0] // ranks), dtype=torch.int64)
 
 
-@torch.library.custom_op("trainer::order_arrivals", mutates_args=())
+@register_operator("order_arrivals")
 def order_arrivals(counts: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
     """For rows that arrive sorted by rank and then by expert: their order by expert and then by rank, int64 [rows], and
     the ends of the experts' rows, int32 [experts / ranks]. counts: from `exchange_counts`. like: a tensor on the
@@ -163,25 +163,25 @@ def order_arrivals(counts: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
     return order, received.sum(0).cumsum(0, dtype=torch.int32)
 
 
-@order_arrivals.register_fake
+@torch.library.register_fake("trainer::order_arrivals")
 def _(counts: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
     rows = torch.library.get_ctx().new_dynamic_size()
     return like.new_empty(rows, dtype=torch.int64), like.new_empty(counts.shape[2], dtype=torch.int32)
 
 
-@torch.library.custom_op("trainer::send_rows", mutates_args=())
+@register_operator("send_rows")
 def send_rows(rows: Tensor, counts: Tensor, order: Tensor, group: str) -> Tensor:
     """Rows sorted by expert -> the rows of all ranks for this rank's experts, sorted by expert: [arriving, ...]."""
     ranks, (sent, received) = GROUPS[group], counts.sum(2).tolist()
     return ranks.wait(ranks.exchange(rows, received, sent))[order]
 
 
-@send_rows.register_fake
+@torch.library.register_fake("trainer::send_rows")
 def _(rows: Tensor, counts: Tensor, order: Tensor, group: str) -> Tensor:
     return rows.new_empty(order.shape[0], *rows.shape[1:])
 
 
-@torch.library.custom_op("trainer::return_rows", mutates_args=())
+@register_operator("return_rows")
 def return_rows(rows: Tensor, counts: Tensor, order: Tensor, like: Tensor, group: str) -> Tensor:
     """The inverse of `send_rows`. like: a tensor with as many rows as the result."""
     ranks, (sent, received) = GROUPS[group], counts.sum(2).tolist()
@@ -190,7 +190,7 @@ def return_rows(rows: Tensor, counts: Tensor, order: Tensor, like: Tensor, group
     return ranks.wait(ranks.exchange(arranged, sent, received))
 
 
-@return_rows.register_fake
+@torch.library.register_fake("trainer::return_rows")
 def _(rows: Tensor, counts: Tensor, order: Tensor, like: Tensor, group: str) -> Tensor:
     return rows.new_empty(like.shape[0], *rows.shape[1:])
 
@@ -237,7 +237,7 @@ class AllToAll(SharedDispatch):
         return Dispatched(GatherRows.apply(ReturnRows.apply(rows, *travel), order, places), own_ends.new_zeros(1))
 
 
-@torch.library.custom_op("trainer::select_choices", mutates_args=())
+@register_operator("select_choices")
 def select_choices(chosen: Tensor, first: int, count: int, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The choices [tokens, top_k] of the experts from `first` on, `count` of them. room: how many rows there are, or 0
     for as many as there are such choices; then the host waits for their number.
@@ -255,7 +255,7 @@ def select_choices(chosen: Tensor, first: int, count: int, room: int) -> tuple[T
     return order[:rows].clone(), places, ends.clamp(max=rows), (ends[-1:] - rows).clamp(min=0)
 
 
-@select_choices.register_fake
+@torch.library.register_fake("trainer::select_choices")
 def _(chosen: Tensor, first: int, count: int, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows = room or torch.library.get_ctx().new_dynamic_size()
     ends = chosen.new_empty(count, dtype=torch.int32)

@@ -18,14 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.config.model import EXPERT_ALIGNMENT, ExpertsSpec
-from trainer.distributed.collectives import GROUPS
+from trainer.distributed.collectives import GROUPS, register_operator
 from trainer.model.dispatch import Dispatch, Dispatched, cast_result
 from trainer.model.initial import DeclaredModule
 from trainer.model.linear import DeferredGrads, accumulate_gradients, detach_weights, number_layer, weight_views
 from trainer.model.stage import BlockReport
 
 
-@torch.library.custom_op("trainer::choose_experts", mutates_args=())
+@register_operator("choose_experts")
 def choose_experts(scores: Tensor, top_k: int, groups: int, top_groups: int, best: int) -> Tensor:
     """The experts of each token, by falling score: int64 [tokens, top_k].
 
@@ -57,7 +57,7 @@ def replace_choices(replace: Callable[[Tensor], Tensor]) -> Iterator[None]:
         _replacement = before
 
 
-@choose_experts.register_fake
+@torch.library.register_fake("trainer::choose_experts")
 def _(scores: Tensor, top_k: int, groups: int, top_groups: int, best: int) -> Tensor:
     return scores.new_empty((*scores.shape[:-1], top_k), dtype=torch.int64)
 
@@ -80,7 +80,7 @@ WHOLE = 2**16
 """What a margin counts. Integers have the same sum in every order."""
 
 
-@torch.library.custom_op("trainer::count_margins", mutates_args=())
+@register_operator("count_margins")
 def count_margins(ranked: Tensor, top_k: int) -> Tensor:
     """How many tokens have which margin for an expert: int64 [experts x points], in units of `WHOLE`.
 
@@ -99,7 +99,7 @@ def count_margins(ranked: Tensor, top_k: int) -> Tensor:
     return counts.index_add_(0, places.flatten() + 1, parts.flatten())
 
 
-@count_margins.register_fake
+@torch.library.register_fake("trainer::count_margins")
 def _(ranked: Tensor, top_k: int) -> Tensor:
     return ranked.new_empty(ranked.shape[1] * len(MARGIN_POINTS), dtype=torch.int64)
 
@@ -136,7 +136,7 @@ class Sequences(NamedTuple):
     groups: str
 
 
-@torch.library.custom_op("trainer::count_by_sequence", mutates_args=())
+@register_operator("count_by_sequence")
 def count_by_sequence(chosen: Tensor, numbers: Tensor, count: int, groups: str, experts: int) -> Tensor:
     """How often the tokens of each sequence chose each expert, whichever rank holds them: fp32 [sequences, experts].
 
@@ -149,7 +149,7 @@ def count_by_sequence(chosen: Tensor, numbers: Tensor, count: int, groups: str, 
     return counts.view(count, experts)
 
 
-@count_by_sequence.register_fake
+@torch.library.register_fake("trainer::count_by_sequence")
 def _(chosen: Tensor, numbers: Tensor, count: int, groups: str, experts: int) -> Tensor:
     return chosen.new_empty(count, experts, dtype=torch.float32)
 
@@ -342,19 +342,19 @@ def grouped_weight_gradient(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor
 # every row here belongs to an expert.
 
 
-@torch.library.custom_op("trainer::grouped_matmul", mutates_args=())
+@register_operator("grouped_matmul")
 def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """x_e W_e^T of each expert's rows. x: [rows, inputs], sorted by expert; weight: [experts, outputs, inputs]; ends:
     int32 [experts], the number of rows up to the last of each expert. Result: [rows, outputs]."""
     return multiply_grouped(x, weight.transpose(1, 2), ends)
 
 
-@grouped_matmul.register_fake
+@torch.library.register_fake("trainer::grouped_matmul")
 def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[1])
 
 
-@torch.library.custom_op("trainer::grouped_backward", mutates_args=())
+@register_operator("grouped_backward")
 def grouped_backward(gradient: Tensor, weight: Tensor, x: Tensor, ends: Tensor, numbers: list[Tensor]) -> list[Tensor]:
     """The gradients of the input and of the weight of `grouped_matmul`.
 
@@ -372,7 +372,7 @@ def grouped_backward(gradient: Tensor, weight: Tensor, x: Tensor, ends: Tensor, 
     return [to_x]
 
 
-@grouped_backward.register_fake
+@torch.library.register_fake("trainer::grouped_backward")
 def _(gradient: Tensor, weight: Tensor, x: Tensor, ends: Tensor, numbers: list[Tensor]) -> list[Tensor]:
     to_x = x.new_empty(x.shape)
     return [to_x] if numbers else [to_x, weight.new_empty(weight.shape)]
@@ -395,7 +395,7 @@ class GroupedProduct(torch.autograd.Function):
         return to_x, *(to_weight or [None]), None, *[None] * len(numbers)
 
 
-@torch.library.custom_op("trainer::sum_groups", mutates_args=())
+@register_operator("sum_groups")
 def sum_groups(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """The sum of each expert's rows of x [rows, outputs], each times its weight [rows]: [experts, outputs].
 
@@ -405,7 +405,7 @@ def sum_groups(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return grouped_weight_gradient(x, columns, ends)[..., 0].contiguous()
 
 
-@sum_groups.register_fake
+@torch.library.register_fake("trainer::sum_groups")
 def _(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(ends.shape[0], x.shape[1])
 

@@ -24,7 +24,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from trainer.distributed.collectives import GROUPS, TensorGroup
+from trainer.distributed.collectives import GROUPS, TensorGroup, register_operator
 from trainer.precision.products import MULTIPLIERS, GEMMRole, Multiply, matmul, matmul_all, matmul_sum, weight_gradients
 
 
@@ -100,7 +100,7 @@ def weight_views(numbers: list[Tensor]) -> tuple[list[Tensor], DeferringLinear]:
         return [layer.local("weight") for layer in layers], layers[0]
 
 
-@torch.library.custom_op("trainer::columns_backward", mutates_args=())
+@register_operator("columns_backward")
 def columns_backward(gradients: list[Tensor], weights: list[Tensor], x: Tensor, numbers: list[Tensor]) -> Tensor:
     """The gradient of the input of `ColumnParallel`. Those of the weights are accumulated or deferred.
 
@@ -124,12 +124,12 @@ def columns_backward(gradients: list[Tensor], weights: list[Tensor], x: Tensor, 
     return group.wait(group.matmul_scatter_sum(gradients, weights, GEMMRole.INPUT_GRADIENT, multiply))
 
 
-@columns_backward.register_fake
+@torch.library.register_fake("trainer::columns_backward")
 def _(gradients: list[Tensor], weights: list[Tensor], x: Tensor, numbers: list[Tensor]) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("trainer::rows_backward", mutates_args=())
+@register_operator("rows_backward")
 def rows_backward(gradient: Tensor, weight: Tensor, x: Tensor, number: Tensor) -> Tensor:
     """The gradient of the input of `RowParallel`. That of the weight is accumulated or deferred.
 
@@ -150,12 +150,12 @@ def rows_backward(gradient: Tensor, weight: Tensor, x: Tensor, number: Tensor) -
     return to_x
 
 
-@rows_backward.register_fake
+@torch.library.register_fake("trainer::rows_backward")
 def _(gradient: Tensor, weight: Tensor, x: Tensor, number: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("trainer::columns_gradients", mutates_args=())
+@register_operator("columns_gradients")
 def group_columns_gradients(
     gradients: list[Tensor], weights: list[Tensor], x: Tensor, group: str, multiply: str
 ) -> list[Tensor]:
@@ -163,18 +163,18 @@ def group_columns_gradients(
     return GROUPS[group].columns_gradients(gradients, weights, x, MULTIPLIERS[multiply])
 
 
-@group_columns_gradients.register_fake
+@torch.library.register_fake("trainer::columns_gradients")
 def _(gradients: list[Tensor], weights: list[Tensor], x: Tensor, group: str, multiply: str) -> list[Tensor]:
     return [x.new_empty(x.shape), *(weight.new_empty(weight.shape) for weight in weights)]
 
 
-@torch.library.custom_op("trainer::rows_gradients", mutates_args=())
+@register_operator("rows_gradients")
 def group_rows_gradients(gradient: Tensor, weight: Tensor, x: Tensor, group: str, multiply: str) -> list[Tensor]:
     """`TensorGroup.rows_gradients` as one custom operator."""
     return GROUPS[group].rows_gradients(gradient, weight, x, MULTIPLIERS[multiply])
 
 
-@group_rows_gradients.register_fake
+@torch.library.register_fake("trainer::rows_gradients")
 def _(gradient: Tensor, weight: Tensor, x: Tensor, group: str, multiply: str) -> list[Tensor]:
     return [x.new_empty(x.shape), weight.new_empty(weight.shape)]
 
@@ -278,24 +278,24 @@ class Adapter(NamedTuple):
 # products by their number.
 
 
-@torch.library.custom_op("trainer::project_down", mutates_args=())
+@register_operator("project_down")
 def project_down(x: Tensor, down: Tensor, scale: float) -> Tensor:
     """scale x A^T: [tokens, inputs], [rank, inputs] -> [tokens, rank]."""
     return (x @ down.t()).mul_(scale)
 
 
-@project_down.register_fake
+@torch.library.register_fake("trainer::project_down")
 def _(x: Tensor, down: Tensor, scale: float) -> Tensor:
     return x.new_empty(x.shape[0], down.shape[0])
 
 
-@torch.library.custom_op("trainer::add_projection", mutates_args=())
+@register_operator("add_projection")
 def add_projection(y: Tensor, low: Tensor, up: Tensor) -> Tensor:
     """y + u B^T: [tokens, outputs], [tokens, rank], [outputs, rank] -> [tokens, outputs]."""
     return torch.addmm(y, low, up.t())
 
 
-@add_projection.register_fake
+@torch.library.register_fake("trainer::add_projection")
 def _(y: Tensor, low: Tensor, up: Tensor) -> Tensor:
     return y.new_empty(y.shape)
 
