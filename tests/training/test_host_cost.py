@@ -35,8 +35,8 @@ FUNCTIONS = {
     "full fp32": (2030, 462, 738, 644),
     "selective fp32": (4628, 462, 738, 644),
 }
-SLACK = 1.05
-"""Between versions of torch."""
+SLACK = 1.05 if torch.__version__ < "2.14" else 1.25
+"""Between versions of torch. FSDP of 2.14 calls a hundred functions more in a layer."""
 
 
 class Operators(TorchDispatchMode):

@@ -45,10 +45,13 @@ def give_gloo_one_thread() -> None:
         size: int,
         options: dist.ProcessGroupGloo._Options | None = None,
         timeout: timedelta = dist.default_pg_timeout,
+        **newer: Any,  # of torch 2.14: `enable_reconfigure`, which options have too
     ) -> None:
         if options is None:
             options = dist.ProcessGroupGloo._Options()
             options._devices, options._timeout = gloo_devices(), timeout
+        for name, value in newer.items():
+            setattr(options, name, value)
         options._threads = 1
         construct(self, store, rank, size, options)
 
