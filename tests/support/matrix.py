@@ -325,10 +325,10 @@ QUANTISED = [
     PLAIN | more | {"gradients": {"min_size": 0, **gradients}}
     for more, gradients in (
         ({"dp": 2, "stage": 0, "micro_batches": 3}, hop("outer", "int8")),
-        ({"cp": 2, "way": "ulysses", "stage": 3, "precision": "fp16", "recompute": "full"}, hop("inner", "fp8")),
+        ({"cp": 2, "way": "ulysses", "stage": 3, "precision": "fp16", "recompute": "full"}, hop("inner", "int8")),
         (
             {"dp": 2, "stage": 2, "tp": 2, "pp": 2, "schedule": "zb_v", "tied": True},
-            hop("inner", "int4", hadamard=16, error_feedback="classic"),
+            hop("inner", "int4", error_feedback="classic"),
         ),
     )
 ]

@@ -259,26 +259,14 @@ class HopConfig:
 
     codec: str = option(
         "none",
-        "form of the gradients: none (as precision.reduce has them), bf16, int8, int4 or fp8",
-        ("none", "bf16", "int8", "int4", "fp8"),
+        "type of the gradients on the way: none (that of precision.reduce), int8 with a scale for each 256 elements, "
+        "or int4 with one for each 128",
+        ("none", "int8", "int4"),
     )
-    block: int | None = option(
-        None,
-        "neighbouring elements that share a scale, a power of two; null means 256, and 128 for int4",
-        unit="elements",
-    )
-    hadamard: int = option(
-        0,
-        "rotate runs of so many elements (a power of two, at most half a block) before quantising, which spreads "
-        "outliers; 0: do not",
-        unit="elements",
-    )
-    stochastic: bool = option(False, "int8, int4: round up or down at random, so that the mean error is zero")
     error_feedback: str = option(
         "none",
-        "add what earlier steps left out: classic keeps all of it in fp32, average8 a moving average in 8 bits; both "
-        "twice, for steps that are skipped",
-        ("none", "classic", "average8"),
+        "classic adds the quantisation errors of earlier steps to the next gradient; they are kept in fp32, twice",
+        ("none", "classic"),
     )
 
 
