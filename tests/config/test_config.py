@@ -198,7 +198,6 @@ WRONG = [  # overrides, what the one problem must say
     (["data.eval_fraction=1"], ["data.eval_fraction=1.0", "[0, 1)"]),
     (["checkpoint.keep_last=-1"], ["checkpoint.keep_last=-1", "at least 0"]),
     (["activation.budget=2"], ["activation.budget=2.0", "[0, 1]"]),
-    (["activation=budget"], ["activation.mode=budget", "compile=true"]),
     (["eval.every=5", "data.eval_fraction=0"], ["eval.every=5", "data.eval_fraction"]),
     (["run.steps=10", "lr.warmup=10"], ["lr.warmup=10", "run.steps=10"]),
     (["lr=wsd", "run.steps=30", "lr.warmup=10", "lr.decay=21"], ["lr.decay=21", "run.steps=30", "lr.decay=20"]),

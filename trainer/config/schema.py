@@ -435,23 +435,15 @@ class ActivationConfig:
 
     mode: str = option(
         "none",
-        "none saves all; full recomputes whole blocks; selective recomputes all but `save` (or only `modules`); "
-        "budget lets the compiler choose; auto chooses `save` by predicted seconds and memory",
-        ("none", "full", "selective", "budget", "auto"),
+        "none saves all; full recomputes whole blocks; selective recomputes all but `save`; auto chooses `save` by "
+        "predicted seconds and memory",
+        ("none", "full", "selective", "auto"),
     )
     save: list[str] = option(
         ["attention", "matmul/2"],
         "selective: operations whose outputs are kept; 'attention', 'matmul', products such as 'attention.q' and "
         "'feed_forward.*', any aten name such as 'aten.mm', or 'all'; NAME/2 keeps every second call, NAME@4-31 those "
         "of these layers, NAME@1-31/2 of every second of them",
-    )
-    modules: list[str] = option(
-        [],
-        "selective: recompute only the submodules that match these patterns, such as '*.feed_forward'; `save` is then "
-        "unused",
-    )
-    budget: float = option(
-        0.5, "budget: share of the block's activation memory to keep, 0 to 1 (needs compile)", range="[0, 1]"
     )
     tile: int | None = option(
         None,
@@ -462,7 +454,7 @@ class ActivationConfig:
     )
     offload: bool | None = option(
         None,
-        "full, auto, and selective without modules: the inputs of recomputed layers wait in host memory, copied behind "
+        "full, selective, auto: the inputs of recomputed layers wait in host memory, copied behind "
         "computation; auto: where the predicted memory needs it",
     )
     memory: float | None = option(

@@ -138,6 +138,10 @@ REMOVED = {
         f"parallel.context.method={old}": f"was removed; its name is parallel.context.method={new} now"
         for old, new in RENAMED_METHODS.items()
     },
+    "activation.modules": "it was removed; leave it out and name what is kept, as activation.mode=selective "
+    "'activation.save=[attention,attention.*]' does, which recomputes feed-forward blocks",
+    "activation.budget": "it was removed; leave it out and set activation=auto",
+    "activation.mode=budget": "was removed; set mode=auto",
     "parallel.fusion_chunks": "it was removed with parallel.fusion=chunks; leave it out",
     "parallel.fusion_looks": "it was removed, and the watchdog says what a rank waits for; leave it out",
     **{
