@@ -114,7 +114,6 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
         *between_ranks(torchrun, logs, gpus),
         Case("quantize", [sys.executable, "tests/workers/quantize.py", "cuda"], 180),
         Case("float8", [sys.executable, "tests/workers/float8.py", "cuda"], 120),
-        Case("decode", [sys.executable, "tests/workers/decode_kernels.py", "cuda"], 120),
         Case("grouped", [sys.executable, "tests/workers/grouped.py", "cuda"], 240),
         Case("rows", [sys.executable, "tests/workers/rows_kernels.py", "cuda"], 120),
         Case("shard_kernels", [sys.executable, "tests/workers/shard_kernels.py", "cuda"], 120),

@@ -42,7 +42,7 @@ QUEUE = 16 << 20
 """Bytes that may wait: more than the sockets hold, so that nothing is dropped."""
 WARM_UP = 2
 """Steps that are not counted: the first ones allocate."""
-CODECS = ("bf16", "int8", "fp8", "int4")
+CODECS = ("int8", "int4")
 
 
 def cases(processes: int) -> dict[str, tuple[str, list[str]]]:

@@ -292,7 +292,7 @@ def test_code_with_such_an_argument_is_refused_before_a_run(monkeypatch):
         ({"precision.float8.recipe": "tensorwise"}, "float8"),
         ({"run.cuda_graphs": True}, "run.cuda_graphs=true"),
         ({"activation.mode": "auto"}, "activation.mode=auto"),
-        ({"activation.mode": "budget"}, "activation.mode=budget"),
+        ({"activation.mode": "auto"}, "activation.mode=auto"),
         ({"activation.tile": 64}, "activation.tile=64"),
         ({"activation.mode": "selective", "activation.save": ["mlp.*"]}, r"activation.save=mlp.\*"),
         ({"eval.generate.every": 5}, "eval.generate.every=5"),

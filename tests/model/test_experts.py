@@ -378,8 +378,7 @@ def margins_of(statistics: dict[str, Tensor]) -> Tensor | None:
 POLICIES = {
     "full": {"mode": "full"},
     "selective": {"mode": "selective"},
-    "blocks": {"mode": "selective", "modules": ["*.feed_forward"]},
-    "routers": {"mode": "selective", "modules": ["*.router"]},
+    "blocks": {"mode": "selective", "save": ["attention", "attention.*"]},
     "products": {"mode": "selective", "save": ["feed_forward.experts.up", "feed_forward.router"]},
     "one layer": {"mode": "selective", "save": ["all@1"]},
 }
@@ -429,7 +428,7 @@ def test_recompute_does_not_choose_again(policy, compiled, monkeypatch):
 
 def test_what_would_choose_again_is_refused():
     spec = with_experts()
-    for options in ({"tile": 8}, {"mode": "selective", "tile": 8}, {"mode": "budget"}):
+    for options in ({"tile": 8}, {"mode": "selective", "tile": 8}):
         (problem,) = recompute_problems(ActivationConfig(**options), spec)
         assert "routing" in problem or "routes" in problem
         dense = spec_of(feed_forward={"experts": {"count": 0}})

@@ -33,7 +33,6 @@ POLICIES = {
     "full": {"mode": "full"},
     "attention and every second product": {"mode": "selective"},
     "products by name": {"mode": "selective", "save": ["attention", "attention.*", "feed_forward.up"]},
-    "feed-forward": {"mode": "selective", "modules": ["*.feed_forward"]},
     "feed-forward in tiles": {"tile": 16},
     "attention and every second product, in tiles": {"mode": "selective", "tile": 16},
     "full, in tiles": {"mode": "full", "tile": 16},

@@ -52,7 +52,6 @@ POLICIES: dict[str, dict[str, Any]] = {
     "full": {"mode": "full"},
     "attention and every second product": {"mode": "selective"},
     "products by name": {"mode": "selective", "save": ["attention", "attention.o", "feed_forward.up"]},
-    "feed-forward": {"mode": "selective", "modules": ["*.feed_forward"]},
 }
 
 

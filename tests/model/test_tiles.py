@@ -38,7 +38,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "full": {"mode": "full", "offload": True},
     "selective": {"mode": "selective", "offload": True},
     "every second": {"mode": "selective", "save": ["all@1-99/2"], "offload": True},
-    "attention": {"mode": "selective", "modules": ["*.attention"]},
+    "products": {"mode": "selective", "save": ["feed_forward.*"]},
 }
 
 

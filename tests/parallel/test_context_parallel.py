@@ -81,7 +81,7 @@ def test_what_arrives_is_what_the_plan_says(results):
             apart = one.get("way") == "halo contiguous" and one["size"] == 2
             assert most * (1 + apart) == said, one
     found = {name: max(one["received"]) for name, one in results["recompute"].items()}
-    for mode in ("full", "selective", "modules"):
+    for mode in ("full", "selective"):
         assert found[f"allgather zigzag {mode} 2"] == found["allgather zigzag none 2"]
         for way in ("ulysses", "halo zigzag"):
             assert found[f"{way} {mode} 2"] == 1.5 * found[f"{way} none 2"]
@@ -94,7 +94,7 @@ def gathering(results):
 def test_keys_are_gathered_twice_whatever_is_recomputed(results):
     """Two layers. Backward gathers again, or the layer's recompute does; groups of heads change no bit."""
     found = {name: one for name, one in gathering(results).items() if "kept" not in name}
-    assert len({one["digest"] for one in found.values()}) == 1 and len(found) == 6
+    assert len({one["digest"] for one in found.values()}) == 1 and len(found) == 5
     for name, one in found.items():
         groups = int(name.split()[-1])
         assert one["counts"] == {"gather": 2 * 2 * groups, "exchange": 2 * groups}, name

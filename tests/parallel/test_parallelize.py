@@ -19,8 +19,6 @@ from trainer.training.run import starting_point
     [
         (True, ["mode=full"]),
         (True, ["mode=selective", "save=[matmul]"]),
-        (True, ["mode=selective", "modules=['*.1.attention']"]),
-        (False, ["mode=selective", "modules=['*.feed_forward']"]),
         (False, ["mode=selective"]),
         (False, ["mode=none"]),
     ],

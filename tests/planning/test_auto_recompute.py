@@ -251,7 +251,6 @@ def test_entries_name_what_each_layer_keeps(kept):
     "changes, words",
     [
         ({"activation__mode": "auto", "activation__save": ["matmul"]}, "activation.save=[matmul]"),
-        ({"activation__mode": "auto", "activation__modules": ["*.attention"]}, "activation.modules="),
         ({"activation__mode": "auto", "parallel__zero__engine": "deepspeed"}, "activation.mode=auto: the memory of"),
         ({"activation__mode": "full", "activation__hardware": "h200"}, "activation.hardware=h200"),
         ({"activation__memory": 30.0, **HERE}, "activation.memory=30"),

@@ -97,7 +97,7 @@ def test_a_run_without_memory_is_told_of_them():
 
     assert named() == set(said) and named(8192) == {"host"}
     assert named(loss__tile=4096, activation__offload=True) == {"feed"}
-    assert named(activation__mode="none") == {"tile", "feed"} and named(activation__mode="budget") == {"tile"}
+    assert named(activation__mode="none") == {"tile", "feed"}
     assert named(parallel__zero__engine="deepspeed", compile=False) == {"tile", "host"}
 
 
@@ -114,12 +114,7 @@ def test_inputs_of_all_micro_batches_in_flight_wait_on_the_host(schedule):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"activation__mode": "budget", "compile": True, "activation__tile": 64}, "activation.tile=64"),
         ({"activation__mode": "none", "activation__offload": True}, "activation.offload=true"),
-        (
-            {"activation__mode": "selective", "activation__modules": ["*.attention"], "activation__offload": True},
-            "activation.offload=true",
-        ),
         (
             {"activation__tile": 64, "parallel__zero__stage": 3, "parallel__zero__engine": "deepspeed"},
             "activation.tile=64",
@@ -173,22 +168,3 @@ def test_documented_balances_are_those_of_today():
             load_imbalance(ContextPlan(1, int(ranks), order, 128, False, 1), 2**17, 0, packs) for packs, order in cases
         ]
         assert found == pytest.approx([float(cell) for cell in cells], abs=0.006)
-
-
-BLOCKS = ("", ".attention", ".attention_norm", ".attention.q", ".*")
-BLOCKS += (".feed_forward", ".feed_forward_norm", ".feed_forward.up", ".feed_forward.down", ".feed_*")
-
-
-@pytest.mark.parametrize("pattern", [f"layers.{layer}{block}" for layer in ("*", "0") for block in BLOCKS])
-@pytest.mark.parametrize("name", ["tiny", "gpt2"])
-def test_modules_are_estimated_with_tiles_or_refused(name, pattern):
-    """A tile recomputes the feed-forward block: patterns that match a part of it are refused, others are estimated."""
-    changes = {"activation__mode": "selective", "activation__modules": [pattern], "activation__tile": 256}
-    config = settings(shipped(name), batch__sequence_length=1024, **changes)
-    try:
-        found = estimated(config, 1, h200())
-    except ConfigError as error:
-        assert "activation.modules" in str(error) and ("feed" in pattern or "*" in pattern.rpartition(".")[2])
-    else:
-        assert found.seconds > 0 and all(size >= 0 for size in found.fullest.categories.values())
-        assert "feed" not in pattern

@@ -42,7 +42,7 @@ LAYOUT = {
 }
 FEATURES = {
     "micro_batches": (3, 2, 6, 1),
-    "recompute": ("none", "full", "every2", "selective", "modules", "tiles"),
+    "recompute": ("none", "full", "every2", "selective", "attention", "tiles"),
     "precision": ("fp32", "bf16", "fp16"),
     "tied": (False, True),
     "attention": ("causal", "documents", "window_cap"),
@@ -210,7 +210,7 @@ def data_parallel(processes: int) -> Iterator[Case]:
         {"recompute": "full"},
         {"recompute": "every2"},
         {"recompute": "selective"},
-        {"recompute": "modules"},
+        {"recompute": "attention"},
         {"precision": "bf16"},
         {"precision": "fp16"},
         {"loss": "chunk"},
@@ -227,7 +227,7 @@ def data_parallel(processes: int) -> Iterator[Case]:
 
 
 CONTEXT = [
-    PLAIN | {"cp": 4, "way": "allgather blocks", "attention": "documents", "stage": 3, "recompute": "modules"},
+    PLAIN | {"cp": 4, "way": "allgather blocks", "attention": "documents", "stage": 3, "recompute": "attention"},
     PLAIN | {"cp": 4, "way": "hybrid zigzag", "attention": "window_cap", "stage": 2, "precision": "bf16"},
     PLAIN | {"cp": 4, "way": "ulysses", "kv_heads": 1, "stage": 1, "recompute": "every2"},
     PLAIN | {"cp": 2, "way": "auto", "dp": 2, "stage": 3, "shard": 2, "attention": "documents"},
@@ -253,7 +253,7 @@ COMPILED = [
     for layout in (
         {"compile": "graphs", "cp": 2, "way": "allgather zigzag", "stage": 3, "recompute": "tiles", "loss": "tile"},
         {"compile": "graphs", "tp": 2, "recompute": "selective", "attention": "documents", "float8": "rowwise"},
-        {"compile": "graphs", "dp": 2, "stage": 3, "recompute": "budget", "offload": True, "float8": "tensorwise"},
+        {"compile": "graphs", "dp": 2, "stage": 3, "recompute": "selective", "offload": True, "float8": "tensorwise"},
         {"compile": "graphs", "tp": 2, "recompute": "selective", "tp_overlap": "copy_engine"},
         {"compile": "kernels", "pp": 2, "schedule": "zb_v", "precision": "fp16", "tied": True},
     )
@@ -325,10 +325,10 @@ QUANTISED = [
     PLAIN | more | {"gradients": {"min_size": 0, **gradients}}
     for more, gradients in (
         ({"dp": 2, "stage": 0, "micro_batches": 3}, hop("outer", "int8")),
-        ({"cp": 2, "way": "ulysses", "stage": 3, "precision": "fp16", "recompute": "full"}, hop("inner", "fp8")),
+        ({"cp": 2, "way": "ulysses", "stage": 3, "precision": "fp16", "recompute": "full"}, hop("inner", "int8")),
         (
             {"dp": 2, "stage": 2, "tp": 2, "pp": 2, "schedule": "zb_v", "tied": True},
-            hop("inner", "int4", hadamard=16, error_feedback="classic"),
+            hop("inner", "int4", error_feedback="classic"),
         ),
     )
 ]
@@ -379,7 +379,7 @@ EXPERTS = [
     PLAIN | {"family": "experts"} | more
     for more in (
         {"recompute": "full"},
-        {"dp": 2, "stage": 1, "micro_batches": 3, "precision": "bf16", "recompute": "modules"},
+        {"dp": 2, "stage": 1, "micro_batches": 3, "precision": "bf16", "recompute": "attention"},
         {"dp": 2, "stage": 2, "recompute": "selective", "optimizer": "muon"},
         {"dp": 2, "stage": 3, "recompute": "full", "gradients": {"min_size": 0, **hop("inner", "int8")}},
         {"tp": 2, "recompute": "selective"},
@@ -388,13 +388,13 @@ EXPERTS = [
         {"pp": 2, "schedule": "1f1b", "recompute": "full", "micro_batches": 3},
         {"pp": 2, "schedule": "zb_v", "precision": "fp16", "recompute": "selective"},
         {"dp": 2, "stage": 3, "collectives": "copy_engine", "micro_batches": 3, "tied": True},
-        {"dp": 4, "stage": 3, "precision": "fp16", "recompute": "modules"},
+        {"dp": 4, "stage": 3, "precision": "fp16", "recompute": "attention"},
         {"dp": 4, "stage": 2, "shard": 2, "family": "all experts", "recompute": "every2", "optimizer": "muon"},
         {"dp": 2, "tp": 2, "stage": 3, "offload": True, "optimizer": "muon"},
         {"tp": 2, "pp": 2, "schedule": "zb_h1", "recompute": "full", "micro_batches": 3},
         {"dp": 2, "pp": 2, "stage": 3, "schedule": "zb_v", "micro_batches": 3, "tied": True},
         {"family": "gpt_oss", "tp": 2, "recompute": "selective"},
-        {"family": "gpt_oss", "dp": 2, "stage": 3, "recompute": "modules", "precision": "bf16"},
+        {"family": "gpt_oss", "dp": 2, "stage": 3, "recompute": "attention", "precision": "bf16"},
         {"family": "gpt_oss", "cp": 2, "way": "ulysses", "stage": 2, "kv_heads": 1, "attention": "documents"},
         {"family": "gpt_oss", "pp": 2, "schedule": "zb_v", "micro_batches": 3, "recompute": "full"},
     )
@@ -409,7 +409,7 @@ EXPERT_PARALLEL = [
         {"dp": 2},
         {"dp": 2, "ep_dispatch": "alltoall", "stage": 1, "micro_batches": 3, "recompute": "selective", "tied": True},
         {"dp": 2, "ep_dispatch": "alltoall", "stage": 2, "recompute": "full", "optimizer": "muon"},
-        {"dp": 2, "stage": 3, "recompute": "modules", "family": "experts"},
+        {"dp": 2, "stage": 3, "recompute": "attention", "family": "experts"},
         {"dp": 2, "ep_dispatch": "alltoall", "stage": 3, "family": "two experts", "micro_batches": 3, "offload": True},
         {"dp": 2, "stage": 2, "family": "two experts", "precision": "fp16"},
         {"tp": 2, "ep_dispatch": "alltoall", "recompute": "selective"},
@@ -421,7 +421,13 @@ EXPERT_PARALLEL = [
         {"dp": 2, "ep_dispatch": "allgather", "ep_capacity": 2.0, "stage": 1, "recompute": "full"},
         {"dp": 2, "ep_dispatch": "shared_memory", "stage": 3, "recompute": "full", "micro_batches": 3},
         {"dp": 2, "ep_dispatch": "shared_memory", "ep_capacity": 2.0, "family": "gpt_oss", "recompute": "selective"},
-        {"tp": 2, "ep_dispatch": "shared_memory", "ep_capacity": 2.0, "family": "two experts", "recompute": "modules"},
+        {
+            "tp": 2,
+            "ep_dispatch": "shared_memory",
+            "ep_capacity": 2.0,
+            "family": "two experts",
+            "recompute": "attention",
+        },
         {"dp": 4, "ep": 4, "ep_dispatch": "shared_memory", "ep_capacity": 4.0, "stage": 3, "recompute": "every2"},
         {"dp": 2, "pp": 2, "ep_dispatch": "shared_memory", "ep_capacity": 2.0, "stage": 2, "schedule": "zb_v"},
         {"dp": 4, "stage": 3, "ep": 4, "ep_dispatch": "alltoall", "recompute": "every2"},
@@ -442,7 +448,7 @@ LATENT = [
         {"dp": 2, "stage": 3, "precision": "bf16", "recompute": "selective"},
         {"tp": 2, "recompute": "selective", "attention": "documents"},
         {"tp": 2, "tp_overlap": "copy_engine", "recompute": "full", "bias": False},
-        {"tp": 2, "float8": "rowwise", "bias": False, "recompute": "modules"},
+        {"tp": 2, "float8": "rowwise", "bias": False, "recompute": "attention"},
         {"cp": 2, "way": "allgather zigzag", "stage": 3, "micro_batches": 3},
         {"cp": 2, "way": "ulysses", "stage": 1, "recompute": "full"},
         {"pp": 2, "schedule": "zb_v", "precision": "fp16", "tied": True, "micro_batches": 3},
@@ -460,7 +466,7 @@ BALANCED = [
         {"dp": 2, "stage": 3, "recompute": "full", "micro_batches": 3},
         {"dp": 2, "stage": 1, "offload": True},
         {"tp": 2, "recompute": "full", "micro_batches": 8},
-        {"cp": 2, "way": "ulysses", "stage": 2, "attention": "documents", "recompute": "modules"},
+        {"cp": 2, "way": "ulysses", "stage": 2, "attention": "documents", "recompute": "attention"},
         {"pp": 2, "schedule": "zb_v", "recompute": "full", "micro_batches": 3, "precision": "fp16"},
         {"pp": 2, "schedule": "zb_h1", "micro_batches": 6, "tied": True},
         {"cp": 2, "way": "allgather zigzag", "tp": 2, "recompute": "selective", "stage": 3},
@@ -556,7 +562,7 @@ def cases(processes: int, compiled: bool) -> list[Case]:
         chosen += [
             case | {"recompute": recompute, "bits": True}
             for number, case in enumerate(RECOMPUTED)
-            for place, recompute in enumerate(("none", "full", "every2", "selective", "modules"))
+            for place, recompute in enumerate(("none", "full", "every2", "selective", "attention"))
             if recompute == "none" or (place + number) % 4 < 2
         ]
         chosen += [case | {"recompute": "layers", "bits": True} for case in RECOMPUTED[1:4]]

@@ -39,8 +39,6 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "full": {"mode": "full"},
     "selective": {"mode": "selective"},
-    "modules": {"mode": "selective", "modules": ["*.mlp"]},
-    "attention": {"mode": "selective", "modules": ["*.self_attn"]},
     "offload": {"mode": "full", "offload": True},
 }
 

@@ -299,22 +299,19 @@ def recomputed(world: World) -> dict[str, dict[str, Any]]:
     results: dict[str, dict[str, Any]] = {}
     tokens, targets, _ = batch(False)
     gathering = [("allgather zigzag", *case) for case in (("none", 1), ("none", 4), ("kept", 2))]
-    modes = "none", "full", "selective", "modules"
+    modes = "none", "full", "selective"
     every = itertools.product(("allgather zigzag", "ulysses", "halo zigzag"), modes, (2,))
     for way, mode, groups in [*gathering, *every]:
         spec = tiny_spec(depth=2, attention={"kv_heads": 4, "window": 5 if "halo" in way else 0})
         model = build(spec)
-        activation = ActivationConfig(mode={"kept": "none", "modules": "selective"}.get(mode, mode))
-        activation.modules = ["*.attention"] if mode == "modules" else []
+        activation = ActivationConfig(mode="none" if mode == "kept" else mode)
         apply_recompute(model, activation)
         share(model, world, way, False, groups)
         counts = counted(model)
-        if mode == "kept":
-            for layer in model.layers.values():
-                layer.attention.recomputed = True  # as the mask is told, and nobody does
         whole: list[weakref.ref] = []
         context_attention.KVAllGather = SimpleNamespace(apply=lambda *given: noted(KVAllGather.apply(*given), whole))
-        loss, _ = model(tokens, targets)
+        with patch.object(Layer, "recomputes_attention", mode == "kept" or activation.mode != "none"):
+            loss, _ = model(tokens, targets)  # kept: as the mask is told, and nobody does
         gc.collect()
         kept = sum(each() is not None for each in whole)
         context_attention.KVAllGather, Counted.most = KVAllGather, 0

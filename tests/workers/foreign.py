@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 WATCHED = [
     {"dp": 4, "stage": 3, "recompute": "full"},
     {"dp": 2, "tp": 2, "stage": 0, "attention": "documents"},
-    {"tp": 4, "recompute": "modules", "micro_batches": 1},
+    {"tp": 4, "recompute": "selective", "micro_batches": 1},
     {"tp": 2, "pp": 2, "schedule": "zb_h1", "recompute": "selective", "micro_batches": 3},
     {"dp": 2, "pp": 2, "schedule": "zb_v", "stage": 2, "recompute": "full", "micro_batches": 3},
     {"pp": 4, "schedule": "1f1b", "precision": "fp16", "micro_batches": 6},

@@ -27,10 +27,7 @@ from trainer.distributed import symmetric_memory
 from trainer.distributed.collectives import TensorGroup
 from trainer.distributed.copy_engine import CopyEngineGroup
 from trainer.distributed.mesh import World, join_world
-from trainer.distributed.sharded_kv import OUT_OF_REACH, NodeShardedKVGroup, ShardedKVGroup
 from trainer.distributed.symmetric_memory import SymmetricMemory, allocate_symmetric
-from trainer.kernels import decode
-from trainer.parallel.context.apply import make_member
 from trainer.parallel.zero.copy_engine import CopyEngineShards, wait_for_event
 from trainer.planning.plan import Plan
 from trainer.precision.products import Float8Multiply, GEMMRole, Multiply, matmul
@@ -101,30 +98,6 @@ class Shapes:
         }
 
 
-def share_slots(world: World, epochs: int, late: random.Random) -> float:
-    """The largest difference of attention to shared slots, brought together by the kernel, from gathered parts. All
-    ranks have the same bits."""
-    group, device = world.dimensions["tp"].get_group(), world.device
-    slots, near = (make_member(group, kind) for kind in (ShardedKVGroup, NodeShardedKVGroup))
-    everyone, own = (torch.Generator(device).manual_seed(seed) for seed in (7, 100 + near.rank))
-    worst = 0.0
-    for epoch in range(epochs):
-        length = (40, 3000, 9)[epoch % 3]
-        query = torch.randn(3, 16, 1, 64, device=device, generator=everyone).bfloat16()
-        keys, values = torch.randn(2, 3, 4, length, 64, device=device, generator=own).bfloat16()
-        places = torch.tensor([0, near.size * length // 2, near.size * length - 1], device=device)
-        parts = decode.attend_kv_parts(query, keys, values, places, 0.125, 0.0, 0, near.rank, near.size)
-        if late.random() < 0.3:
-            torch.cuda._sleep(late.randrange(5_000_000))
-        found, expected = (one.combine(*parts, torch.float32) for one in (near, slots))
-        assert not OUT_OF_REACH, "the kernel was not asked"
-        same = slots.wait(slots.gather(found[None]))
-        assert all(torch.equal(one, found) for one in same), f"epoch {epoch}: other bits on other ranks"
-        worst = max(worst, ((found - expected).norm() / expected.norm()).item())
-    assert worst < 1e-5, worst
-    return worst
-
-
 def share_states(world: World, epochs: int, late: random.Random) -> None:
     """Gathers of shards and sums of gradients, of tensors that kernels and copy engines take and small ones, have the
     bits of casts and sums by torch."""
@@ -188,7 +161,6 @@ def main(out: str, epochs: int = 40, *some: int) -> None:
                         assert error < tolerance, f"{key}, epoch {epoch}: {error}"
         if rank == 0:
             print(f"{dtype}: {epochs} epochs", flush=True)
-    worst["slots"] = share_slots(world, 5 * epochs, late)
     share_states(world, epochs, late)
     if rank == 0:
         calls = {

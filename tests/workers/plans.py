@@ -160,8 +160,7 @@ RECOMPUTE = {
     "full": {"mode": "full"},
     "every2": {"mode": "selective", "save": ["all@1"]},
     "selective": {"mode": "selective"},
-    "modules": {"mode": "selective", "modules": ["*.feed_forward"]},
-    "budget": {"mode": "budget"},
+    "attention": {"mode": "selective", "save": ["attention", "attention.*"]},
     "tiles": {"mode": "selective", "tile": 7, "offload": True},
     "layers": {"mode": "selective", "save": ["attention@1-2", "attention.*@1", "feed_forward.up@1-2", "all@0"]},
 }

@@ -88,7 +88,6 @@ PLANS: dict[str, dict[str, Any]] = {
         "parallel": "ddp",
         "parallel.grad_comm.outer.codec": "int4",
         "parallel.grad_comm.outer.error_feedback": "classic",
-        "parallel.grad_comm.outer.stochastic": True,
         "parallel.grad_comm.min_size": 0,
     },
     "deepspeed1": {"parallel": "deepspeed_zero1", "parallel.tp": 2},

@@ -259,26 +259,14 @@ class HopConfig:
 
     codec: str = option(
         "none",
-        "form of the gradients: none (as precision.reduce has them), bf16, int8, int4 or fp8",
-        ("none", "bf16", "int8", "int4", "fp8"),
+        "type of the gradients on the way: none (that of precision.reduce), int8 with a scale for each 256 elements, "
+        "or int4 with one for each 128",
+        ("none", "int8", "int4"),
     )
-    block: int | None = option(
-        None,
-        "neighbouring elements that share a scale, a power of two; null means 256, and 128 for int4",
-        unit="elements",
-    )
-    hadamard: int = option(
-        0,
-        "rotate runs of so many elements (a power of two, at most half a block) before quantising, which spreads "
-        "outliers; 0: do not",
-        unit="elements",
-    )
-    stochastic: bool = option(False, "int8, int4: round up or down at random, so that the mean error is zero")
     error_feedback: str = option(
         "none",
-        "add what earlier steps left out: classic keeps all of it in fp32, average8 a moving average in 8 bits; both "
-        "twice, for steps that are skipped",
-        ("none", "classic", "average8"),
+        "classic adds the quantisation errors of earlier steps to the next gradient; they are kept in fp32, twice",
+        ("none", "classic"),
     )
 
 
@@ -447,23 +435,15 @@ class ActivationConfig:
 
     mode: str = option(
         "none",
-        "none saves all; full recomputes whole blocks; selective recomputes all but `save` (or only `modules`); "
-        "budget lets the compiler choose; auto chooses `save` by predicted seconds and memory",
-        ("none", "full", "selective", "budget", "auto"),
+        "none saves all; full recomputes whole blocks; selective recomputes all but `save`; auto chooses `save` by "
+        "predicted seconds and memory",
+        ("none", "full", "selective", "auto"),
     )
     save: list[str] = option(
         ["attention", "matmul/2"],
         "selective: operations whose outputs are kept; 'attention', 'matmul', products such as 'attention.q' and "
         "'feed_forward.*', any aten name such as 'aten.mm', or 'all'; NAME/2 keeps every second call, NAME@4-31 those "
         "of these layers, NAME@1-31/2 of every second of them",
-    )
-    modules: list[str] = option(
-        [],
-        "selective: recompute only the submodules that match these patterns, such as '*.feed_forward'; `save` is then "
-        "unused",
-    )
-    budget: float = option(
-        0.5, "budget: share of the block's activation memory to keep, 0 to 1 (needs compile)", range="[0, 1]"
     )
     tile: int | None = option(
         None,
@@ -474,7 +454,7 @@ class ActivationConfig:
     )
     offload: bool | None = option(
         None,
-        "full, auto, and selective without modules: the inputs of recomputed layers wait in host memory, copied behind "
+        "full, selective, auto: the inputs of recomputed layers wait in host memory, copied behind "
         "computation; auto: where the predicted memory needs it",
     )
     memory: float | None = option(

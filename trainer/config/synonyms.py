@@ -138,10 +138,27 @@ REMOVED = {
         f"parallel.context.method={old}": f"was removed; its name is parallel.context.method={new} now"
         for old, new in RENAMED_METHODS.items()
     },
+    "activation.modules": "it was removed; leave it out and name what is kept, as activation.mode=selective "
+    "'activation.save=[attention,attention.*]' does, which recomputes feed-forward blocks",
+    "activation.budget": "it was removed; leave it out and set activation=auto",
+    "activation.mode=budget": "was removed; set mode=auto",
     "parallel.fusion_chunks": "it was removed with parallel.fusion=chunks; leave it out",
     "parallel.fusion_looks": "it was removed, and the watchdog says what a rank waits for; leave it out",
-    "parallel.grad_comm.inner.codec=auto": f"was removed; {_CODEC}",
-    "parallel.grad_comm.outer.codec=auto": f"was removed; {_CODEC}",
+    **{
+        f"parallel.grad_comm.{hop}.{name}": "it was removed: rows are rounded to nearest, with a scale for each 256 "
+        "elements in int8 and 128 in int4; leave it out"
+        for hop in ("inner", "outer")
+        for name in ("block", "hadamard", "stochastic")
+    },
+    **{
+        f"parallel.grad_comm.{hop}.codec={codec}": f"was removed; {_CODEC}"
+        for hop in ("inner", "outer")
+        for codec in ("auto", "bf16", "fp8")
+    },
+    **{
+        f"parallel.grad_comm.{hop}.error_feedback=average8": "was removed; set error_feedback=classic"
+        for hop in ("inner", "outer")
+    },
 }
 """Settings of earlier versions, and values as SETTING=VALUE -> what became of them, and what to set instead."""
 

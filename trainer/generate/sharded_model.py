@@ -16,7 +16,7 @@ from trainer.config import Config, ConfigError
 from trainer.config.model import CodeSpec, ModelSpec
 from trainer.distributed.mesh import World, join_world
 from trainer.distributed.p2p import PipelineChannels
-from trainer.distributed.sharded_kv import NodeShardedKVGroup, ShardedKVGroup
+from trainer.distributed.sharded_kv import ShardedKVGroup
 from trainer.model.cache import BLOCK, KVCache
 from trainer.model.experts import Router, cast_model
 from trainer.model.initial import fill_parameters
@@ -27,7 +27,6 @@ from trainer.parallel.context.apply import make_member
 from trainer.parallel.parallelize import keep_buffers, parallelize
 from trainer.parallel.zero.fsdp import FSDP
 from trainer.planning.features import resolve_plan
-from trainer.planning.plan import node_size
 from trainer.precision.products import DTYPES
 
 PADDED = {"cuda": BLOCK, "cpu": 8}
@@ -59,11 +58,6 @@ class ShardedModel:
         return [module for stage in self.stages.values() for module in stage.modules() if isinstance(module, Layer)]
 
     @property
-    def fused(self) -> bool:
-        """Whether kernels attend to kept keys."""
-        return self.device.type == "cuda" and self.dtype != torch.float64
-
-    @property
     def recordable(self) -> bool:
         """Whether passes can be CUDA graphs: on a GPU, without what an engine does around layers."""
         return self.device.type == "cuda" and self.world is None
@@ -78,7 +72,7 @@ class ShardedModel:
     def cache(self, rows: int, capacity: int) -> KVCache:
         """For so many sequences, with rows that tensor-parallel ranks can share."""
         rows, keeps = self.padded(rows, 1), all(layer.attention.caches for layer in self.layers)
-        return KVCache(rows, capacity, self.device, self.sequence, keeps, self.fused)
+        return KVCache(rows, capacity, self.device, self.sequence, keeps)
 
     def padded(self, count: int, multiple: int) -> int:
         """The next multiple that tensor-parallel ranks can share."""
@@ -199,8 +193,4 @@ class FrozenEngine(FSDP):
 
 def kv_group(world: World) -> ShardedKVGroup | None:
     """The ranks that share sequences, and so the slots of a cache."""
-    if world.context is None:
-        return None
-    group, node = world.context.get_group(), node_size(world.size)
-    near = world.device.type == "cuda" and len({rank // node for rank in dist.get_process_group_ranks(group)}) == 1
-    return make_member(group, NodeShardedKVGroup if near else ShardedKVGroup)
+    return None if world.context is None else make_member(world.context.get_group(), ShardedKVGroup)

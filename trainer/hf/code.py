@@ -191,16 +191,6 @@ class CodeModule(DeclaredModule):
         first = (ReduceScatterSum.apply(group, first) if kind == "cut" else group.own(first))[None]
         return (first, *rest) if isinstance(output, tuple) else first
 
-    def bind_pass(self, function: Callable) -> Callable:
-        """`function` as a part of the present pass, whenever it is called."""
-        current = PASS.get()
-
-        def run(*arguments: Any) -> Any:
-            with use_pass(current, regather=False):
-                return function(*arguments)
-
-        return run
-
     @staticmethod
     def gather(current: StagePass, group: TensorGroup, arguments: tuple, named: dict[str, Any]) -> tuple[tuple, dict]:
         """The arguments of a block with all tokens [batch, length, width] instead of this rank's [1, tokens / t,

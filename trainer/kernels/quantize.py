@@ -1,12 +1,11 @@
 """Triton kernels that quantise blocks of a gradient, with the bits of the torch code in `parallel/compress/codec.py`.
 
-One pass over the gradient gathers blocks from where they lie, adds what earlier steps left out, rotates, quantises,
-packs, and keeps what is left out now; one pass over the received bytes decodes, sums, rotates back and writes to where
-blocks lie. A program takes `TILE` blocks in two halves, which int4 packs into one byte."""
+One pass over the gradient gathers blocks from where they lie, adds what earlier steps left out, quantises, packs, and
+keeps what is left out now; one pass over the received bytes decodes, sums and writes to where blocks lie. A program
+takes `TILE` blocks in two halves, which int4 packs into one byte."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,27 +15,6 @@ from torch import Tensor
 
 OPTIONS = {"enable_fp_fusion": False}
 """Launch options: no contraction to fused multiply-adds, which would change the last bit."""
-
-
-@triton.jit
-def _rotated(x, SIZE: tl.constexpr, TILE: tl.constexpr, HALF: tl.constexpr):
-    """x [TILE, HALF] times the Hadamard matrix along runs of SIZE."""
-    for stage in tl.static_range(16):
-        if (1 << stage) < SIZE:
-            y = tl.reshape(x, (TILE * HALF // (2 << stage), 2, 1 << stage))
-            low, high = tl.split(tl.permute(y, (0, 2, 1)))
-            y = tl.permute(tl.join(low + high, low - high), (0, 2, 1))
-            x = tl.reshape(y, (TILE, HALF))
-    return x
-
-
-@triton.jit
-def _uniform(position, seed):
-    word = position.to(tl.uint32) ^ seed.to(tl.uint32)
-    word = (word ^ (word >> 16)) * 0x7FEB352D
-    word = (word ^ (word >> 15)) * 0x846CA68B
-    word = word ^ (word >> 16)
-    return (word >> 8).to(tl.float32) * 5.9604644775390625e-08
 
 
 @triton.jit
@@ -56,11 +34,11 @@ def _scale(magnitude, LARGEST: tl.constexpr):
 
 
 @triton.jit
-def _code(x, up, LARGEST: tl.constexpr):
-    return tl.minimum(tl.maximum(tl.floor(x + up), -LARGEST), LARGEST)
+def _code(x, LARGEST: tl.constexpr):
+    return tl.minimum(tl.maximum(tl.floor(x + 0.5), -LARGEST), LARGEST)
 
 
-@triton.jit(do_not_specialize=["seed"])
+@triton.jit
 def _pack(
     flat,
     starts,
@@ -68,26 +46,19 @@ def _pack(
     scales,
     codes,
     kept,
-    kept_scales,
     left,
-    left_scales,
     unit,
-    seed,
     count,
     row_bytes,
     KIND: tl.constexpr,
     LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
-    SIZE: tl.constexpr,
-    FACTOR: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
     FEEDBACK: tl.constexpr,
-    DECAY: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Encodes row `program_id(1)`. flat: any float type; starts, lengths: of blocks [rows x count]; scales, codes: fp32
     and byte pointers to the payload's first scale and code, rows `row_bytes` apart; kept, left: errors before and after
-    ([rows x count x BLOCK], fp32 or int8 with scales); unit: what errors are multiples of, a pointer."""
+    (fp32 [rows x count x BLOCK]); unit: what errors are multiples of, a pointer."""
     tile, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     HALF: tl.constexpr = BLOCK // 2
     block = tile * TILE + tl.arange(0, TILE)
@@ -98,66 +69,25 @@ def _pack(
     length = tl.load(lengths + number, mask=exists, other=0)[:, None]
     low = tl.load(flat + start + inside, mask=inside < length, other=0.0).to(tl.float32)
     high = tl.load(flat + start + inside + HALF, mask=inside + HALF < length, other=0.0).to(tl.float32)
-    if SIZE > 0:
-        low = _rotated(low, SIZE, TILE, HALF) * FACTOR
-        high = _rotated(high, SIZE, TILE, HALF) * FACTOR
     place = number[:, None] * BLOCK + inside
     there = exists[:, None]
-    if FEEDBACK != "none":
+    if FEEDBACK:
         of = tl.load(unit)
-        low_error = tl.load(kept + place, mask=there, other=0).to(tl.float32)
-        high_error = tl.load(kept + place + HALF, mask=there, other=0).to(tl.float32)
-        if FEEDBACK == "average8":
-            by = tl.load(kept_scales + number, mask=exists, other=0.0)[:, None]
-            low_error, high_error = low_error * by, high_error * by
-        low, high = low + low_error * of, high + high_error * of
-    magnitude = _magnitude(low, high)
-    if KIND == "bf16":
-        low_sent, high_sent = low.to(tl.bfloat16), high.to(tl.bfloat16)
-        out = codes.to(tl.pointer_type(tl.bfloat16)) + row * (row_bytes // 2) + block[:, None] * BLOCK + inside
-        tl.store(out, low_sent, mask=there)
-        tl.store(out + HALF, high_sent, mask=there)
-        low_sent, high_sent = low_sent.to(tl.float32), high_sent.to(tl.float32)
+        low += tl.load(kept + place, mask=there, other=0.0) * of
+        high += tl.load(kept + place + HALF, mask=there, other=0.0) * of
+    scale, inverse = _scale(_magnitude(low, high), LARGEST)
+    tl.store(scales + row * (row_bytes // 4) + block, scale, mask=block < (count + 3) // 4 * 4)
+    low_code, high_code = _code(low * inverse[:, None], LARGEST), _code(high * inverse[:, None], LARGEST)
+    if KIND == "int8":
+        out = codes + row * row_bytes + block[:, None] * BLOCK + inside
+        tl.store(out, low_code.to(tl.int8).to(tl.uint8, bitcast=True), mask=there)
+        tl.store(out + HALF, high_code.to(tl.int8).to(tl.uint8, bitcast=True), mask=there)
     else:
-        scale, inverse = _scale(magnitude, LARGEST)
-        tl.store(scales + row * (row_bytes // 4) + block, scale, mask=block < (count + 3) // 4 * 4)
-        low_code, high_code = low * inverse[:, None], high * inverse[:, None]
-        out = codes + row * row_bytes
-        if KIND == "fp8":
-            low_code = tl.minimum(tl.maximum(low_code, -LARGEST), LARGEST).to(tl.float8e4nv)
-            high_code = tl.minimum(tl.maximum(high_code, -LARGEST), LARGEST).to(tl.float8e4nv)
-            tl.store(out + block[:, None] * BLOCK + inside, low_code.to(tl.uint8, bitcast=True), mask=there)
-            tl.store(out + block[:, None] * BLOCK + inside + HALF, high_code.to(tl.uint8, bitcast=True), mask=there)
-            low_code, high_code = low_code.to(tl.float32), high_code.to(tl.float32)
-        else:
-            if STOCHASTIC:
-                low_code = _code(low_code, _uniform(place, seed), LARGEST)
-                high_code = _code(high_code, _uniform(place + HALF, seed), LARGEST)
-            else:
-                low_code, high_code = _code(low_code, 0.5, LARGEST), _code(high_code, 0.5, LARGEST)
-            if KIND == "int8":
-                tl.store(
-                    out + block[:, None] * BLOCK + inside, low_code.to(tl.int8).to(tl.uint8, bitcast=True), mask=there
-                )
-                tl.store(
-                    out + block[:, None] * BLOCK + inside + HALF,
-                    high_code.to(tl.int8).to(tl.uint8, bitcast=True),
-                    mask=there,
-                )
-            else:
-                both = (low_code + 8).to(tl.int32) | ((high_code + 8).to(tl.int32) << 4)
-                tl.store(out + block[:, None] * HALF + inside, both.to(tl.uint8), mask=there)
-        low_sent, high_sent = low_code * scale[:, None], high_code * scale[:, None]
-    if FEEDBACK == "classic":
-        tl.store(left + place, tl.div_rn(low - low_sent, of), mask=there)
-        tl.store(left + place + HALF, tl.div_rn(high - high_sent, of), mask=there)
-    elif FEEDBACK == "average8":
-        low = DECAY * low_error + (1 - DECAY) * tl.div_rn(low - low_sent, of)
-        high = DECAY * high_error + (1 - DECAY) * tl.div_rn(high - high_sent, of)
-        scale, inverse = _scale(_magnitude(low, high), 127.0)
-        tl.store(left_scales + number, scale, mask=exists)
-        tl.store(left + place, _code(low * inverse[:, None], 0.5, 127.0).to(tl.int8), mask=there)
-        tl.store(left + place + HALF, _code(high * inverse[:, None], 0.5, 127.0).to(tl.int8), mask=there)
+        both = (low_code + 8).to(tl.int32) | ((high_code + 8).to(tl.int32) << 4)
+        tl.store(codes + row * row_bytes + block[:, None] * HALF + inside, both.to(tl.uint8), mask=there)
+    if FEEDBACK:
+        tl.store(left + place, tl.div_rn(low - low_code * scale[:, None], of), mask=there)
+        tl.store(left + place + HALF, tl.div_rn(high - high_code * scale[:, None], of), mask=there)
 
 
 @triton.jit
@@ -173,8 +103,6 @@ def _unpack(
     SENDERS: tl.constexpr,
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
-    SIZE: tl.constexpr,
-    FACTOR: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Sums over senders what they encoded of row `program_id(1)`, in their order, and writes it to where its blocks lie
@@ -189,29 +117,15 @@ def _unpack(
     high = tl.zeros((TILE, HALF), tl.float32)
     for sender in tl.static_range(SENDERS):
         begin = (sender * rows + row) * row_bytes  # in 64 bits, as row is
-        if KIND == "bf16":
-            of = codes.to(tl.pointer_type(tl.bfloat16)) + begin // 2 + block[:, None] * BLOCK + inside
-            low += tl.load(of, mask=there, other=0.0).to(tl.float32)
-            high += tl.load(of + HALF, mask=there, other=0.0).to(tl.float32)
+        scale = tl.load(scales + begin // 4 + block, mask=exists, other=0.0)[:, None]
+        if KIND == "int4":
+            both = tl.load(codes + begin + block[:, None] * HALF + inside, mask=there, other=0).to(tl.int32)
+            low += ((both & 15) - 8).to(tl.float32) * scale
+            high += ((both >> 4) - 8).to(tl.float32) * scale
         else:
-            scale = tl.load(scales + begin // 4 + block, mask=exists, other=0.0)[:, None]
-            if KIND == "int4":
-                both = tl.load(codes + begin + block[:, None] * HALF + inside, mask=there, other=0).to(tl.int32)
-                low += ((both & 15) - 8).to(tl.float32) * scale
-                high += ((both >> 4) - 8).to(tl.float32) * scale
-            else:
-                of = codes + begin + block[:, None] * BLOCK + inside
-                low_code = tl.load(of, mask=there, other=0)
-                high_code = tl.load(of + HALF, mask=there, other=0)
-                if KIND == "int8":
-                    low += low_code.to(tl.int8, bitcast=True).to(tl.float32) * scale
-                    high += high_code.to(tl.int8, bitcast=True).to(tl.float32) * scale
-                else:
-                    low += low_code.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale
-                    high += high_code.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale
-    if SIZE > 0:
-        low = _rotated(low, SIZE, TILE, HALF) * FACTOR
-        high = _rotated(high, SIZE, TILE, HALF) * FACTOR
+            of = codes + begin + block[:, None] * BLOCK + inside
+            low += tl.load(of, mask=there, other=0).to(tl.int8, bitcast=True).to(tl.float32) * scale
+            high += tl.load(of + HALF, mask=there, other=0).to(tl.int8, bitcast=True).to(tl.float32) * scale
     number = row * count + block
     start = tl.load(starts + number, mask=exists, other=0)[:, None]
     length = tl.load(lengths + number, mask=exists, other=0)[:, None]
@@ -221,17 +135,12 @@ def _unpack(
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """How blocks are encoded. kind: bf16, int8, int4 or fp8; block: elements of one; largest: magnitude of a code.
-
-    hadamard: elements of a rotated run, 0 for none; factor: what a rotation is multiplied with; stochastic: whether
-    codes are rounded at random; scale_bytes: where codes begin in a row of the payload, behind the scales."""
+    """How blocks are encoded. kind: int8 or int4; block: elements of one; largest: magnitude of a code; scale_bytes:
+    where codes begin in a row of the payload, behind the scales."""
 
     kind: str
     block: int
     largest: float
-    hadamard: int
-    factor: float
-    stochastic: bool
     scale_bytes: int
 
 
@@ -240,38 +149,27 @@ def pack_blocks(
     flat: Tensor,
     table: tuple[Tensor, Tensor],
     payload: Tensor,
-    seed: int,
-    feedback: str = "none",
-    decay: float = 0.0,
-    kept: Sequence[Tensor | None] = (),
-    left: Sequence[Tensor | None] = (),
+    kept: Tensor | None = None,
+    left: Tensor | None = None,
     unit: Tensor | None = None,
 ) -> None:
     """Encodes the blocks of `flat` into `payload` [rows, row bytes]. table: where each block starts and how long it is
-    [rows x count].
-
-    kept, left: errors before and after, and their scales; feedback: their kind; unit: what they are multiples of.
-    """
+    [rows x count]. kept, left: errors before and after; unit: what they are multiples of."""
     rows, count = payload.shape[0], table[0].numel() // payload.shape[0]
     grid, tile = _grid(rows, count, form.block)
     _pack[grid](
         flat,
         *table,
         *_parts(form, payload),
-        *_pair(kept),
-        *_pair(left),
+        kept,
+        left,
         unit,
-        seed,
         count,
         payload.shape[1],
         KIND=form.kind,
         LARGEST=form.largest,
         BLOCK=form.block,
-        SIZE=form.hadamard,
-        FACTOR=form.factor,
-        STOCHASTIC=form.stochastic,
-        FEEDBACK=feedback,
-        DECAY=decay,
+        FEEDBACK=kept is not None,
         TILE=tile,
         **OPTIONS,
     )
@@ -292,8 +190,6 @@ def unpack_blocks(form: BlockFormat, payload: Tensor, table: tuple[Tensor, Tenso
         SENDERS=payload.shape[0],
         KIND=form.kind,
         BLOCK=form.block,
-        SIZE=form.hadamard,
-        FACTOR=form.factor,
         TILE=tile,
         **OPTIONS,
     )
@@ -309,9 +205,3 @@ def _parts(form: BlockFormat, payload: Tensor) -> tuple[Tensor, Tensor]:
     """Pointers to a payload's first scale and first code."""
     flat = payload.view(-1)
     return flat.view(torch.float32), flat[form.scale_bytes :]
-
-
-def _pair(tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, Tensor | None]:
-    """Two, with None for those that are not there."""
-    first, second = (*tensors, None, None)[:2]
-    return first, second

@@ -4,8 +4,7 @@ A cache has a row for each sequence and a slot for each of its tokens. Its shape
 writes is in tensors, so that a pass of one token a row can be captured as a CUDA graph for each `extent`.
 
 Ranks may share the slots of every row: rank r of c holds each c-th, so that all hold equally many at any length. Each
-attends to its own, and `ShardedKVGroup` brings the parts together. On GPUs `kernels/decode.py` attends; `attend_kv`
-here says what it computes."""
+attends to its own, and `ShardedKVGroup` brings the parts together."""
 
 from __future__ import annotations
 
@@ -27,23 +26,16 @@ class KVCache:
     """Keys and values of `rows` sequences of at most `capacity` tokens, by layer; storage comes with the first pass.
 
     group: the ranks that share the slots of each row, None where each rank has all. keeps: whether keys and values are
-    kept at all; without, every pass has to be over whole contexts. fused: whether kernels attend to the slots, which
-    see by themselves which are taken. lengths: int [rows]: in a pass over contexts, their lengths; in a pass of one
-    token a row, the tokens before it. extent: slots, of all ranks together, that such a pass looks at. Who runs the
-    passes sets both.
+    kept at all; without, every pass has to be over whole contexts. lengths: int [rows]: in a pass over contexts, their
+    lengths; in a pass of one token a row, the tokens before it. extent: slots, of all ranks together, that such a pass
+    looks at. Who runs the passes sets both.
     """
 
     def __init__(
-        self,
-        rows: int,
-        capacity: int,
-        device: torch.device,
-        group: ShardedKVGroup | None = None,
-        keeps: bool = True,
-        fused: bool = False,
+        self, rows: int, capacity: int, device: torch.device, group: ShardedKVGroup | None = None, keeps: bool = True
     ):
         self.rows, self.capacity, self.device, self.group = rows, capacity, device, group
-        self.keeps, self.fused = keeps, fused
+        self.keeps = keeps
         self.ranks, self.rank = (1, 0) if group is None else (group.size, group.rank)
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         self.extent = 0
@@ -52,7 +44,7 @@ class KVCache:
     def look(self, length: int) -> None:
         """Sets `extent` for sequences of a length: to few different values, since a graph is made for each. At most a
         quarter of the slots, or a block, is looked at in vain."""
-        step = self.capacity if self.fused else max(BLOCK, 1 << max(0, length.bit_length() - 3))
+        step = max(BLOCK, 1 << max(0, length.bit_length() - 3))
         self.extent = -(-length // step) * step
 
     def enter(self, shape: tuple[int, int]) -> CachedPass:
@@ -114,12 +106,12 @@ class CachedPass(NamedTuple):
         if kind not in self.masks:
             self.masks[kind] = self.build(*kind)
         mask = self.masks[kind]
-        return CachedMask(self, layer, mask, window) if self.cache.keeps else mask
+        return CachedMask(self, layer, mask) if self.cache.keeps else mask
 
     def build(self, window: int, changed: bool) -> Any:
         if self.contexts:
             return build_mask(None, len(self.positions), window, changed, self.cache.device)
-        return None if self.cache.fused else self.cache.visible(self.positions, window)
+        return self.cache.visible(self.positions, window)
 
     def last(self, x: Tensor) -> Tensor:
         """Of hidden states of contexts [rows x length, width] that of each row's last token: [rows of the cache,
@@ -135,7 +127,6 @@ class CachedMask(NamedTuple):
     entered: CachedPass
     layer: str
     mask: Any
-    window: int
 
 
 def attend_cached(
@@ -148,31 +139,19 @@ def attend_cached(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """`causal_attention` for new tokens, whose keys and values are kept, among them and all that were kept before."""
-    (cache, contexts, positions, *_), layer, mask, window = cached
+    (cache, contexts, positions, *_), layer, mask = cached
     if contexts:
         cache.fill(layer, key, value)
         return causal_attention(query, key, value, mask, scale, soft_cap, sinks)
     keys, values = cache.put(layer, key, value, positions)
-    if cache.fused:
-        from trainer.kernels import decode
-
-        place = positions[:, 0], scale, soft_cap, window, cache.rank, cache.ranks
-        parts, combine = decode.attend_kv_parts(query, keys, values, *place), decode.combine_parts
-    elif cache.group is None and not soft_cap and sinks is None:
+    if cache.group is None and not soft_cap and sinks is None:
         # Heads that share keys are queries of one head: no copies of keys.
         grouped = query.reshape(len(query), keys.shape[1], -1, query.shape[3])
         return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale).view_as(query)
-    else:
-        parts, combine = attend_kv(query, keys, values, mask, scale, soft_cap), combine_parts
+    parts = attend_kv(query, keys, values, mask, scale, soft_cap)
     if sinks is not None:
         parts = add_sinks(*parts, sinks if cache.rank == 0 else torch.full_like(sinks, -math.inf))
-    return (combine if cache.group is None else cache.group.combine)(*parts, query.dtype)
-
-
-def combine_parts(attended: Tensor, logsum: Tensor, dtype: torch.dtype) -> Tensor:
-    """Parts of attention together: [rows, heads, parts, head_dim] and [rows, heads, parts] -> [rows, heads, 1,
-    head_dim]."""
-    return merge_attention(attended, logsum)[0].to(dtype)
+    return (merge_attention(*parts)[0] if cache.group is None else cache.group.combine(*parts)).to(query.dtype)
 
 
 def add_sinks(attended: Tensor, logsum: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

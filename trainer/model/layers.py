@@ -228,9 +228,6 @@ class Block(nn.Module):
     """A part of a layer: attention or feed-forward. In training it may return `ReportedOutput`; `reports` then says how
     many values each of its statistics has."""
 
-    recomputed = False
-    """Whether backward recomputes this block (`activation.modules`)."""
-
     by_sequence = False
     """For feed-forward: whether it is called with the `Sequences` of its tokens besides."""
 
@@ -472,7 +469,7 @@ class Layer(nn.Module):
     @property
     def recomputes_attention(self) -> bool:
         """Whether backward runs attention again."""
-        return self.recompute is not None or self.attention.recomputed
+        return self.recompute is not None
 
     def forward(self, x: Tensor, *context: Any) -> Any:
         """x and result: [tokens, width], this rank's tokens. context: what attention takes besides (shape, rotation,

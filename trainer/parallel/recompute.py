@@ -11,19 +11,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from fnmatch import fnmatchcase
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
-import torch._functorch.config as functorch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from trainer.config import ActivationConfig, ConfigError
 from trainer.distributed.collectives import TensorGroup
-from trainer.model.experts import Experts, Router
 from trainer.model.initial import parameter_infos
 from trainer.model.layers import Mixture
 from trainer.model.stage import Stage
@@ -171,20 +168,11 @@ def apply_recompute(model: Stage, config: ActivationConfig, backend: type[Tensor
     communication of tensor-parallel ranks, whose reductions selective recompute saves too."""
     if config.mode == "auto":
         raise ValueError("activation.mode=auto has not been decided")
-    # `budget` leaves the choice to torch's partitioner of compiled graphs. The switch is global, so other modes reset
-    # it.
-    functorch.activation_memory_budget = config.budget if config.mode == "budget" else 1.0
     for layer in model.layers.values():
         layer.tile = config.tile or 0
-    if config.mode in ("none", "budget"):
+    if config.mode == "none":
         return
     layers = {int(index): layer for index, layer in model.layers.items()}
-    if config.mode == "selective" and config.modules:
-        for name, module in named_submodules(model, list(layers.values())).items():
-            if any(fnmatchcase(name, pattern) for pattern in config.modules):
-                # Replacing the class keeps module and parameter names, which a wrapper module would change.
-                module.__class__ = recomputing_class(type(module))
-        return
     # One object for all layers that save the same: the compiler makes a graph for each object.
     policies: dict[tuple, partial] = {}
     store = HostStore() if config.offload else None
@@ -240,59 +228,20 @@ def check_recompute(model: Stage, config: ActivationConfig) -> None:
         )
     if config.mode != "selective":
         return
-    if not config.modules:
-        if found := list(entry_problems(config.save, model.depth)):
-            raise ConfigError(found)
-        for index, layer in model.layers.items():
-            for entry in saved_in(config.save, int(index)):
-                if entry.name != ALL:
-                    rule_of(entry, linear_names(layer))
-        return
-    inside = named_submodules(model, list(model.layers.values()))
-    unmatched = [p for p in config.modules if not any(fnmatchcase(name, p) for name in inside)]
-    if unmatched:
-        raise ConfigError(
-            f"activation.modules={unmatched} match no submodule; names look like: {', '.join(list(inside)[:8])}"
-        )
+    if found := list(entry_problems(config.save, model.depth)):
+        raise ConfigError(found)
+    for index, layer in model.layers.items():
+        for entry in saved_in(config.save, int(index)):
+            if entry.name != ALL:
+                rule_of(entry, linear_names(layer))
 
 
 def recomputes_attention(model: Stage, config: ActivationConfig) -> bool:
     """Whether the backward pass runs the attention kernel again in some layer."""
-    if config.mode == "selective" and config.modules:
-        inside = named_submodules(model, list(model.layers.values()))
-        return any(name.endswith(".attention") and fnmatchcase(name, p) for name in inside for p in config.modules)
     if config.mode == "selective":
         saved_names = [{entry.name for entry in saved_in(config.save, int(index))} for index in model.layers]
         return any(not names & {"attention", ALL} for names in saved_names)
     return config.mode == "full"
-
-
-def named_submodules(model: Stage, layers: list[nn.Module]) -> dict[str, nn.Module]:
-    """The submodules of `layers`, without the layers themselves, by global name."""
-    names = {module: name for name, module in model.named_modules()}
-    return {names[module]: module for layer in layers for module in layer.modules() if module is not layer}
-
-
-@cache
-def recomputing_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """`kind` with its forward recomputed in backward. One class for all modules of a kind, so that the compiler makes
-    one graph for them."""
-    recompute = recompute_unrouted if issubclass(kind, Mixture | Router | Experts) else recompute_all
-
-    class Recomputed(kind):
-        recomputed = True
-
-        def forward(self, *arguments: Any) -> Any:
-            return recompute(super().forward, *arguments)
-
-    class RecomputedInPass(kind):
-        recomputed = True
-
-        def forward(self, *arguments: Any, **named: Any) -> Any:
-            return recompute(self.bind_pass(partial(super().forward, **named)), *arguments)
-
-    # Code that depends on more than its arguments says how to run it again.
-    return RecomputedInPass if hasattr(kind, "bind_pass") else Recomputed
 
 
 def linear_names(layer: nn.Module) -> tuple[str, ...]:

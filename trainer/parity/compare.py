@@ -280,14 +280,13 @@ TOLERANCES = {
     "fp16": ErrorLimits(1e-4, 2e-3, 3e-2, 2e-2),
     "bf16": ErrorLimits(2e-4, 1e-2, 5e-2, 3e-2),
     "int8": ErrorLimits(1e-3, 1.5e-2, 8e-2, 6e-2),
-    "fp8": ErrorLimits(2e-3, 3e-2, 0.15, 0.12),
     FP8: ErrorLimits(2e-3, 5e-2, 0.3, 0.15),
     "int4": ErrorLimits(1e-2, 8e-2, 0.4, 0.3),
 }
-"""By the coarsest type in which forward, backward or reduction compute, or gradients are sent: fp8, gradients sent
-so. Those of fp32 allow only for sums in another order."""
+"""By the coarsest type in which forward, backward or reduction compute, or gradients are sent. Those of fp32 allow only
+for sums in another order."""
 
-SLACK = {"fp32": 10, "tf32": 3, "fp16": 3, "bf16": 3, "int8": 3, "fp8": 3, FP8: 3, "int4": 3}
+SLACK = {"fp32": 10, "tf32": 3, "fp16": 3, "bf16": 3, "int8": 3, FP8: 3, "int4": 3}
 """A plan's error may also be so many times the error of one plain process in the same type, if that is the wider limit.
 
 In fp32 the plain process starts with weights that differ in the last bit, and takes its sums in another order. Adam
@@ -309,10 +308,10 @@ def coarsest_tolerance(precision: PrecisionConfig, grad_comm: GradCommConfig | N
     codecs = {hop.codec for hop in (grad_comm.inner, grad_comm.outer)} if grad_comm is not None else set()
     if float8_settings(precision):
         codecs.add(FP8)
-    for kind in ("int4", FP8, "fp8", "int8"):
+    for kind in ("int4", FP8, "int8"):
         if kind in codecs:
             return kind
-    if "bf16" in codecs or "bf16" in (precision.compute, precision.reduce):
+    if "bf16" in (precision.compute, precision.reduce):
         return "bf16"
     return "tf32" if precision.compute == "fp32" and precision.matmul == "high" else precision.compute
 

@@ -63,13 +63,13 @@ def check_code_settings(config: Config, spec: ModelSpec | None, plan: Plan, node
     given[narrow] = (bool(narrow), plain)
     given["run.cuda_graphs=true"] = (config.run.cuda_graphs, "run.cuda_graphs=false")
     given[f"activation.mode={activation.mode}"] = (
-        activation.mode in ("auto", "budget"),
+        activation.mode == "auto",
         "activation=full, or activation=selective",
     )
     given[f"activation.tile={activation.tile}"] = (bool(activation.tile), "activation.tile=0")
     samples = config.eval.generate.every
     given[f"eval.generate.every={samples}"] = (bool(samples), "eval.generate.every=0, and generate with an export")
-    if activation.mode == "selective" and not activation.modules:
+    if activation.mode == "selective":
         for entry in activation.save:
             given[f"activation.save={entry}"] = (
                 names_product(parse_entry(entry), spec),

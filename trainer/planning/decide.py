@@ -228,10 +228,9 @@ def memory_choices(config: Config, spec: ModelSpec, tokens: float) -> Iterator[C
         chosen = with_section(chosen, "loss", tile=TILE)
         yield chosen
     more: list[dict[str, object]] = []
-    whole = activation.mode == "budget" or activation.modules or has_experts(spec)
-    if activation.tile is None and tokens > TILE and not whole:
+    if activation.tile is None and tokens > TILE and not has_experts(spec):
         more.append({"tile": TILE})
-    recomputed = activation.mode in ("full", "selective", "auto") and not activation.modules
+    recomputed = activation.mode != "none"
     if activation.offload is None and recomputed and not config.run.cuda_graphs:  # a replay would copy to old places
         more.append({"offload": True})
     yield from (with_section(chosen, "activation", **values) for values in more)
@@ -245,7 +244,7 @@ def _layout(config: Config, layout: Layout) -> Layout:
 
 def describe_recompute(activation: ActivationConfig) -> str:
     """What is recomputed, in words."""
-    if activation.mode == "selective" and not activation.modules:
+    if activation.mode == "selective":
         kept = ", ".join(activation.save)
         return f"selective, which keeps {kept}"
     return activation.mode

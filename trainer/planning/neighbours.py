@@ -29,9 +29,6 @@ LONG = 16384
 RECOMPUTE = ("none", "selective", "full")
 """Modes of activation checkpointing that are tried, from the fastest to the one that needs least memory."""
 
-UNSET = ("save", "modules")
-"""Settings of `activation` that `activation.mode=auto` chooses itself."""
-
 SCHEDULES = (
     ("1f1b", 1),
     ("interleaved", 2),
@@ -76,9 +73,7 @@ def generate_neighbours(config: Config, layout: Layout, moves: Iterable[str], fa
         "tf32": values("precision.matmul", "high", where=(precision.compute, precision.matmul) == ("fp32", "highest")),
         "larger micro-batches": larger,
         "smaller micro-batches": values("batch.micro_size", *divisors_below(batch.micro_size)),
-        "automatic recompute": [
-            {"activation.mode": "auto"} | {f"activation.{name}": getattr(ActivationConfig(), name) for name in UNSET}
-        ],
+        "automatic recompute": [{"activation.mode": "auto", "activation.save": ActivationConfig().save}],
         "less recompute": values("activation.mode", *RECOMPUTE[:level], where=level is not None),
         "more recompute": values("activation.mode", *RECOMPUTE[(level or 0) + 1 :], where=level is not None),
         "tiles": [

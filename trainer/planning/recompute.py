@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from trainer.config import ConfigError
 from trainer.config.model import ModelSpec
 from trainer.planning.layer import Program, has_experts
-from trainer.planning.parameters import declare_parameters
 from trainer.planning.plan import Feature
 
 if TYPE_CHECKING:
@@ -74,32 +73,13 @@ def entry_problems(save: Sequence[str], depth: int | None = None) -> Iterator[st
 
 
 def recompute_problems(config: ActivationConfig, spec: ModelSpec | None) -> Iterator[str]:
-    """What cannot be recomputed: blocks twice, by `activation.modules` and in tiles of tokens; and the choice of
-    experts, which backward finds saved or the gradients would be those of another routing."""
-    if spec is None:
-        return
-    if has_experts(spec) and config.tile:
+    """What cannot be recomputed: the choice of experts, which backward finds saved or the gradients would be those of
+    another routing."""
+    if spec is not None and has_experts(spec) and config.tile:
         yield (
             f"activation.tile={config.tile} computes feed-forward blocks again in backward, and routes tokens to "
             "experts again; set activation.tile=0"
         )
-    if has_experts(spec) and config.mode == "budget":
-        yield (
-            "activation.mode=budget lets the compiler choose what it computes again, which may be the routing of "
-            "tokens to experts; set activation=selective or activation=full"
-        )
-    if not config.tile or config.mode != "selective":
-        return
-    # A tile also passes through the norms of the block, `feed_forward_norm` and `feed_forward_post_norm`.
-    parts = (name.split(".") for name in declare_parameters(spec) if ".feed_forward" in name)
-    modules = dict.fromkeys(".".join(part[:end]) for part in parts for end in range(3, len(part)))
-    for name in modules:
-        if any(fnmatchcase(name, pattern) for pattern in config.modules):
-            yield (
-                f"activation.modules={config.modules} match {name}, which activation.tile={config.tile} recomputes "
-                "too; take it out of activation.modules, or set activation.tile=0"
-            )
-            return
 
 
 def saved_in(save: Sequence[str], layer: int) -> tuple[SaveEntry, ...]:
@@ -188,12 +168,8 @@ def left_by_recompute(
     known: dict[tuple[int, object], RecomputeEffect] = {}
     left, varied = [], config is not None and by_layer(config.save)
     for index, layer in enumerate(layers):
-        # Equal layers share one program; patterns on modules may name single layers, and so may what is saved.
-        rule: object = None
-        if config is not None:
-            entries = saved_in(config.save, index) if varied else ()
-            rule = index if config.modules else entries
-        key = id(layer), rule
+        # Equal layers share one program, but what is saved may differ between them.
+        key = id(layer), saved_in(config.save, index) if config is not None and varied else ()
         if key not in known:
             known[key] = recompute_effect(layer, index, config, compiled)
         left.append(known[key])
@@ -208,38 +184,23 @@ def recompute_effect(layer: Program, index: int, config: ActivationConfig | None
         return RecomputeEffect(layer.saved, {}, eager=spread)
     second = layer.second_half
     tiled = list(second.gemms) if config.tile else []  # what tiles repeat, the last GEMM too
-    whole, host, attends = layer.saved - second.saved * bool(tiled), 0.0, True
-    entries = saved_in(config.save, index) if config.mode == "selective" and not config.modules else ()
+    whole, host = layer.saved - second.saved * bool(tiled), 0.0
+    entries = saved_in(config.save, index) if config.mode == "selective" else ()
     spared = any(entry.name == ALL for entry in entries)
     if config.mode in ("none", "auto") or spared:  # auto: before it is decided
         return RecomputeEffect(whole, dict.fromkeys(tiled, 1.0), eager=spread)
-    if config.mode == "selective" and config.modules:
-        matched = [name for name in layer.computed if matches_module(index, name, config.modules)]
-        ends = [name for op in layer.scatters for name in op.gemms if name in matched]
-        again = [name for name in matched if name not in ends]  # recompute ends before a block's last GEMM
-        # A block's input is a norm's output, which is saved. The result of a single projection is its reader's to save.
-        blocks = [block for block in ("attention", "feed_forward") if matches_module(index, block, config.modules)]
-        saved = whole - sum(layer.block(block).saved for block in blocks if not (tiled and block == "feed_forward"))
-        saved += layer.total("result", "choice") * ("feed_forward" in blocks)
-        attends = "attention" in blocks
-        summed = tuple(ends) if layer.total("eager", "reduce_scatter") else ()
-        eager = EagerExtra(spread.saved * (not attends), summed, sent_by(layer, summed))
-    else:
-        sums = {name for op in layer.scatters if op.sends for name in op.gemms if layer.gemms[name].read}
-        kept = [name for name in layer.computed if is_saved(layer, name, entries) or entries and name in sums]
-        inputs = layer.input.result + layer.middle.saved * bool(tiled)
-        held = [name for name in kept if layer.computed[name].read or not compiled]
-        saved = inputs + sum(layer.computed[name].result for name in held if name not in tiled)
-        saved += layer.total("result", "choice")
-        again = [name for name in layer.computed if name not in kept]
-        eager = eager_extra(layer, entries, kept, tiled)
-        if config.offload:  # a byte is left, of which what W needs can be a multiple
-            saved, host = max(1.0, saved - inputs), inputs
-    share = 1.0
-    if config.mode == "budget":  # which operations the compiler keeps is not known: between all and none
-        saved, share = saved + config.budget * (layer.saved - saved), 1 - config.budget
-    repeated = {name: share for name in again if layer.computed[name].read}
-    return RecomputeEffect(saved, repeated | dict.fromkeys(tiled, 1.0), host, share * attends, eager)
+    sums = {name for op in layer.scatters if op.sends for name in op.gemms if layer.gemms[name].read}
+    kept = [name for name in layer.computed if is_saved(layer, name, entries) or entries and name in sums]
+    inputs = layer.input.result + layer.middle.saved * bool(tiled)
+    held = [name for name in kept if layer.computed[name].read or not compiled]
+    saved = inputs + sum(layer.computed[name].result for name in held if name not in tiled)
+    saved += layer.total("result", "choice")
+    again = [name for name in layer.computed if name not in kept]
+    eager = eager_extra(layer, entries, kept, tiled)
+    if config.offload:  # a byte is left, of which what W needs can be a multiple
+        saved, host = max(1.0, saved - inputs), inputs
+    repeated = {name: 1.0 for name in again if layer.computed[name].read}
+    return RecomputeEffect(saved, repeated | dict.fromkeys(tiled, 1.0), host, 1.0, eager)
 
 
 def eager_extra(layer: Program, entries: Sequence[SaveEntry], kept: Sequence[str], tiled: Sequence[str]) -> EagerExtra:
@@ -274,12 +235,6 @@ def is_saved(layer: Program, name: str, entries: Sequence[SaveEntry]) -> bool:
         (set(operation[-1:] if entry.name in MATMULS else operation)).intersection(entry.products(list(layer.gemms)))
         for entry in entries
     )
-
-
-def matches_module(index: int, name: str, patterns: list[str]) -> bool:
-    """Whether `activation.modules` names a block or projection of layer `index`, or a module around it."""
-    parts = f"layers.{index}.{name}".split(".")
-    return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(3, len(parts) + 1) for pattern in patterns)
 
 
 FEATURE = Feature("recompute", check_plan=lambda config, spec, plan, node: recompute_problems(config.activation, spec))

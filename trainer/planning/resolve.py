@@ -145,11 +145,6 @@ def _contradictions(config: Config) -> Iterator[str]:
             "watchdog"
         )
     yield from _narrow(config)
-    if config.activation.mode == "budget" and not config.compile:
-        yield (
-            "activation.mode=budget lets the compiler choose and needs compile=true; without it use "
-            "activation=selective"
-        )
     yield from _recompute(config)
     yield from _long_sequences(config)
     yield from _evaluations(config)
@@ -291,18 +286,15 @@ def _check_stages(data: DataConfig) -> Iterator[str]:
 def _recompute(config: Config) -> Iterator[str]:
     """What `activation.save` cannot mean, and settings that the mode has no use for."""
     activation, unset = config.activation, ActivationConfig()
-    if activation.mode == "selective" and not activation.modules:
+    if activation.mode == "selective":
         yield from entry_problems(activation.save, None if config.model.from_hf else config.model.depth)
     if activation.mode == "auto":
-        for name in ("save", "modules"):
-            if (value := getattr(activation, name)) != getattr(unset, name):
-                yield (
-                    f"activation.{name}={format_setting(value)}: activation.mode=auto chooses by itself what is "
-                    "recomputed; "
-                    f"leave it out (set activation.{name}={format_setting(getattr(unset, name))} where a recipe "
-                    "has it), or set "
-                    "activation.mode=selective"
-                )
+        if activation.save != unset.save:
+            yield (
+                f"activation.save={format_setting(activation.save)}: activation.mode=auto chooses by itself what is "
+                f"recomputed; leave it out (set activation.save={format_setting(unset.save)} where a recipe has it), "
+                "or set activation.mode=selective"
+            )
     elif activation.hardware is not None:
         yield (
             f"activation.hardware={activation.hardware} is read by activation.mode=auto alone; leave it out, or set "
@@ -324,16 +316,10 @@ def format_setting(value: object) -> str:
 def _long_sequences(config: Config) -> Iterator[str]:
     """What tiles and host memory cannot go with."""
     activation = config.activation
-    if activation.tile and activation.mode == "budget":
+    if activation.offload and activation.mode == "none":
         yield (
-            f"activation.tile={activation.tile} recomputes feed-forward blocks, and activation.mode=budget lets the "
-            "compiler choose; set activation.tile=0, or activation=selective"
-        )
-    if activation.offload and (activation.mode not in ("full", "selective", "auto") or activation.modules):
-        yield (
-            "activation.offload=true keeps inputs of recomputed layers, and there are none with activation.mode="
-            f"{activation.mode}{' and activation.modules' * bool(activation.modules)}; set activation=full, or "
-            "activation=selective"
+            "activation.offload=true keeps inputs of recomputed layers, and there are none with activation.mode=none; "
+            "set activation=full, or activation=selective"
         )
 
 

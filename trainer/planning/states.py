@@ -335,18 +335,15 @@ def sums_on_device(plan: Plan, fp32: bool) -> bool:
 
 class ReductionHop(NamedTuple):
     """A hop of a reduction. ranks: that it joins; block: elements that share a scale, None where nothing is encoded;
-    feedback: the kind of error feedback."""
+    feedback: whether it has error feedback."""
 
     ranks: int
     block: int | None
-    feedback: str
+    feedback: bool
 
     def keeps(self, elements: int) -> int:
         """Bytes of the errors of so many elements, which fill blocks."""
-        if self.block is None or self.feedback == "none":
-            return 0
-        eighths = elements + MASTER_BYTES * (elements // self.block)  # in 8 bits, and the scale of each block
-        return 2 * (MASTER_BYTES * elements if self.feedback == "classic" else eighths)
+        return 2 * MASTER_BYTES * elements if self.block is not None and self.feedback else 0
 
 
 def feedback_bytes(config: Config, spec: ModelSpec, plan: Plan, pipeline: PipelinePlan, node: int) -> list[int]:
@@ -380,8 +377,8 @@ def _hops(route: ReductionRoute | None, settings: GradCommConfig) -> list[Reduct
     found = []
     for kind, ranks in route.hops if route else ():
         hop = getattr(settings, kind)
-        block = None if hop.codec == "none" else hop.block or BLOCK[hop.codec]
-        found.append(ReductionHop(ranks, block, hop.error_feedback))
+        block = None if hop.codec == "none" else BLOCK[hop.codec]
+        found.append(ReductionHop(ranks, block, hop.error_feedback != "none"))
     return found
 
 

@@ -62,7 +62,7 @@ def train_step(state: TrainState, batches: list[MicroBatch], requested: int) -> 
     empty = (valid == 0).float()
     divisor = valid.clamp(min=1)
 
-    state.compression.begin_step(state.step, scaler)
+    state.compression.begin_step(scaler)
     # The runtime backpropagates each micro-batch's summed loss times (loss scale / valid tokens), so gradients are sums
     # and no rank divides by a number of ranks afterwards.
     losses = own_losses(state, state.runtime.train(batches, scaler.scale((1 - empty) / divisor.float())))

@@ -4,18 +4,16 @@ A payload is bytes [rows, row_bytes]. A row is `[scales | codes]`: an fp32 scale
 16 bytes, and then the codes of the blocks. A block is `block` neighbouring elements of one parameter, whose last block
 is padded with zeros, so parameters never share a scale. Quantisation is symmetric to the largest magnitude m of a
 block: `scale = m / largest code`, `code = floor(x / scale + 1/2)`. int4 packs element j with element j + block/2.
-`bf16` has no scales.
 
 Gradients that are not finite stay visible: a block that contains one decodes to values that are not finite.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,12 +21,10 @@ from torch import Tensor
 if TYPE_CHECKING:
     from trainer.kernels import quantize
 
-T = TypeVar("T", int, Tensor)
-
-LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
+LARGEST = {"int8": 127.0, "int4": 7.0}
 """The largest code of each kind."""
 
-BITS = {"bf16": 16, "int8": 8, "int4": 4, "fp8": 8}
+BITS = {"int8": 8, "int4": 4}
 
 TINY = 1e-30
 """Blocks whose largest magnitude is smaller become zero, because the inverse of their scale would overflow."""
@@ -38,24 +34,15 @@ TINY = 1e-30
 class BlockCodec:
     """How blocks become codes.
 
-    kind: bf16, int8, int4 or fp8 (e4m3). block: number of elements that share a scale. hadamard: size of the
-    orthonormal Hadamard matrices that rotate blocks before quantisation, which spreads outliers over many elements; 0
-    for no rotation. stochastic: whether codes are rounded up or down at random such that their expectation is the
-    value.
+    kind: int8 or int4. block: number of elements that share a scale.
     """
 
     kind: str
     block: int
-    hadamard: int = 0
-    stochastic: bool = False
-
-    @property
-    def scaled(self) -> bool:
-        return self.kind in LARGEST
 
     def scale_bytes(self, blocks: int) -> int:
         """Bytes of a row's scales, behind which its codes begin."""
-        return -(-blocks // 4) * 16 if self.scaled else 0
+        return -(-blocks // 4) * 16
 
     def row_bytes(self, blocks: int) -> int:
         """Bytes of a row of so many blocks."""
@@ -122,55 +109,22 @@ class BlockLayout:
 
 class ErrorFeedback:
     """Error feedback: the quantisation errors of earlier steps are added to the next gradient (Seide et al., 1-bit SGD,
-    Interspeech 2014).
+    Interspeech 2014). What t steps have sent is the sum of their gradients minus the error that is kept. Errors are in
+    units of the gradient without the loss scale.
 
-    `classic` keeps the whole error in fp32: what t steps have sent is the sum of their gradients minus the error that
-    is kept. `average8` keeps a moving average of errors in int8 with a scale for each block, in a quarter of the memory
-    (LoCo, arXiv 2407.04480). Errors are in units of the gradient without the loss scale, and rotated as the codec
-    rotates.
-
-    kept: the errors that the next step adds. pending: the errors of the step in progress. `end_step` makes them the
-    kept ones, unless the step's update was skipped.
+    kept: the errors that the next step adds, fp32 [rows, count, block]. pending: the errors of the step in progress.
+    `end_step` makes them the kept ones, unless the step's update was skipped.
     """
 
-    DECAY = 0.8
-    RESET = 1024
-    """average8: number of steps after which the average is reset."""
-
-    def __init__(self, kind: str, blocks: BlockLayout):
-        self.kind = kind
-        shape = blocks.rows, blocks.count, blocks.block
+    def __init__(self, blocks: BlockLayout):
         # Two sets: whether the step's update is applied is known only after the errors have been computed.
-        self.kept = self._zeros(shape, blocks.device)
-        self.pending = self._zeros(shape, blocks.device)
+        self.kept, self.pending = torch.zeros(2, blocks.rows, blocks.count, blocks.block, device=blocks.device)
 
-    def _zeros(self, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
-        if self.kind == "classic":
-            return (torch.zeros(shape, device=device),)
-        return torch.zeros(shape, dtype=torch.int8, device=device), torch.zeros(shape[:-1], device=device)
-
-    def read(self) -> Tensor:
-        """The kept errors in fp32: [rows, count, block]."""
-        values = self.kept[0].float()
-        return values if self.kind == "classic" else values * self.kept[1].unsqueeze(-1)
-
-    def write(self, error: Tensor) -> None:
-        """Stores the errors of the step in progress: [rows, count, block]."""
-        if self.kind == "classic":
-            self.pending[0].copy_(error)
-            return
-        average = self.DECAY * self.read() + (1 - self.DECAY) * error
-        scale, inverse = scale_of(average, 127.0)
-        self.pending[0].copy_((average * inverse.unsqueeze(-1) + 0.5).floor_().clamp_(-127, 127))
-        self.pending[1].copy_(scale)
-
-    def end_step(self, found_inf: Tensor, step: int) -> None:
-        """After step number `step`: keeps its errors, unless its update was skipped (`found_inf`, a scalar tensor, is
-        1). Selects on the device, so the host waits for nothing."""
-        reset = self.kind == "average8" and step % self.RESET == 0
-        for kept, pending in zip(self.kept, self.pending):
-            # A skipped step is run again or dropped. Its errors belong to gradients that were never applied.
-            kept.copy_(torch.where(found_inf > 0, kept, torch.zeros_like(pending) if reset else pending))
+    def end_step(self, found_inf: Tensor) -> None:
+        """Keeps the errors of a step, unless its update was skipped (`found_inf`, a scalar tensor, is 1). Selects on
+        the device, so the host waits for nothing."""
+        # A skipped step is run again or dropped. Its errors belong to gradients that were never applied.
+        self.kept.copy_(torch.where(found_inf > 0, self.kept, self.pending))
 
 
 def pack_blocks(
@@ -179,21 +133,20 @@ def pack_blocks(
     blocks: BlockLayout,
     errors: ErrorFeedback | None = None,
     unit: Tensor | None = None,
-    seed: int = 0,
 ) -> Tensor:
     """Encodes the blocks of a flat tensor of any float type. Returns the payload [rows, row_bytes].
 
     errors: those of earlier steps are added first, and those of this step are written to it. unit: the loss scale, a
-    scalar tensor. seed: for stochastic rounding.
+    scalar tensor.
     """
     if flat.is_cuda:
-        return triton_pack(codec, flat, blocks, errors, unit, seed)
-    values = hadamard_rotate(blocks.gather(flat).float(), codec.hadamard)
+        return triton_pack(codec, flat, blocks, errors, unit)
+    values = blocks.gather(flat).float()
     if errors is None:
-        return encode_blocks(codec, values, seed)[0]
+        return encode_blocks(codec, values)[0]
     # The gradient contains this step's loss scale and the errors do not, because the scale may change between steps.
-    payload, error = encode_blocks(codec, values + errors.read() * unit, seed)
-    errors.write(error / unit)
+    payload, error = encode_blocks(codec, values + errors.kept * unit)
+    errors.pending.copy_(error / unit)
     return payload
 
 
@@ -203,8 +156,7 @@ def unpack_blocks(codec: BlockCodec, payload: Tensor, blocks: BlockLayout, flat:
     if flat.is_cuda:
         triton_unpack(codec, payload, blocks, flat)
     else:
-        # The rotation is linear, so rotating back once after the sum equals rotating back each sender's part.
-        blocks.scatter(hadamard_rotate(decode_payload(codec, payload, blocks.count), codec.hadamard), flat)
+        blocks.scatter(decode_payload(codec, payload, blocks.count), flat)
 
 
 def triton_pack(
@@ -213,18 +165,13 @@ def triton_pack(
     blocks: BlockLayout,
     errors: ErrorFeedback | None = None,
     unit: Tensor | None = None,
-    seed: int = 0,
 ) -> Tensor:
     """`pack_blocks` on a GPU, in one pass over the gradient and with the same bits."""
     from trainer.kernels import quantize  # needs Triton
 
     payload = torch.empty(blocks.rows, codec.row_bytes(blocks.count), dtype=torch.uint8, device=flat.device)
-    feedback = (
-        {"feedback": errors.kind, "decay": errors.DECAY, "kept": errors.kept, "left": errors.pending, "unit": unit}
-        if errors
-        else {}
-    )
-    quantize.pack_blocks(_form(codec, blocks), flat, blocks.table, payload, mix_seed(seed), **feedback)
+    feedback = {"kept": errors.kept, "left": errors.pending, "unit": unit} if errors else {}
+    quantize.pack_blocks(_form(codec, blocks), flat, blocks.table, payload, **feedback)
     return payload
 
 
@@ -239,52 +186,31 @@ def _form(codec: BlockCodec, blocks: BlockLayout) -> quantize.BlockFormat:
     """The codec in the form that the kernels take."""
     from trainer.kernels import quantize
 
-    return quantize.BlockFormat(
-        codec.kind,
-        codec.block,
-        LARGEST.get(codec.kind, 1.0),
-        codec.hadamard,
-        hadamard_factor(codec.hadamard),
-        codec.stochastic,
-        codec.scale_bytes(blocks.count),
-    )
+    return quantize.BlockFormat(codec.kind, codec.block, LARGEST[codec.kind], codec.scale_bytes(blocks.count))
 
 
-def encode_blocks(codec: BlockCodec, blocks: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Quantises blocks [rows, count, block]. They are rotated already if the codec rotates.
-
-    Returns the payload [rows, row_bytes], and the quantisation error in fp32, rotated: [rows, count, block].
-    """
+def encode_blocks(codec: BlockCodec, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantises blocks [rows, count, block]. Returns the payload [rows, row_bytes], and the quantisation error in fp32:
+    [rows, count, block]."""
     rows, count, block = blocks.shape
     payload = torch.zeros(rows, codec.row_bytes(count), dtype=torch.uint8, device=blocks.device)
     scales, codes = codec.split(payload, count)
-    if not codec.scaled:
-        quantised = blocks.bfloat16()
-        codes.copy_(quantised.view(rows, -1).view(torch.uint8))
-        return payload, blocks - quantised
     largest = LARGEST[codec.kind]
     scale, inverse = scale_of(blocks, largest)
     scales.copy_(scale)
-    scaled = blocks * inverse.unsqueeze(-1)
-    if codec.kind == "fp8":
-        quantised = scaled.clamp(-largest, largest).to(torch.float8_e4m3fn)
-        codes.copy_(quantised.view(rows, -1).view(torch.uint8))
+    quantised = (blocks * inverse.unsqueeze(-1) + 0.5).floor_().clamp_(-largest, largest)
+    if codec.kind == "int8":
+        codes.copy_(quantised.to(torch.int8).view(rows, -1).view(torch.uint8))
     else:
-        # floor(x + u) with u uniform in [0, 1) has the mean x; with u = 1/2 it rounds to nearest.
-        up = uniform_noise(scaled.shape, seed, blocks.device) if codec.stochastic else 0.5
-        quantised = (scaled + up).floor_().clamp_(-largest, largest)
-        if codec.kind == "int8":
-            codes.copy_(quantised.to(torch.int8).view(rows, -1).view(torch.uint8))
-        else:
-            # Codes -7 to 7 become 1 to 15, so that two of them fit into a byte without a sign.
-            low, high = (quantised + 8).to(torch.uint8).split(block // 2, -1)
-            codes.copy_((low | high << 4).view(rows, -1))
-    return payload, blocks - quantised.float() * scale.unsqueeze(-1)
+        # Codes -7 to 7 become 1 to 15, so that two of them fit into a byte without a sign.
+        low, high = (quantised + 8).to(torch.uint8).split(block // 2, -1)
+        codes.copy_((low | high << 4).view(rows, -1))
+    return payload, blocks - quantised * scale.unsqueeze(-1)
 
 
 def decode_payload(codec: BlockCodec, payload: Tensor, count: int) -> Tensor:
     """Decodes a payload and sums it over senders, in fp32 and in the order of senders, which makes the sum
-    deterministic. The result is still rotated.
+    deterministic.
 
     payload: [senders, rows, row_bytes] -> [rows, count, block].
     """
@@ -292,14 +218,11 @@ def decode_payload(codec: BlockCodec, payload: Tensor, count: int) -> Tensor:
     for row in payload:
         scales, codes = codec.split(row, count)
         codes = codes.contiguous()
-        if codec.kind == "bf16":
-            total += codes.view(torch.bfloat16).view(total.shape)
-            continue
         if codec.kind == "int4":
             packed = codes.view(*total.shape[:2], -1)
             values = torch.cat([packed & 15, packed >> 4], -1).float() - 8
         else:
-            values = codes.view(torch.int8 if codec.kind == "int8" else torch.float8_e4m3fn).view(total.shape).float()
+            values = codes.view(torch.int8).view(total.shape).float()
         total += values * scales.unsqueeze(-1)
     return total
 
@@ -310,45 +233,3 @@ def scale_of(blocks: Tensor, largest: float) -> tuple[Tensor, Tensor]:
     magnitude = blocks.abs().amax(-1)
     scale = torch.where(magnitude < TINY, 0.0, magnitude * (1 / largest))
     return scale, torch.where(scale > 0, 1 / scale, 0.0)
-
-
-def hadamard_factor(size: int) -> float:
-    """The factor that makes the Hadamard matrix of this size orthonormal."""
-    return 1 / math.sqrt(size) if size else 1.0
-
-
-def hadamard_rotate(blocks: Tensor, size: int) -> Tensor:
-    """Multiplies runs of `size` elements by the orthonormal Hadamard matrix, which is its own inverse (fast
-    Walsh-Hadamard transform)."""
-    if not size:
-        return blocks
-    values, half = blocks, 1
-    while half < size:
-        # One butterfly step. After log2(size) steps every element is a signed sum of all elements of its run.
-        low, high = values.view(-1, 2, half).unbind(1)
-        values = torch.stack([low + high, low - high], 1)
-        half *= 2
-    return (values * hadamard_factor(size)).view(blocks.shape)
-
-
-def uniform_noise(shape: Sequence[int], seed: int, device: torch.device) -> Tensor:
-    """Numbers in [0, 1) as a function of seed and position alone, so that the kernels draw the same ones: a 32-bit
-    finaliser (Wellons, lowbias32) of the position."""
-    word = torch.arange(math.prod(shape), device=device) & 0xFFFFFFFF
-    return (_finalised(word ^ mix_seed(seed)) >> 8).float().mul_(2.0**-24).view(shape)
-
-
-def mix_seed(seed: int) -> int:
-    """A hash of the seed, in 31 bits.
-
-    Positions are combined with it by exclusive or. With the plain seed, two seeds that differ in few bits would draw
-    the same numbers in another order.
-    """
-    return _finalised(seed & 0xFFFFFFFF) & 0x7FFFFFFF
-
-
-def _finalised(word: T) -> T:
-    # The constants of lowbias32. In Python integers the mask stands for the overflow of 32 bits.
-    for shift, multiplier in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        word = ((word ^ word >> shift) * multiplier) & 0xFFFFFFFF
-    return word ^ word >> 16

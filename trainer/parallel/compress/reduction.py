@@ -62,19 +62,18 @@ class CompressedLink:
         places: BlockLayout,
         errors: ErrorFeedback | None = None,
         unit: Tensor | None = None,
-        seed: int = 0,
     ) -> None:
         """Reduce-scatter. The rows of `blocks` in `flat` go to the ranks in order; each rank sums up the rows it
         receives.
 
-        places: where this rank's sum is written in `target`. errors, unit, seed: see `codec.pack_blocks`."""
+        places: where this rank's sum is written in `target`. errors, unit: see `codec.pack_blocks`."""
         if self.codec is None:
             rows = blocks.gather(flat)
             total = rows.new_empty(places.rows, places.count, places.block)
             self.scatter_plain(rows.view(-1), total.view(-1))
             places.scatter(total, target)
             return
-        payload = pack_blocks(self.codec, flat, blocks, errors, unit, seed)
+        payload = pack_blocks(self.codec, flat, blocks, errors, unit)
         received = torch.empty_like(payload)
         dist.all_to_all_single(received, payload, group=self.group)
         self.sent += payload.numel() // self.size * (self.size - 1)
@@ -171,36 +170,30 @@ class CodedPath:
     def errors(self) -> Iterator[ErrorFeedback]:
         return (use.errors for use in [*self.scatter_uses, *self.gather_uses] if use.errors is not None)
 
-    def scatter(self, flat: Tensor, target: Tensor, unit: Tensor, seed: int) -> None:
+    def scatter(self, flat: Tensor, target: Tensor, unit: Tensor) -> None:
         """Reduce-scatter of `flat` into `target`, which for an all-reduce is this rank's share [length]. unit: the loss
-        scale. seed: for stochastic rounding."""
+        scale."""
         for use in self.scatter_uses:
             last = use is self.scatter_uses[-1]
             result = target if last else torch.empty(use.places.rows * self.length, device=self.device)
-            use.link.scatter(flat, use.blocks, result, use.places, use.errors, unit, seed)
-            # Another seed for each hop: with the same one their rounding errors would be correlated.
-            flat, seed = result, seed + 1
+            use.link.scatter(flat, use.blocks, result, use.places, use.errors, unit)
+            flat = result
 
-    def reduce(self, flat: Tensor, unit: Tensor, seed: int, common: int) -> None:
-        """All-reduce of `flat` in place. All ranks get the same bits.
-
-        common: a seed that is equal on all ranks. Where the last link is not quantised, several nodes hold the same
-        sums and encode them before the all-gather. They have to round them alike.
-        """
+    def reduce(self, flat: Tensor, unit: Tensor) -> None:
+        """All-reduce of `flat` in place. All ranks get the same bits."""
         share = torch.empty(self.length, device=self.device)
-        self.scatter(flat, share, unit, seed)
+        self.scatter(flat, share, unit)
         moving, codec = share.view(1, -1), None
         for use in self.gather_uses:
             if codec is None and use.link.codec is not None:
                 codec = use.link.codec
-                moving = pack_blocks(codec, moving.view(-1), use.blocks, use.errors, unit, common)
+                moving = pack_blocks(codec, moving.view(-1), use.blocks, use.errors, unit)
             moving = use.link.gather(moving)
         unpack_blocks(codec, moving.unsqueeze(0), self.gather_uses[-1].places, flat)
 
 
 def _errors(link: CompressedLink, feedback: dict[str, str], blocks: BlockLayout) -> ErrorFeedback | None:
-    kind = feedback[link.kind]
-    return ErrorFeedback(kind, blocks) if link.codec is not None and kind != "none" else None
+    return ErrorFeedback(blocks) if link.codec is not None and feedback[link.kind] != "none" else None
 
 
 class UnitMessage:
@@ -268,7 +261,7 @@ class UnitMessage:
             total = rows.new_empty(rows.shape[1])
             self.owner.whole_scatter.scatter_plain(rows.view(-1), total)
             self._put(total, output_tensor)
-        self.scatter_path.scatter(input_tensor, output_tensor, self.owner.unit, self._seed(0))
+        self.scatter_path.scatter(input_tensor, output_tensor, self.owner.unit)
 
     @torch.no_grad()
     def reduce(self, output: Tensor) -> None:
@@ -292,7 +285,7 @@ class UnitMessage:
             values = torch.cat([output[offset : offset + length] for offset, length in self.plain])
             self.owner.whole_reduce.sum_plain(values)
             self._put(values, output)
-        self.reduce_path.reduce(output, self.owner.unit, self._seed(4), self._seed(6, rank=0))
+        self.reduce_path.reduce(output, self.owner.unit)
 
     def _put(self, values: Tensor, output: Tensor) -> None:
         for (offset, length), part in zip(self.plain, values.split([length for _, length in self.plain])):
@@ -305,16 +298,6 @@ class UnitMessage:
             raise RuntimeError(
                 f"a message of {self.chunk} elements was reduced with {output.numel()}: a parameter had no gradient"
             )
-
-    def _seed(self, use: int, rank: int | None = None) -> int:
-        """A seed that differs between steps, ranks, messages and uses (hops) of a message. Equal on all ranks with
-        rank=0."""
-        word = (
-            (self.owner.step * 0x9E3779B1 + (self.owner.rank if rank is None else rank)) * 0x85EBCA6B
-            + self.number * 16
-            + use
-        ) & 0xFFFFFFFFFFFF
-        return (word ^ word >> 24) & 0x7FFFFFFF
 
 
 def compression_of(settings: GradCommConfig, plan: Plan, world: World) -> Compression | NoCompression:
@@ -333,7 +316,7 @@ class NoCompression:
         return {}
 
     def attach(self, model: nn.Module, policies: dict[str, ParameterPolicy]) -> None: ...
-    def begin_step(self, step: int, scaler: LossScale) -> None: ...
+    def begin_step(self, scaler: LossScale) -> None: ...
     def end_step(self, found_inf: Tensor) -> None: ...
     def identity(self) -> None: ...
 
@@ -362,7 +345,7 @@ class Compression:
         self.plan, self.shards, self.replicas = plan, plan.shard, plan.replicate
         self.feedback = {kind: getattr(settings, kind).error_feedback for kind in ("inner", "outer")}
         self.messages: list[UnitMessage] = []
-        self.unit, self.last, self.step = torch.ones((), device=world.device), True, 0
+        self.unit, self.last = torch.ones((), device=world.device), True
         scattered, reduced = reduction_routes(plan, node_size(world.size))
         self.scatter_links = _links(scattered, world, "shard", settings)
         self.reduce_links = _links(reduced, world, "replicate", settings)
@@ -398,9 +381,9 @@ class Compression:
             if self.reduce_links:
                 unit.set_all_reduce_hook(message.reduce)
 
-    def begin_step(self, step: int, scaler: LossScale) -> None:
-        """Before optimizer step number `step`. scaler: its loss scale."""
-        self.step, self.unit = step, scaler.value
+    def begin_step(self, scaler: LossScale) -> None:
+        """Before an optimizer step. scaler: its loss scale."""
+        self.unit = scaler.value
         for link in self._all_links():
             link.sent = 0
 
@@ -408,7 +391,7 @@ class Compression:
         """After the step. Its errors count only if its update was applied (`found_inf`, a scalar, is zero)."""
         for message in self.messages:
             for errors in message.errors:
-                errors.end_step(found_inf, self.step + 1)
+                errors.end_step(found_inf)
 
     @property
     def sent(self) -> dict[str, int]:
@@ -452,16 +435,15 @@ class Compression:
     @property
     def errors(self) -> Iterator[Tensor]:
         """All tensors of error feedback."""
-        return (part for message in self.messages for one in message.errors for part in (*one.kept, *one.pending))
+        return (part for message in self.messages for one in message.errors for part in (one.kept, one.pending))
 
     def tensors(self) -> dict[str, Tensor]:
         """The error feedback of this rank, as a checkpoint holds it."""
         return {
             # Errors belong to a rank, not to a parameter: two ranks quantise different gradients of the same parameter.
-            f"compression.{self.rank}.{message.number}.{index}.{part}": tensor
+            f"compression.{self.rank}.{message.number}.{index}.0": errors.kept
             for message in self.messages
             for index, errors in enumerate(message.errors)
-            for part, tensor in enumerate(errors.kept)
         }
 
     def close(self) -> None:
@@ -475,18 +457,24 @@ class Compression:
         return [*self.scatter_links, *self.reduce_links, *filter(None, (self.whole_scatter, self.whole_reduce))]
 
 
+OLD_DEFAULTS = {"block": None, "hadamard": 0, "stochastic": False}
+"""Settings of a hop that earlier versions had, with the values that stand for what is done now."""
+
+
 def with_chosen_codecs(saved: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint's identity with explicit codecs. Earlier versions had codec=auto, which measured on which hops int8
-    pays, and saved these in `chosen`."""
+    """A checkpoint's identity as this version writes it. Earlier versions had codec=auto, which measured on which hops
+    int8 pays, and saved these in `chosen`; and further settings of a hop."""
     settings = saved.get("settings")
     if not isinstance(settings, dict):
         return saved
     chosen, none = saved["chosen"], dataclasses.asdict(HopConfig())
-    hops = {
-        kind: hop | {"codec": "int8"} if kind in chosen else none
-        for kind, hop in settings.items()
-        if isinstance(hop, dict) and hop.get("codec") == "auto"
-    }
+    hops = {}
+    for kind, hop in settings.items():
+        if isinstance(hop, dict):
+            hop = {name: value for name, value in hop.items() if (name, value) not in OLD_DEFAULTS.items()}
+            if hop.get("codec") == "auto":
+                hop = hop | {"codec": "int8"} if kind in chosen else none
+            hops[kind] = hop
     return saved | {"chosen": [], "settings": settings | hops}
 
 
@@ -494,7 +482,7 @@ def resolve_codec(hop: HopConfig) -> BlockCodec | None:
     """The codec of a hop, None where it sends gradients as they are."""
     if hop.codec == "none":
         return None
-    return BlockCodec(hop.codec, hop.block or BLOCK[hop.codec], hop.hadamard, hop.stochastic)
+    return BlockCodec(hop.codec, BLOCK[hop.codec])
 
 
 def _links(route: ReductionRoute | None, world: World, name: str, settings: GradCommConfig) -> list[CompressedLink]:

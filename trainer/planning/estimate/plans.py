@@ -253,7 +253,7 @@ class _Search:
     def config(self, parallel: ParallelConfig, micro: int, accumulation: int, mode: str) -> Config:
         config = copy.copy(self.base)
         config.parallel = parallel
-        config.activation = replace(self.base.activation, mode=mode, modules=[])
+        config.activation = replace(self.base.activation, mode=mode)
         config.batch = replace(
             self.base.batch,
             global_size=self.global_size,

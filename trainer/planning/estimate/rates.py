@@ -23,7 +23,7 @@ from trainer.planning.plan import Plan
 # Quantised gradients in predictions: bytes on their way, and what encoding takes.
 
 
-CODE_BYTES = {"bf16": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5}
+CODE_BYTES = {"int8": 1.0, "int4": 0.5}
 """Of an element of quantised gradients, less the scales."""
 
 PLAIN = 4
@@ -40,7 +40,7 @@ class WireFormat:
 
     def encoding(self, elements: float) -> float:
         """Bytes that move in memory to encode so many elements: read for their scales, read again, and written."""
-        return elements * (PLAIN * (1 + (self.codec != "bf16")) + self.width) if self.codec else 0.0
+        return elements * (2 * PLAIN + self.width) if self.codec else 0.0
 
     def decoding(self, elements: float, sums: float) -> float:
         """The same to decode elements into fewer sums."""

@@ -172,7 +172,7 @@ class _Timer:
         if not self.on_cpu:
             self.launch *= HOST[config.compile]
         if not self.on_cpu and not config.compile:
-            self.repeated = REPEATED[recompute.mode == "selective" and bool(recompute.save) and not recompute.modules]
+            self.repeated = REPEATED[recompute.mode == "selective" and bool(recompute.save)]
         # Elsewhere, and in other types, a loop multiplies one expert after the other.
         self.grouped = not self.on_cpu and config.precision.compute == "bf16"
         if self.plan.ep > 1:

@@ -1,4 +1,4 @@
-"""The protocol of `kernels/exchange.py` as a model, in every order in which its steps can happen.
+"""The protocol of `distributed/symmetric_memory.py` as a model, in every order in which its steps can happen.
 
 A rank's call of an epoch writes a tile into a half of each other rank's box and raises a flag there. Beside that it
 waits for each other rank's flag and reads its tile. The next call begins when both have ended."""
