@@ -179,6 +179,7 @@ def spec_of(case: Case, device: torch.device) -> ModelSpec:
         {"width": 64} if device.type == "cuda" else {},
         {"width": 64, "feed_forward": {"width": 96}} if "float8" in case else {},
         {"adapter": ADAPTERS[case["adapter"]]} if "adapter" in case else {},
+        {"adapter": {"weights": "fp8"}} if case.get("frozen") == "fp8" else {},
     ):
         spec = ModelSpec.from_dict(merged(spec.to_dict(), changes))
     return spec

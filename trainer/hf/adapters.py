@@ -249,8 +249,16 @@ def join_adapters(spec: ModelSpec, given: AdapterSpec) -> AdapterSpec:
             f"model.adapter.rank={given.rank}: {spec.family} runs by transformers' own code, whose layers take no "
             "adapters here; set model.adapter.rank=0, or train a model whose family the project's own blocks know"
         )
-    if not given.rank or not stored.rank:
-        return given if given.rank else stored
+    if not stored.rank:
+        return given
+    if not given.rank:
+        for name in ("alpha", "scale", "targets", "trained"):
+            if getattr(given, name) != getattr(AdapterSpec(), name):
+                raise ConfigError(
+                    f"model.adapter.{name}={getattr(given, name)} has no effect with model.adapter.rank=0, where the "
+                    f"adapter stays as the folder has it; set model.adapter.rank={stored.rank}, or leave it out"
+                )
+        return replace(stored, weights=given.weights)
     plain = declare_parameters(replace(spec, adapter=AdapterSpec()))
     tables = [adapt_table(replace(one, trained=["*"]), plain) for one in (stored, given)]
     if tables[0] != tables[1] or abs(stored.factor - given.factor) > 1e-9 * stored.factor:

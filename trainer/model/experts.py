@@ -186,8 +186,9 @@ class WideLinear(DeclaredModule):
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype) -> None:
-    """Casts the parameters of a model, those of `WideLinear` to fp32 at least."""
-    model.to(dtype)
+    """Casts the parameters of a model, those of `WideLinear` to fp32 at least. Frozen matrices in fp8 stay as they
+    are."""
+    model._apply(lambda one: one.to(dtype) if one.is_floating_point() and one.dtype.itemsize > 1 else one)
     for module in model.modules():
         if isinstance(module, WideLinear):
             module.to(torch.promote_types(dtype, torch.float32))

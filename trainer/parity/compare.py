@@ -19,7 +19,7 @@ from trainer.config.schema import MuonConfig
 from trainer.data.batches import MicroBatch
 from trainer.hf.stages import make_stage
 from trainer.model.experts import MARGIN_POINTS, Router, WideLinear
-from trainer.model.initial import Weights, initialize_model, name_seed, parameter_infos
+from trainer.model.initial import InitialWeights, RoundedWeights, Weights, initialize_model, name_seed, parameter_infos
 from trainer.model.loss import loss_terms
 from trainer.model.stage import Stage, split_report
 from trainer.optim.muon import COEFFICIENTS
@@ -80,6 +80,7 @@ def train_reference(
     model.to_empty(device=device)
     if float8 is not None:
         multiply_in_float8(model, spec, float8)
+    weights = RoundedWeights(weights or InitialWeights(spec, config.run.seed, device))
     initialize_model(model, spec, config.run.seed, device, weights)
     optimizers = optimizers_of(model, config)
     wide = {

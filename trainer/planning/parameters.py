@@ -62,6 +62,7 @@ class ParameterInfo:
     units: into how many parts the first dimension can be cut at most: heads, where it is made of heads; 0 means rows.
     active: share of the elements that one token is multiplied with; below 1 where a token sees some of several experts.
     trained: whether it gets gradients; False for the parameters that adapters stand beside.
+    float8: whether it is held in fp8 and not in the compute type (`model.adapter.weights`).
     """
 
     shape: tuple[int, ...]
@@ -71,6 +72,7 @@ class ParameterInfo:
     units: int = 0
     active: float = 1.0
     trained: bool = True
+    float8: bool = False
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes) or self.role not in ROLES:
@@ -85,6 +87,10 @@ class ParameterInfo:
     def size(self) -> int:
         """Number of elements."""
         return prod(self.shape)
+
+    def element_bytes(self, compute: int) -> int:
+        """Bytes of an element as forward and backward read it. compute: of an element of the compute type."""
+        return 1 if self.float8 else compute
 
     @property
     def stacked(self) -> bool:
@@ -402,12 +408,17 @@ def adapt_table(adapter: AdapterSpec, table: Table, prefix: str = "") -> Table:
     for name, info in table.items():
         module, _, own = name.rpartition(".")
         trained = matches_any(prefix + name, adapter.trained)
-        modules.setdefault(module, {})[own] = info if trained else replace(info, trained=False)
+        modules.setdefault(module, {})[own] = info if trained else freeze_parameter(info, own, adapter)
     for module, infos in modules.items():
         weight = infos.get("weight")
         if weight is not None and can_adapt(weight) and matches_any(prefix + module, adapter.targets):
             infos |= declare_adapter(weight, adapter.rank)
     return MappingProxyType(join_tables(modules.items()))
+
+
+def freeze_parameter(info: ParameterInfo, own: str, adapter: AdapterSpec) -> ParameterInfo:
+    """A parameter that is not trained. own: its name within its module."""
+    return replace(info, trained=False, float8=adapter.weights == "fp8" and own == "weight" and can_adapt(info))
 
 
 def can_adapt(weight: ParameterInfo) -> bool:
@@ -421,7 +432,7 @@ def find_adapter_problems(spec: ModelSpec) -> Iterator[str]:
     given = {"targets": adapter.targets, "trained": adapter.trained}
     if not adapter.rank:
         usual = AdapterSpec()
-        for name in ("alpha", "scale", "targets", "trained"):
+        for name in ("alpha", "scale", "targets", "trained", "weights"):
             if getattr(adapter, name) != getattr(usual, name):
                 yield (
                     f"model.adapter.{name}={getattr(adapter, name)} has no effect with model.adapter.rank=0; set "
