@@ -5,8 +5,8 @@
 
 The model is ours, as `trainer export` would write it, in bf16. Its file says rank, alpha and scale of the adapters,
 which stand beside all linear layers. adapters: their type. fp32 is PEFT's default, and then forward runs under
-autocast, as transformers' Trainer does with bf16=True; with bf16 there is none. AdamW is torch's fused one. Prints a JSON
-line as bench/step.py does."""
+autocast, as transformers' Trainer does with bf16=True; with bf16 there is none. AdamW is torch's fused one. Prints a
+JSON line as bench/step.py does."""
 
 from __future__ import annotations
 

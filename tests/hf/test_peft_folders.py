@@ -14,16 +14,17 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from support.reference import tiny_spec
 from torch import Tensor
 
 import trainer
-from trainer.checkpointing.loading import merge_adapters, open_saved
+from trainer.checkpointing.loading import SavedModel, merge_adapters, open_saved
 from trainer.checkpointing.manifest import read_manifest, write_manifest
 from trainer.commands import export, merge, sample
 from trainer.config import ConfigError
 from trainer.config.model import AdapterSpec, ModelSpec
 from trainer.hf import HFWeights, export_adapter, spec_from_hf
-from trainer.hf.adapters import ADAPTER, TENSORS, PeftWeights
+from trainer.hf.adapters import ADAPTER, TENSORS, PeftWeights, write_adapter
 from trainer.model.initial import AdaptedWeights, InitialWeights, fill_parameters
 from trainer.model.stage import split_report
 from trainer.model.transformer import Transformer
@@ -461,3 +462,20 @@ def test_adapters_beside_fp8_weights_are_merged_into_these(
     assert open_saved(f"{tmp_path}/again").spec.adapter.weights == "fp8"
     with pytest.raises(ConfigError, match="model.adapter.alpha=8.0 has no effect with model.adapter.rank=0"):
         run(tmp_path, tmp_path / "adapter", "model.adapter.alpha=8", name="other")
+
+
+def test_adapters_of_experts_are_exported_merged_only(tmp_path: Path) -> None:
+    experts = {"kind": "gated", "width": 40, "experts": {"count": 3, "top_k": 2}}
+    adapter = {"rank": 8, "alpha": 4.0, "targets": ["*.experts.*"]}
+    spec = tiny_spec(family="mixtral", feed_forward=experts, adapter=adapter)
+    infos = declare_parameters(spec)
+    values = {name: torch.randn(info.shape) for name, info in infos.items()}
+    merged = merge_adapters(SavedModel(tmp_path, spec, values.__getitem__, None, None))
+    for name in declare_parameters(merged.spec):
+        expected = values[name]
+        if ".experts." in name:
+            pairs = zip(*(values[name.replace("weight", part)] for part in ("lora_b", "lora_a")))
+            expected = expected + 0.5 * torch.stack([up @ down for up, down in pairs])
+        torch.testing.assert_close(merged.tensor(name), expected)
+    with pytest.raises(ConfigError, match=r"layers.0.feed_forward.experts.gate has an adapter for each expert.*merged"):
+        write_adapter(tmp_path, spec, values.__getitem__, tmp_path)

@@ -13,8 +13,9 @@ from support.reference import settings, tiny_spec
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.config.model import AdapterSpec, ModelSpec
+from trainer.config.model import AdapterSpec, ExpertsSpec, ModelSpec
 from trainer.config.synonyms import find_synonym
+from trainer.model.experts import GroupedLinear
 from trainer.model.initial import InitialWeights, initialize_model, parameter_infos
 from trainer.model.layers import Linear, project_input
 from trainer.model.transformer import Transformer
@@ -88,6 +89,33 @@ def test_products_and_gradients_are_those_of_the_formula(kinds: list[str], bias:
         found = torch.autograd.grad(sum((o * w).sum() for o, w in zip(seen, weights)), wanted, allow_unused=True)
         for one, other in zip(found, totals):
             torch.testing.assert_close(torch.zeros_like(other) if one is None else one, other)
+
+
+@given(counts=st.lists(st.integers(0, 4), min_size=1, max_size=4), bias=st.booleans(), frozen=st.booleans())
+def test_each_expert_has_an_adapter_of_its_own(counts: list[int], bias: bool, frozen: bool) -> None:
+    """counts: rows of each expert."""
+    torch.manual_seed(0)
+    experts = GroupedLinear(ExpertsSpec(count=len(counts), top_k=1), WIDTH, 5, ("inner", "embed"), bias=bias)
+    for name in list(experts.declared) if frozen else ():
+        experts.freeze(name, AdapterSpec())
+    experts.adapt(RANK, SCALE)
+    experts.double()
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter)
+    x = torch.randn(sum(counts), WIDTH, dtype=torch.float64, requires_grad=True)
+    wanted = [x, *(parameter for parameter in experts.parameters() if parameter.requires_grad)]
+    parts = []
+    for number, rows in enumerate(x.split(counts)):
+        low = SCALE * rows @ experts.lora_a[number].t()
+        parts.append(rows @ experts.weight[number].t() + low @ experts.lora_b[number].t())
+        parts[-1] = parts[-1] + experts.bias[number] if bias else parts[-1]
+    expected = torch.cat(parts)
+    seen = experts(x, torch.tensor(counts).cumsum(0).int())
+    torch.testing.assert_close(seen, expected)
+    weights = torch.randn_like(expected)
+    pairs = zip(*(torch.autograd.grad((one * weights).sum(), wanted) for one in (seen, expected)))
+    for one, other in pairs:
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize(
@@ -211,8 +239,8 @@ def test_a_model_begins_as_it_is_without_adapters() -> None:
         ("gated", {"trained": ["*.lora_a"]}, "model.adapter.trained: '*.lora_a' matches no parameter"),
         ("tied", {"trained": ["head.weight"]}, "the head is tied to embedding.weight"),
         ("gated", {"targets": ["head"]}, "'head' matches no linear layer"),
-        ("experts", {}, "match layers.0.feed_forward.router: experts and routers get no adapters"),
-        ("experts", {"targets": ["*.experts.up"]}, "match layers.0.feed_forward.experts.up"),
+        ("experts", {"rank": 8}, "match layers.0.feed_forward.router: routers get no adapters"),
+        ("experts", {"targets": ["*.experts.up"]}, "model.adapter.rank=4 must be a multiple of 8 for the grouped GEMM"),
         ("gated", {"rank": 0, "alpha": 8.0}, "model.adapter.alpha=8.0 has no effect with model.adapter.rank=0"),
         ("gated", {"rank": 0, "weights": "fp8"}, "model.adapter.weights=fp8 has no effect"),
         ("gated", {"rank": 0, "targets": ["*.q"]}, "model.adapter.targets=['*.q'] has no effect"),
@@ -227,9 +255,16 @@ def test_what_cannot_be_adapted_is_refused_by_name(family: str, changes: dict, s
 
 def test_the_way_out_of_a_refusal_is_accepted() -> None:
     spec = spec_of_family("experts")
-    [problem] = find_adapter_problems(replace(spec, adapter=replace(spec.adapter, rank=4)))
+    # With a dense layer, whose block has the name of the blocks with routers.
+    spec.overrides = {"0": {"feed_forward": {"experts": {"count": 0}}}}
+    [problem] = find_adapter_problems(replace(spec, adapter=replace(spec.adapter, rank=8)))
     patterns = problem.split("set model.adapter.targets=[")[1].split("]")[0].split(",")
-    assert not list(find_adapter_problems(replace(spec, adapter=replace(spec.adapter, rank=4, targets=patterns))))
+    spec = replace(spec, adapter=replace(spec.adapter, rank=8, targets=patterns))
+    assert not list(find_adapter_problems(spec))
+    infos = declare_parameters(spec)
+    named = {name.rpartition(".")[0] for name, info in infos.items() if info.role == "matrix"}
+    without = {name for name in named if f"{name}.lora_a" not in infos}
+    assert without == {"layers.1.feed_forward.router", "layers.2.feed_forward.router"}
 
 
 def test_settings_that_contradict_adapters_are_refused() -> None:

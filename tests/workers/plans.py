@@ -146,6 +146,12 @@ ADAPTERS = {
         "targets": ["*.attention.*", "*.shared.*"],
         "trained": ["*.router.*", "*.experts.gate.*"],
     },
+    "experts": {
+        "rank": 8,
+        "alpha": 6.0,
+        "targets": ["*.q", "*.experts.*", "*.feed_forward.gate"],
+        "trained": ["*.experts.up.weight"],
+    },
     "first layer": {"rank": 4, "alpha": 6.0, "targets": ["layers.0.*"]},
     "trained": {
         "rank": 4,

@@ -136,17 +136,18 @@ def initial_value(
 ) -> Tensor:
     """The whole fp32 parameter `name`, [info.shape]. first: of a stack of experts, the number of the first one."""
     value = torch.empty(info.shape, dtype=torch.float32, device=device)
+    # Each expert is drawn by itself, so that a rank can draw the experts that it holds without the others.
+    drawn = {f"{name}/{number}": part for number, part in enumerate(value, first)} if info.stacked else {name: value}
     if info.adapter:
         # As in PEFT: uniform within 1 / sqrt(inputs), and zeros in B, so that training starts from the model itself.
-        generator = torch.Generator(device).manual_seed(name_seed(seed, name))
-        limit = info.shape[1] ** -0.5 * name.endswith(DOWN)
-        return value.uniform_(-limit, limit, generator=generator)
+        limit = info.shape[-1] ** -0.5 * name.endswith(DOWN)
+        for place, part in drawn.items():
+            part.uniform_(-limit, limit, generator=torch.Generator(device).manual_seed(name_seed(seed, place)))
+        return value
     if info.role in ("norm", "bias"):
         return value.fill_(1 - spec.norm.offset if info.role == "norm" and name.endswith("weight") else 0)
     std = initial_std(spec, info)
     limit = spec.init.truncate * std
-    # Each expert is drawn by itself, so that a rank can draw the experts that it holds without the others.
-    drawn = {f"{name}/{number}": part for number, part in enumerate(value, first)} if info.stacked else {name: value}
     for place, part in drawn.items():
         generator = torch.Generator(device).manual_seed(name_seed(seed, place))
         if limit:
@@ -217,7 +218,17 @@ class AdaptedWeights:
         self.base, self.adapters, self.trained = base, adapters, trained
 
     def __call__(self, name: str, info: ParameterInfo) -> Tensor:
-        return (self.adapters if info.adapter or name in self.trained else self.base)(name, info)
+        return self.source(name, info)(name, info)
+
+    def source(self, name: str, info: ParameterInfo) -> Weights:
+        return self.adapters if info.adapter or name in self.trained else self.base
+
+    def experts(self, name: str, info: ParameterInfo, numbers: range) -> Tensor:
+        """Some of a stack of experts, without the others where the source can leave them out."""
+        source = self.source(name, info)
+        if hasattr(source, "experts"):
+            return source.experts(name, info, numbers)
+        return source(name, info)[numbers.start : numbers.stop]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.base, name)  # what else weights may have

@@ -115,7 +115,7 @@ def adapt_model(model: nn.Module, adapter: AdapterSpec) -> None:
         if weight is None or not can_adapt(weight):
             continue
         adapted = matches_any(name, adapter.targets)
-        if not isinstance(module, Linear) and (adapted or module.declared["weight"].float8):
+        if not isinstance(module, Linear | GroupedLinear) and (adapted or module.declared["weight"].float8):
             setting = f"targets={adapter.targets} match" if adapted else f"weights={adapter.weights}:"
             raise ConfigError(
                 f"model.adapter.{setting} {name}, whose class {type(module).__name__} is no "

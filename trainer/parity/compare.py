@@ -251,11 +251,19 @@ class StartedAdapters:
         self.base, self.seed = base, seed
 
     def __call__(self, name: str, info: ParameterInfo) -> Tensor:
-        value = self.base(name, info)
-        if not name.endswith(f".{UP}"):
-            return value
-        generator = torch.Generator(value.device).manual_seed(name_seed(self.seed, name))
-        return value.normal_(0.0, 0.3 * info.shape[1] ** -0.5, generator=generator)
+        return self.start(name, info, self.base(name, info))
+
+    def experts(self, name: str, info: ParameterInfo, numbers: range) -> Tensor:
+        """Some of a stack of experts."""
+        return self.start(name, info, self.base.experts(name, info, numbers), numbers.start)
+
+    def start(self, name: str, info: ParameterInfo, value: Tensor, first: int = 0) -> Tensor:
+        """The value as it is, or drawn where it is a matrix B. first: of a stack, the number of the first expert."""
+        if name.endswith(f".{UP}"):
+            for number, part in enumerate(value if info.stacked else [value], first):
+                generator = torch.Generator(value.device).manual_seed(name_seed(self.seed, f"{name}/{number}"))
+                part.normal_(0.0, 0.3 * info.shape[-1] ** -0.5, generator=generator)
+        return value
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.base, name)

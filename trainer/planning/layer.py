@@ -480,9 +480,13 @@ def measure_adapters(spec: ModelSpec, tp: int) -> tuple[tuple[float, float, floa
         forward = backward = elements = 0.0
         for name, down in table.items():
             if name.endswith(f".{DOWN}"):
-                outputs, inputs = table[f"{name.removesuffix(DOWN)}weight"].multiplied(tp)
-                forward, backward = forward + inputs + 2 * outputs, backward + 3 * inputs + 2 * outputs
-                elements += down.shape[0] * (inputs + outputs)
+                *experts, outputs, inputs = table[f"{name.removesuffix(DOWN)}weight"].multiplied(tp)
+                rows = down.active * prod(experts)  # that a token has in a stack of experts
+                forward, backward = (
+                    forward + rows * (inputs + 2 * outputs),
+                    backward + rows * (3 * inputs + 2 * outputs),
+                )
+                elements += rows * down.shape[-2] * (inputs + outputs)
         decoded = sum(prod(info.multiplied(tp)) for info in table.values() if info.float8)
         found.append((forward, backward, decoded, elements))
     return tuple(found)
