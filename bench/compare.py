@@ -178,6 +178,12 @@ def transformers(
     return told(launcher.run(name, ["bench/transformers_zero3.py", *shape, *settings], ROOT, **variables))
 
 
+def peft(name: str, launcher: Launcher, model: Path, length: int, sequences: int, settings: Settings) -> dict[str, Any]:
+    """One process, whatever the launcher has."""
+    shape = [f"model={model}", f"length={length}", f"micro={sequences}", f"warm={DROPPED}", f"steps={STEPS - DROPPED}"]
+    return told(launcher.execute(name, [sys.executable, "bench/peft_step.py", *shape, *settings], ROOT))
+
+
 def make_assets(folder: Path) -> Path:
     """A tokenizer of bytes in 4,096 merges, and a corpus in JSON Lines, from the standard library's sources."""
     from tokenizers import ByteLevelBPETokenizer

@@ -1,6 +1,6 @@
-"""Measurements that fit into a lease of GPUs: those of experts.sh and of many_gpus.sh.
+"""Measurements that fit into a lease of GPUs: those of experts.sh, many_gpus.sh and lora.sh.
 
-    python bench/lease.py experts|many_gpus OUT_FOLDER [CASE...] [tiny=true] [gpus=N]
+    python bench/lease.py experts|many_gpus|lora OUT_FOLDER [CASE...] [tiny=true] [gpus=N]
 
 Every case is a program with a time limit of its own, and all cases have one limit (LEASE_SECONDS): a case that no time
 is left for is named and not started. A case of a peer stands beside the case of ours that it is compared with. A JSON
@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -36,7 +37,7 @@ from typing import Any
 
 import torch
 import yaml
-from compare import OPERATIONS, ROOT, SELECTIVE, Launcher, last_error, make_assets, ours, torchtitan, transformers
+from compare import OPERATIONS, ROOT, SELECTIVE, Launcher, last_error, make_assets, ours, peft, torchtitan, transformers
 from specs import merge_values, read_spec, read_values
 
 from trainer.observe.metrics import read_metrics
@@ -74,7 +75,7 @@ class Lease:
         if self.tiny:
             shrink(values)
         text = yaml.safe_dump(values)
-        path = self.scratch / f"{'-'.join([name, str(values['depth']), *changes])}.yaml"
+        path = self.scratch / f"{name}-{zlib.crc32(text.encode()):08x}.yaml"
         path.write_text(text)
         return path
 
@@ -92,13 +93,13 @@ class Lease:
         limit: float = 170,
         side: Callable[..., Line] = ours,
     ) -> Case:
-        """A case that measures the training step of ours, of torchtitan or of transformers. settings: of that side."""
+        """A case that measures the training step of ours or of a peer (`side`). settings: of that side."""
         length = 64 if self.tiny else length
 
         def measure(launcher: Launcher) -> Iterator[Line]:
             spec = read_spec(model)
             own = {"assets": self.assets()} if side is torchtitan else {}
-            smaller = TINY_STEPS if self.tiny and side is ours else []
+            smaller = TINY_STEPS[: 3 if side is ours else 2] if self.tiny and side in (ours, peft) else []
             found = side(name, launcher, model, length, micro, [*settings, *smaller], **own)
             flops = {"tflops": True, "tflops_full": False}
             work = {key: flops_per_token(spec, length, causal) / 1e12 for key, causal in flops.items()}
@@ -267,7 +268,7 @@ def converge(lease: Lease, launcher: Launcher) -> Iterator[Line]:
     }
 
 
-ADAPTER = {"rank": 16}
+ADAPTER, FP8_WEIGHTS = {"rank": 16}, {"weights": "fp8"}
 FP8 = ["precision.float8.recipe=tensorwise", "precision.float8.gather=true"]
 FP8_PEER = (
     "--model.converters quantize.linear.float8 --quantize.linear.float8.recipe_name tensorwise "
@@ -424,10 +425,38 @@ def read_drill(text: str) -> Line:
     return {"kills": lines, "error": last_error(text)}
 
 
+def lora(lease: Lease) -> list[Case]:
+    """Those of lora.sh: `one` and `peft` for one GPU, `two` for two."""
+    llama, narrow = (lease.model("llama3_8b", adapter=ADAPTER | more) for more in ({}, FP8_WEIGHTS))
+    large, kept = lease.model("llama3_70b", adapter=ADAPTER | FP8_WEIGHTS), ["activation.mode=none"]
+    products, whole = ["precision.float8.recipe=rowwise"], ["activation.mode=full"]
+    return [
+        lease.step("one.bf16", llama, 4096, 2, kept),
+        lease.step("one.bf16_graphs", llama, 4096, 2, [*kept, "run.cuda_graphs=true"]),
+        lease.step("one.fp8_products", llama, 4096, 2, [*kept, *products]),
+        lease.step("one.fp8_weights", narrow, 4096, 2, kept),
+        lease.step("one.fp8_weights_products", narrow, 4096, 2, [*kept, *products]),
+        lease.step("one.fp8_weights_full", narrow, 4096, 1, whole),
+        *(
+            lease.step(f"peft.{name}", llama, 4096, 2, settings, 200, peft)
+            for name, settings in (
+                ("fp32", []),
+                ("fp32_compiled", ["compile=true"]),
+                ("bf16", ["adapters=bf16"]),
+                ("bf16_compiled", ["adapters=bf16", "compile=true"]),
+                ("bf16_recompute", ["adapters=bf16", "recompute=true"]),
+            )
+        ),
+        lease.step("two.tp", large, 4096, 2, [*whole, "parallel.tp=2"], 250),
+        lease.step("two.tp_fp8_products", large, 4096, 2, [*whole, "parallel.tp=2", *products], 250),
+        lease.step("two.zero3", large, 4096, 2, whole, 250),
+    ]
+
+
 def describe_machine(gpus: int) -> Line:
     """The GPUs, and the versions of what is measured."""
     versions = {}
-    for name in ("torch", "triton", "torchtitan", "torchao", "transformers", "deepspeed"):
+    for name in ("torch", "triton", "torchtitan", "torchao", "transformers", "deepspeed", "peft"):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -441,7 +470,7 @@ def describe_machine(gpus: int) -> Line:
     return machine | {"date": time.strftime("%Y-%m-%d"), "versions": versions}
 
 
-SUITES: dict[str, Callable[[Lease], list[Case]]] = {"experts": experts, "many_gpus": many_gpus}
+SUITES: dict[str, Callable[[Lease], list[Case]]] = {"experts": experts, "many_gpus": many_gpus, "lora": lora}
 
 
 def choose_cases(cases: list[Case], wanted: list[str]) -> list[Case]:

@@ -163,11 +163,13 @@ RECEIPTS: dict[str, dict[str, tuple[int, ...]]] = {
     "finetune_8b_h100x8": {"h100": (8,)},
     "finetune_8b_h200x2": {"h200": (2,)},
     "lora_8b_h100x1": {"h100": (1,)},
+    "lora_70b_h100x2": {"h100": (2,)},
+    "lora_70b_h100x8": {"h100": (8,)},
 }
 """Recipes whose plan is for a kind of GPU, and the GPUs for which it is predicted."""
 
-TUNED = ["model=llama31_8b", "model.from_hf=null"]
-"""The model by which recipes for fine-tuning are predicted, which leave it open."""
+TUNED = {"8b": "llama31_8b", "70b": "llama3_70b"}
+"""By size, the models by which recipes for fine-tuning are predicted, which leave it open."""
 
 MEASURED = {
     ("llama3_8b_h200x2", "h200", 2): (
@@ -186,7 +188,8 @@ def predicted() -> dict[tuple[str, str, int], StepEstimate]:
     """Every recipe on its GPUs. Raises `ConfigError` for a plan that is not legal there."""
     found = {}
     for name, kinds in RECEIPTS.items():
-        model = TUNED if name.startswith(("finetune", "lora")) else []
+        open_model = name.startswith(("finetune", "lora"))
+        model = [f"model={TUNED[name.split('_')[1]]}", "model.from_hf=null"] if open_model else []
         config = compose_variant([f"+config={name}", *model], None, 1, corpus=False)
         for kind, counts in kinds.items():
             hardware = load_hardware(kind)

@@ -14,21 +14,23 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from support.reference import tiny_spec
 from torch import Tensor
 
 import trainer
-from trainer.checkpointing.loading import merge_adapters, open_saved
+from trainer.checkpointing.loading import SavedModel, merge_adapters, open_saved
 from trainer.checkpointing.manifest import read_manifest, write_manifest
 from trainer.commands import export, merge, sample
 from trainer.config import ConfigError
 from trainer.config.model import AdapterSpec, ModelSpec
 from trainer.hf import HFWeights, export_adapter, spec_from_hf
-from trainer.hf.adapters import ADAPTER, TENSORS, PeftWeights
+from trainer.hf.adapters import ADAPTER, TENSORS, PeftWeights, write_adapter
 from trainer.model.initial import AdaptedWeights, InitialWeights, fill_parameters
 from trainer.model.stage import split_report
 from trainer.model.transformer import Transformer
 from trainer.parity.compare import StartedAdapters
 from trainer.planning.parameters import declare_parameters
+from trainer.precision.products import round_rows
 
 transformers = pytest.importorskip("transformers")
 
@@ -429,3 +431,51 @@ def test_adapters_of_drawn_weights_are_exported_merged_only(tmp_path: Path, caps
     assert export.main([f"checkpoint={tmp_path}/run", f"out={tmp_path}/hf", "dtype=fp32"]) == 0
     assert export.main([f"checkpoint={tmp_path}/run", f"out={tmp_path}/a", "form=adapter"]) == 2
     assert "set form=merged" in capsys.readouterr().err
+
+
+def test_adapters_beside_fp8_weights_are_merged_into_these(
+    pretrained: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    narrow = (*ADAPTED, "model.adapter.weights=fp8")
+    whole = run(tmp_path, pretrained, *narrow, "run.steps=4", name="whole")
+    assert run(tmp_path, pretrained, *narrow).code == 0
+    with pytest.raises(ConfigError, match="model.adapter.weights=compute but the checkpoint has fp8"):
+        run(tmp_path, pretrained, *ADAPTED, "run.steps=4")
+    done = run(tmp_path, pretrained, *narrow, "run.steps=4")
+    assert [line["loss"] for line in done.metrics] == pytest.approx([line["loss"] for line in whole.metrics], rel=1e-6)
+    saved = open_saved(f"{tmp_path}/run")
+    merged, base = merge_adapters(saved), HFWeights(pretrained, saved.spec).tensor
+    for name, info in declare_parameters(merged.spec).items():
+        expected = saved.tensor(name) if name == "norm.weight" else base(name).float()
+        if info.role == "matrix":
+            up, down = (saved.tensor(name.replace("weight", part)).float() for part in ("lora_b", "lora_a"))
+            assert not torch.equal(round_rows(expected), expected)
+            expected = round_rows(expected) + up @ down * saved.spec.adapter.factor
+        torch.testing.assert_close(merged.tensor(name).float(), expected, rtol=1e-6, atol=1e-7)
+    assert export.main([f"checkpoint={tmp_path}/run", f"out={tmp_path}/hf", "dtype=fp32"]) == 0
+    assert "added to the frozen weights as fp8 rounds them" in capsys.readouterr().out
+    assert export.main([f"checkpoint={tmp_path}/run", f"out={tmp_path}/adapter", "form=adapter"]) == 0
+    assert "weights before that rounding" in capsys.readouterr().out
+    assert sample.main([f"checkpoint={tmp_path}/run", "prompt=def", "tokens=3", "device=cpu"]) == 0
+    again = run(tmp_path, tmp_path / "adapter", "model.adapter.weights=fp8", name="again")
+    assert again.metrics[0]["loss"] == pytest.approx(done.metrics[-1]["loss"], rel=0.3)
+    assert open_saved(f"{tmp_path}/again").spec.adapter.weights == "fp8"
+    with pytest.raises(ConfigError, match="model.adapter.alpha=8.0 has no effect with model.adapter.rank=0"):
+        run(tmp_path, tmp_path / "adapter", "model.adapter.alpha=8", name="other")
+
+
+def test_adapters_of_experts_are_exported_merged_only(tmp_path: Path) -> None:
+    experts = {"kind": "gated", "width": 40, "experts": {"count": 3, "top_k": 2}}
+    adapter = {"rank": 8, "alpha": 4.0, "targets": ["*.experts.*"]}
+    spec = tiny_spec(family="mixtral", feed_forward=experts, adapter=adapter)
+    infos = declare_parameters(spec)
+    values = {name: torch.randn(info.shape) for name, info in infos.items()}
+    merged = merge_adapters(SavedModel(tmp_path, spec, values.__getitem__, None, None))
+    for name in declare_parameters(merged.spec):
+        expected = values[name]
+        if ".experts." in name:
+            pairs = zip(*(values[name.replace("weight", part)] for part in ("lora_b", "lora_a")))
+            expected = expected + 0.5 * torch.stack([up @ down for up, down in pairs])
+        torch.testing.assert_close(merged.tensor(name), expected)
+    with pytest.raises(ConfigError, match=r"layers.0.feed_forward.experts.gate has an adapter for each expert.*merged"):
+        write_adapter(tmp_path, spec, values.__getitem__, tmp_path)

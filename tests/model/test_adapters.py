@@ -13,16 +13,18 @@ from support.reference import settings, tiny_spec
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.config.model import ModelSpec
+from trainer.config.model import AdapterSpec, ExpertsSpec, ModelSpec
 from trainer.config.synonyms import find_synonym
+from trainer.model.experts import GroupedLinear
 from trainer.model.initial import InitialWeights, initialize_model, parameter_infos
 from trainer.model.layers import Linear, project_input
 from trainer.model.transformer import Transformer
+from trainer.parallel.parallelize import cast_frozen
 from trainer.parallel.recompute import linear_names
 from trainer.planning.layer import model_programs
 from trainer.planning.parameters import UpdateSettings, declare_parameters, find_adapter_problems
 from trainer.planning.resolve import check_config
-from trainer.precision.products import Multiply
+from trainer.precision.products import Multiply, decode_rows, encode_rows, round_rows
 
 WIDTH, TOKENS, RANK, SCALE = 12, 9, 3, 0.7
 
@@ -41,7 +43,7 @@ def build_linear(outputs: int, kind: str, bias: bool) -> Linear:
         nn.init.normal_(parameter)
     if "frozen" in kind:
         for name in list(linear.declared):
-            linear.freeze(name)
+            linear.freeze(name, AdapterSpec())
     if "adapted" in kind:
         linear.adapt(RANK, SCALE)
         linear.double()
@@ -89,6 +91,33 @@ def test_products_and_gradients_are_those_of_the_formula(kinds: list[str], bias:
             torch.testing.assert_close(torch.zeros_like(other) if one is None else one, other)
 
 
+@given(counts=st.lists(st.integers(0, 4), min_size=1, max_size=4), bias=st.booleans(), frozen=st.booleans())
+def test_each_expert_has_an_adapter_of_its_own(counts: list[int], bias: bool, frozen: bool) -> None:
+    """counts: rows of each expert."""
+    torch.manual_seed(0)
+    experts = GroupedLinear(ExpertsSpec(count=len(counts), top_k=1), WIDTH, 5, ("inner", "embed"), bias=bias)
+    for name in list(experts.declared) if frozen else ():
+        experts.freeze(name, AdapterSpec())
+    experts.adapt(RANK, SCALE)
+    experts.double()
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter)
+    x = torch.randn(sum(counts), WIDTH, dtype=torch.float64, requires_grad=True)
+    wanted = [x, *(parameter for parameter in experts.parameters() if parameter.requires_grad)]
+    parts = []
+    for number, rows in enumerate(x.split(counts)):
+        low = SCALE * rows @ experts.lora_a[number].t()
+        parts.append(rows @ experts.weight[number].t() + low @ experts.lora_b[number].t())
+        parts[-1] = parts[-1] + experts.bias[number] if bias else parts[-1]
+    expected = torch.cat(parts)
+    seen = experts(x, torch.tensor(counts).cumsum(0).int())
+    torch.testing.assert_close(seen, expected)
+    weights = torch.randn_like(expected)
+    pairs = zip(*(torch.autograd.grad((one * weights).sum(), wanted) for one in (seen, expected)))
+    for one, other in pairs:
+        torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize(
     ("kind", "slow", "kept"),
     [("frozen", True, False), ("frozen", False, False), ("frozen adapted", True, True), ("plain", True, True)],
@@ -103,6 +132,49 @@ def test_a_frozen_matrix_without_an_adapter_keeps_no_input(kind: str, slow: bool
     assert (x.data_ptr() in saved) == kept
 
 
+@given(
+    rows=st.integers(1, 9),
+    columns=st.integers(1, 40),
+    spread=st.integers(0, 60),
+    seed=st.integers(0, 999),
+    wide=st.booleans(),
+)
+def test_values_in_fp8_are_exact_in_bf16(rows: int, columns: int, spread: int, seed: int, wide: bool) -> None:
+    """spread: of the sizes of rows, as powers of two. Elements that are not tiny in their row keep three bits."""
+    torch.manual_seed(seed)
+    weight = torch.randn(rows, columns) * torch.exp2(torch.randint(-spread, spread + 1, (rows, 1)).float())
+    weight = weight if wide else weight.bfloat16()
+    codes, scale = encode_rows(weight)
+    assert codes.dtype is torch.float8_e4m3fn and torch.equal(torch.frexp(scale).mantissa, torch.full_like(scale, 0.5))
+    value = round_rows(weight)
+    for dtype in (torch.bfloat16, torch.float32):
+        for backward in (False, True):
+            assert torch.equal(decode_rows(codes, scale, dtype, backward).float(), value)
+    assert torch.equal(round_rows(value), value) and torch.equal(round_rows(value.bfloat16()), value)
+    error, size = (value - weight.float()).abs(), weight.float().abs()
+    tiny = size.amax(1, keepdim=True) * 2**-14
+    assert (error <= torch.maximum(size / 16, tiny)).all()
+
+
+@pytest.mark.parametrize("targets", [["*"], ["*.attention.q"]])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_nothing_of_decoded_matrices_is_kept(targets: list[str], compiled: bool) -> None:
+    """Between forward and backward a layer keeps the frozen matrices as they are held, one byte an element, and no
+    copy of one in the compute type."""
+    spec = tiny_spec(width=64, depth=1, adapter={"rank": 2, "weights": "fp8", "targets": targets})
+    model = Transformer(spec)
+    cast_frozen(model, torch.float32)
+    initialize_model(model, spec, 0, torch.device("cpu"))
+    feed, x = model.layers["0"].feed_forward, torch.randn(5, 64, requires_grad=True)
+    run = torch.compile(feed, backend="aot_eager_decomp_partition") if compiled else feed
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        run(x)
+    sizes = {linear.weight.numel() for linear in (feed.gate, feed.up, feed.down)}
+    assert {one.dtype for one in kept if one.numel() in sizes} == {torch.float8_e4m3fn}
+    assert len({one.data_ptr() for one in kept if one.dtype is torch.float8_e4m3fn}) == 3
+
+
 PATTERNS = st.lists(
     st.sampled_from(["*", "*.q", "*.attention.*", "layers.0.*", "layers.[12].*.up", "*.o", "nothing"]), max_size=3
 )
@@ -113,11 +185,16 @@ TRAINED = st.lists(st.sampled_from(["*norm*", "embedding.weight", "*.bias", "lay
     targets=PATTERNS,
     trained=TRAINED,
     tied=st.booleans(),
+    weights=st.sampled_from(["compute", "fp8"]),
     family=st.sampled_from(["gated", "plain", "latent", "experts"]),
 )
-def test_the_table_has_what_the_modules_have(targets: list[str], trained: list[str], tied: bool, family: str) -> None:
+def test_the_table_has_what_the_modules_have(
+    targets: list[str], trained: list[str], tied: bool, weights: str, family: str
+) -> None:
     spec = spec_of_family(family)
-    spec = replace(spec, tied=tied, adapter=replace(spec.adapter, rank=2, targets=targets, trained=trained))
+    spec = replace(
+        spec, tied=tied, adapter=replace(spec.adapter, rank=2, targets=targets, trained=trained, weights=weights)
+    )
     with torch.device("meta"):
         model = Transformer(spec)
     declared = declare_parameters(spec)
@@ -162,9 +239,10 @@ def test_a_model_begins_as_it_is_without_adapters() -> None:
         ("gated", {"trained": ["*.lora_a"]}, "model.adapter.trained: '*.lora_a' matches no parameter"),
         ("tied", {"trained": ["head.weight"]}, "the head is tied to embedding.weight"),
         ("gated", {"targets": ["head"]}, "'head' matches no linear layer"),
-        ("experts", {}, "match layers.0.feed_forward.router: experts and routers get no adapters"),
-        ("experts", {"targets": ["*.experts.up"]}, "match layers.0.feed_forward.experts.up"),
+        ("experts", {"rank": 8}, "match layers.0.feed_forward.router: routers get no adapters"),
+        ("experts", {"targets": ["*.experts.up"]}, "model.adapter.rank=4 must be a multiple of 8 for the grouped GEMM"),
         ("gated", {"rank": 0, "alpha": 8.0}, "model.adapter.alpha=8.0 has no effect with model.adapter.rank=0"),
+        ("gated", {"rank": 0, "weights": "fp8"}, "model.adapter.weights=fp8 has no effect"),
         ("gated", {"rank": 0, "targets": ["*.q"]}, "model.adapter.targets=['*.q'] has no effect"),
     ],
 )
@@ -177,9 +255,16 @@ def test_what_cannot_be_adapted_is_refused_by_name(family: str, changes: dict, s
 
 def test_the_way_out_of_a_refusal_is_accepted() -> None:
     spec = spec_of_family("experts")
-    [problem] = find_adapter_problems(replace(spec, adapter=replace(spec.adapter, rank=4)))
+    # With a dense layer, whose block has the name of the blocks with routers.
+    spec.overrides = {"0": {"feed_forward": {"experts": {"count": 0}}}}
+    [problem] = find_adapter_problems(replace(spec, adapter=replace(spec.adapter, rank=8)))
     patterns = problem.split("set model.adapter.targets=[")[1].split("]")[0].split(",")
-    assert not list(find_adapter_problems(replace(spec, adapter=replace(spec.adapter, rank=4, targets=patterns))))
+    spec = replace(spec, adapter=replace(spec.adapter, rank=8, targets=patterns))
+    assert not list(find_adapter_problems(spec))
+    infos = declare_parameters(spec)
+    named = {name.rpartition(".")[0] for name, info in infos.items() if info.role == "matrix"}
+    without = {name for name in named if f"{name}.lora_a" not in infos}
+    assert without == {"layers.1.feed_forward.router", "layers.2.feed_forward.router"}
 
 
 def test_settings_that_contradict_adapters_are_refused() -> None:

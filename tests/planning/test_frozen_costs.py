@@ -36,12 +36,14 @@ def test_operations_are_those_that_torch_counts() -> None:
     assert parameter_counts(composed(1, "parallel=ddp", *ADAPTED).model)["trained"] == 41_943_040
 
 
+@pytest.mark.parametrize("weights", ["compute", "fp8"])
 @pytest.mark.parametrize(("stage", "frozen_ranks"), [(0, 1), (1, 1), (2, 1), (3, 8)])
-def test_frozen_parameters_take_two_bytes_and_no_states(stage: int, frozen_ranks: int) -> None:
-    config = composed(8, f"parallel.zero.stage={stage}", *ADAPTED)
+def test_frozen_parameters_take_their_type_and_no_states(stage: int, frozen_ranks: int, weights: str) -> None:
+    config = composed(8, f"parallel.zero.stage={stage}", *ADAPTED, f"model.adapter.weights={weights}")
     layout, counts = resolve_layout(config, 8, config.model), parameter_counts(config.model)
     states, trained = state_bytes(config.model, layout.plan, 2), counts["trained"]
-    assert states.frozen == pytest.approx(2 * (counts["total"] - trained) / frozen_ranks, rel=1e-6)
+    narrow = 32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336) * (weights == "fp8")
+    assert states.frozen == pytest.approx((2 * (counts["total"] - trained) - narrow) / frozen_ranks, rel=1e-6)
     ranks = 1 if stage == 0 else 8
     assert states.parameters == pytest.approx(4 * trained / ranks, rel=1e-6)
     assert states.optimizer == pytest.approx(8 * trained / ranks, rel=1e-6)

@@ -507,6 +507,19 @@ ADAPTERS = [
         {"dp": 2, "pp": 2, "stage": 3, "schedule": "zb_h1", "micro_batches": 3, "offload": True},
         {"tp": 2, "pp": 2, "schedule": "interleaved", "adapter": "first layer", "micro_batches": 2},
         {"tp": 4, "kv_heads": 2, "precision": "bf16", "micro_batches": 1},
+        {"family": "experts", "adapter": "experts", "recompute": "selective", "bias": False},
+        {"family": "experts", "adapter": "experts", "dp": 2, "stage": 3, "precision": "bf16", "recompute": "full"},
+        {"family": "gpt_oss", "adapter": "experts", "tp": 2, "recompute": "selective"},
+        {"family": "eight experts", "adapter": "experts", "dp": 2, "ep": 2, "stage": 3, "micro_batches": 3},
+        {"family": "experts", "adapter": "experts", "pp": 2, "schedule": "zb_v", "micro_batches": 3},
+        {"family": "eight experts", "adapter": "experts", "dp": 4, "ep": 2, "stage": 3, "ep_dispatch": "alltoall"},
+        {"frozen": "fp8", "recompute": "selective"},
+        {"frozen": "fp8", "dp": 2, "stage": 3, "precision": "bf16", "micro_batches": 3, "adapter": "trained"},
+        {"frozen": "fp8", "dp": 2, "stage": 3, "collectives": "copy_engine", "adapter": "some"},
+        {"frozen": "fp8", "tp": 2, "kv_heads": 1, "recompute": "layers", "adapter": "some"},
+        {"frozen": "fp8", "tp": 2, "float8": "rowwise", "bias": False},
+        {"frozen": "fp8", "pp": 2, "schedule": "zb_v", "micro_batches": 3, "adapter": "trained", "tied": True},
+        {"frozen": "fp8", "dp": 2, "tp": 2, "stage": 3, "offload": True, "recompute": "full", "family": "latent"},
     )
 ]
 """Low-rank adapters beside frozen matrices: beside all or some of them, with other parameters that are trained too, or
@@ -518,6 +531,8 @@ COMPILED_ADAPTERS = [
     ADAPTERS[0] | {"adapter": "trained", "compile": "graphs", "tp": 2},
     ADAPTERS[0] | {"adapter": "some", "compile": "graphs", "dp": 2, "stage": 3, "recompute": "full"},
     ADAPTERS[0] | {"compile": "graphs", "pp": 2, "schedule": "zb_v"},
+    ADAPTERS[0] | {"compile": "graphs", "frozen": "fp8", "dp": 2, "stage": 3, "recompute": "full"},
+    ADAPTERS[0] | {"compile": "graphs", "family": "experts", "adapter": "experts", "dp": 2, "stage": 3},
 ]
 
 

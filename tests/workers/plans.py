@@ -146,6 +146,12 @@ ADAPTERS = {
         "targets": ["*.attention.*", "*.shared.*"],
         "trained": ["*.router.*", "*.experts.gate.*"],
     },
+    "experts": {
+        "rank": 8,
+        "alpha": 6.0,
+        "targets": ["*.q", "*.experts.*", "*.feed_forward.gate"],
+        "trained": ["*.experts.up.weight"],
+    },
     "first layer": {"rank": 4, "alpha": 6.0, "targets": ["layers.0.*"]},
     "trained": {
         "rank": 4,
@@ -178,6 +184,7 @@ def spec_of(case: Case, device: torch.device) -> ModelSpec:
         {"width": 64} if device.type == "cuda" else {},
         {"width": 64, "feed_forward": {"width": 96}} if "float8" in case else {},
         {"adapter": ADAPTERS[case["adapter"]]} if "adapter" in case else {},
+        {"adapter": {"weights": "fp8"}} if case.get("frozen") == "fp8" else {},
     ):
         spec = ModelSpec.from_dict(merged(spec.to_dict(), changes))
     return spec

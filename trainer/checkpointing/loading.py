@@ -37,6 +37,7 @@ from trainer.distributed.mesh import gather_objects
 from trainer.distributed.tensors import Fragment
 from trainer.optim.optimizer import PREFIX as EMA
 from trainer.planning.parameters import ADAPTER_NAMES, DOWN, declare_parameters, router_shapes
+from trainer.precision.products import round_rows
 from trainer.util.objects import hide_secrets, is_url
 from trainer.util.reading import shorten_foreign
 
@@ -450,7 +451,8 @@ def open_saved(checkpoint: str, weights: str = "trained") -> SavedModel:
 
     def tensor(name: str) -> Tensor:
         if read_frozen is not None and name in infos and not infos[name].trained:
-            return read_frozen(name)
+            # The adapters belong to the values that the run has computed with.
+            return round_rows(read_frozen(name)) if infos[name].float8 else read_frozen(name)
         # Biases of routers are not averaged, so those of the last step go with the average.
         stored = ("model." if name in unaveraged else prefix) + name
         return contents.read([stored])[stored]

@@ -46,6 +46,8 @@ def run(options: ExportOptions) -> None:
             saved.spec, saved.tensor, options.out, saved.base, dtype, saved.tokenizer, saved.begin
         )
         print(f"{options.out}: adapters of {saved.base} in {name}", *messages, sep="\n")
+        if saved.spec.adapter.weights == "fp8":
+            print("they were trained beside weights in fp8, and the folder belongs to the weights before that rounding")
         return
     model = merge_adapters(saved, dtype)
     export_model(
@@ -53,6 +55,8 @@ def run(options: ExportOptions) -> None:
     )
     rounded = "" if name == "fp32" else " (dtype=fp32 keeps them as trained)"
     print(f"{options.out}: weights in {name}{rounded}")
+    if saved.spec.adapter.weights == "fp8":
+        print("the adapters are added to the frozen weights as fp8 rounds them, beside which they were trained")
     if isinstance(model.tensor, MergedWeights) and name != "fp32":
         print(f"rounding to {name} takes {model.tensor.share_lost:.1%} of what the adapters add to the weights")
 

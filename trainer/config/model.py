@@ -410,6 +410,12 @@ class AdapterSpec:
     trained: list[str] = option(
         [], "parameters of the model that are trained beside the adapters: patterns of names such as norm.weight"
     )
+    weights: str = option(
+        "compute",
+        "type of the frozen matrices of layers: precision.compute, or fp8 (e4m3), rounded once when they are read, "
+        "with a power of two as the scale of each row",
+        ("compute", "fp8"),
+    )
 
     @property
     def factor(self) -> float:

@@ -60,6 +60,7 @@ _NAMES = {
     "model.adapter.scale": "use_rslora rslora",
     "model.adapter.targets": "target_modules lora_target_modules lora_target lora_attn_modules",
     "model.adapter.trained": "modules_to_save",
+    "model.adapter.weights": "quantize_base load_in_8bit base_weight_dtype",
     "model.init.std": "init_method_std initializer_range",
     "model.tied": "tie_word_embeddings tie_embeddings",
     "parallel.tp": "tensor_parallel tensor_model_parallel_size tensor_parallel_degree tp_size",

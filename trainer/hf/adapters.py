@@ -195,8 +195,8 @@ class PeftWeights:
         parts = entry.ours
         inputs, outputs = self.infos[parts[0]].shape[-1], sum(self.infos[part].shape[0] for part in parts)
         rank = match_module(self.options.get("rank_pattern"), module, self.options["r"])
-        if not all(can_adapt(self.infos[part]) for part in parts) or entry.expert is not None:
-            raise self.error(f"{on_one_line(module)}: experts and routers get no adapters")
+        if not all(can_adapt(self.infos[part]) and not self.infos[part].stacked for part in parts):
+            raise self.error(f"{on_one_line(module)}: adapters of experts and routers are not read")
         if (tuple(down.shape), tuple(up.shape)) != ((rank, inputs), (outputs, rank)):
             raise self.error(
                 f"{on_one_line(module)} has lora_A {list(down.shape)} and lora_B {list(up.shape)}, rank {rank:g} and "
@@ -249,8 +249,16 @@ def join_adapters(spec: ModelSpec, given: AdapterSpec) -> AdapterSpec:
             f"model.adapter.rank={given.rank}: {spec.family} runs by transformers' own code, whose layers take no "
             "adapters here; set model.adapter.rank=0, or train a model whose family the project's own blocks know"
         )
-    if not given.rank or not stored.rank:
-        return given if given.rank else stored
+    if not stored.rank:
+        return given
+    if not given.rank:
+        for name in ("alpha", "scale", "targets", "trained"):
+            if getattr(given, name) != getattr(AdapterSpec(), name):
+                raise ConfigError(
+                    f"model.adapter.{name}={getattr(given, name)} has no effect with model.adapter.rank=0, where the "
+                    f"adapter stays as the folder has it; set model.adapter.rank={stored.rank}, or leave it out"
+                )
+        return replace(stored, weights=given.weights)
     plain = declare_parameters(replace(spec, adapter=AdapterSpec()))
     tables = [adapt_table(replace(one, trained=["*"]), plain) for one in (stored, given)]
     if tables[0] != tables[1] or abs(stored.factor - given.factor) > 1e-9 * stored.factor:
@@ -316,6 +324,11 @@ def write_adapter(
                 )
             store(entry.theirs, entry.join([read(name) for name in entry.ours]))
             saved.append(module)
+        if chosen and infos[entry.ours[0]].stacked:
+            raise ConfigError(
+                f"form=adapter: {chosen[0]} has an adapter for each expert, which a PEFT folder here cannot hold; set "
+                "form=merged"
+            )
         if chosen:
             down = torch.cat([read(f"{part}.{DOWN}") for part in chosen])
             up = replace(entry, transposed=False).join(list(spread_blocks(parts, chosen, infos, read)))

@@ -23,6 +23,7 @@ from trainer.model.dispatch import Dispatch, Dispatched, cast_result
 from trainer.model.initial import DeclaredModule
 from trainer.model.linear import DeferredGrads, accumulate_gradients, detach_weights, number_layer, weight_views
 from trainer.model.stage import BlockReport
+from trainer.planning.parameters import DOWN, UP, declare_adapter
 
 
 @register_operator("choose_experts")
@@ -188,8 +189,9 @@ class WideLinear(DeclaredModule):
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype) -> None:
-    """Casts the parameters of a model, those of `WideLinear` to fp32 at least."""
-    model.to(dtype)
+    """Casts the parameters of a model, those of `WideLinear` to fp32 at least. Frozen matrices in fp8 stay as they
+    are."""
+    model._apply(lambda one: one.to(dtype) if one.is_floating_point() and one.dtype.itemsize > 1 else one)
     for module in model.modules():
         if isinstance(module, WideLinear):
             module.to(torch.promote_types(dtype, torch.float32))
@@ -395,6 +397,55 @@ class GroupedProduct(torch.autograd.Function):
         return to_x, *(to_weight or [None]), None, *[None] * len(numbers)
 
 
+# The products of adapters are operators of their own, which `activation.save` does not count.
+
+
+@register_operator("adapt_groups")
+def adapt_groups(x: Tensor, down: Tensor, up: Tensor, ends: Tensor, scale: float) -> list[Tensor]:
+    """u_e = scale x_e A_e^T of each expert's rows, and u_e B_e^T. x: [rows, inputs], sorted by expert; down: [experts,
+    rank, inputs]; up: [experts, outputs, rank]; ends: see `grouped_matmul`."""
+    low = multiply_grouped(x, down.mT, ends).mul_(scale)
+    return [low, multiply_grouped(low, up.mT, ends)]
+
+
+@torch.library.register_fake("trainer::adapt_groups")
+def _(x: Tensor, down: Tensor, up: Tensor, ends: Tensor, scale: float) -> list[Tensor]:
+    return [x.new_empty(x.shape[0], down.shape[1]), x.new_empty(x.shape[0], up.shape[1])]
+
+
+@register_operator("adapt_groups_backward")
+def adapt_groups_backward(
+    gradient: Tensor, x: Tensor, low: Tensor, down: Tensor, up: Tensor, ends: Tensor, scale: float
+) -> list[Tensor]:
+    """The gradients of x, A and B from that of u_e B_e^T. low: u."""
+    to_low = multiply_grouped(gradient, up, ends).mul_(scale)
+    return [
+        multiply_grouped(to_low, down, ends),
+        grouped_weight_gradient(to_low, x, ends),
+        grouped_weight_gradient(gradient, low, ends),
+    ]
+
+
+@torch.library.register_fake("trainer::adapt_groups_backward")
+def _(gradient: Tensor, x: Tensor, low: Tensor, down: Tensor, up: Tensor, ends: Tensor, scale: float) -> list[Tensor]:
+    return [one.new_empty(one.shape) for one in (x, down, up)]
+
+
+class GroupedAdapter(torch.autograd.Function):
+    """scale (x_e A_e^T) B_e^T of each expert's rows, with a pair of matrices for each expert. See `adapt_groups`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, down: Tensor, up: Tensor, ends: Tensor, scale: float) -> Tensor:
+        low, added = adapt_groups(x, down, up, ends, scale)
+        ctx.save_for_backward(x, low, down, up, ends)
+        ctx.scale = scale
+        return added
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple:
+        return *adapt_groups_backward(gradient.contiguous(), *ctx.saved_tensors, ctx.scale), None, None
+
+
 @register_operator("sum_groups")
 def sum_groups(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """The sum of each expert's rows of x [rows, outputs], each times its weight [rows]: [experts, outputs].
@@ -439,7 +490,7 @@ def spread_groups(values: Tensor, ends: Tensor, rows: int) -> Tensor:
 
 class GroupedLinear(DeclaredModule):
     """One projection of all experts. weight: [experts, outputs, inputs]; bias: [experts, outputs]. axes: those of
-    (outputs, inputs)."""
+    (outputs, inputs). With an adapter (`adapt`) each expert has matrices A and B of its own."""
 
     def __init__(
         self,
@@ -454,6 +505,7 @@ class GroupedLinear(DeclaredModule):
         self.biased = bias
         self.deferred: DeferredGrads | None = None
         self.number: Tensor | None = None
+        self.adapter_scale: float | None = None
         active = spec.top_k / spec.count
         self.declare("weight", (spec.count, outputs, inputs), ("experts", *axes), "matrix", residual, active=active)
         if bias:
@@ -464,12 +516,20 @@ class GroupedLinear(DeclaredModule):
         if self.weight.requires_grad:
             self.deferred, self.number = deferred, number_layer(self)
 
+    def adapt(self, rank: int, scale: float) -> None:
+        """Puts an adapter beside the matrix of each expert. scale: factor on its output."""
+        self.adapter_scale = scale
+        for name, info in declare_adapter(self.declared["weight"], rank).items():
+            self.add_parameter(name, info)
+
     def forward(self, x: Tensor, ends: Tensor, weights: Tensor | None = None) -> Tensor:
         """x: [rows, inputs], sorted by expert. ends: see `grouped_matmul`. weights: [rows], factors on the bias, or
         None for one."""
         numbers = [] if self.number is None else [self.number]
         (weight,) = detach_weights([self.local("weight")], numbers)
         y = GroupedProduct.apply(x, weight, ends, *numbers)
+        if self.adapter_scale is not None:
+            y = y + GroupedAdapter.apply(x, self.local(DOWN), self.local(UP), ends, self.adapter_scale)
         if not self.biased:
             return y
         return GroupedBias.apply(y, self.local("bias"), weights, ends)

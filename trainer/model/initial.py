@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trainer.config.model import ModelSpec
+from trainer.config.model import AdapterSpec, ModelSpec
 from trainer.distributed.collectives import TensorGroup
 from trainer.distributed.tensors import local_extent
-from trainer.planning.parameters import DOWN, ParameterInfo
+from trainer.planning.parameters import DOWN, ParameterInfo, freeze_parameter
+from trainer.precision.products import E4M3, encode_rows, round_rows
 
 # Logical axes: what each dimension of a parameter means. Every parameter is declared with a name for each of its
 # dimensions (`embed`, `heads`, `kv_heads`, `mlp`, `vocab`, ...) and a role. Layouts (tensor parallelism, sharding),
@@ -56,9 +57,9 @@ class DeclaredModule(nn.Module):
         self.declared[name] = info
         self.register_parameter(name, nn.Parameter(torch.empty(info.shape), requires_grad=info.trained))
 
-    def freeze(self, name: str) -> None:
-        """From now on the parameter gets no gradient."""
-        self.declared[name] = replace(self.declared[name], trained=False)
+    def freeze(self, name: str, adapter: AdapterSpec) -> None:
+        """From now on the parameter gets no gradient. adapter: says in which type it is held."""
+        self.declared[name] = freeze_parameter(self.declared[name], name, adapter)
         getattr(self, name).requires_grad_(False)
 
     def local(self, name: str) -> Tensor:
@@ -69,6 +70,14 @@ class DeclaredModule(nn.Module):
         # The matrix A of an adapter has no rows of heads.
         whole = self.part is None or self.declared[name].axes[0] != "kv_heads"
         return parameter if whole else ParameterPart.apply(parameter, self.part)
+
+    def local_rows(self, name: str) -> slice:
+        """The rows of a parameter that this rank computes with."""
+        info = self.declared[name]
+        if self.group is None or info.cut != 0:
+            return slice(None)
+        size = -(-info.shape[0] // self.group.size)
+        return self.part or slice(self.group.rank * size, (self.group.rank + 1) * size)
 
 
 class ParameterPart(torch.autograd.Function):
@@ -127,17 +136,18 @@ def initial_value(
 ) -> Tensor:
     """The whole fp32 parameter `name`, [info.shape]. first: of a stack of experts, the number of the first one."""
     value = torch.empty(info.shape, dtype=torch.float32, device=device)
+    # Each expert is drawn by itself, so that a rank can draw the experts that it holds without the others.
+    drawn = {f"{name}/{number}": part for number, part in enumerate(value, first)} if info.stacked else {name: value}
     if info.adapter:
         # As in PEFT: uniform within 1 / sqrt(inputs), and zeros in B, so that training starts from the model itself.
-        generator = torch.Generator(device).manual_seed(name_seed(seed, name))
-        limit = info.shape[1] ** -0.5 * name.endswith(DOWN)
-        return value.uniform_(-limit, limit, generator=generator)
+        limit = info.shape[-1] ** -0.5 * name.endswith(DOWN)
+        for place, part in drawn.items():
+            part.uniform_(-limit, limit, generator=torch.Generator(device).manual_seed(name_seed(seed, place)))
+        return value
     if info.role in ("norm", "bias"):
         return value.fill_(1 - spec.norm.offset if info.role == "norm" and name.endswith("weight") else 0)
     std = initial_std(spec, info)
     limit = spec.init.truncate * std
-    # Each expert is drawn by itself, so that a rank can draw the experts that it holds without the others.
-    drawn = {f"{name}/{number}": part for number, part in enumerate(value, first)} if info.stacked else {name: value}
     for place, part in drawn.items():
         generator = torch.Generator(device).manual_seed(name_seed(seed, place))
         if limit:
@@ -154,6 +164,9 @@ def fill_parameters(model: nn.Module, value: Weights) -> None:
     infos = parameter_infos(model)
     for name, parameter in model.named_parameters():
         info, some = infos[name], getattr(value, "experts", None)
+        if parameter.dtype is E4M3:
+            fill_codes(model.get_submodule(name.rpartition(".")[0]), parameter, value(name, info))
+            continue
         if not isinstance(parameter, DTensor):
             parameter.copy_(value(name, info).to(parameter.device))
             continue
@@ -165,6 +178,18 @@ def fill_parameters(model: nn.Module, value: Weights) -> None:
         part = whole[tuple(slice(offset, offset + size) for offset, size in zip(offsets, shape))]
         parameter.to_local().copy_(part.to(parameter.device))  # each rank slices its own copy, nothing is sent
     fill_buffers(model, value)
+
+
+def fill_codes(module: Any, parameter: nn.Parameter, whole: Tensor) -> None:
+    """Rounds a frozen matrix, the `weight` of a linear layer, to fp8. Ranks that hold parts of rows round whole rows
+    too, so the values are the same under every plan."""
+    codes, scale = encode_rows(whole.to(module.row_scale.device))
+    module.row_scale = scale[module.local_rows("weight")].contiguous()
+    if isinstance(parameter, DTensor):
+        shape, offsets = local_extent(parameter)
+        codes = codes[tuple(slice(offset, offset + size) for offset, size in zip(offsets, shape))]
+        parameter = parameter.to_local()
+    parameter.copy_(codes)
 
 
 def fill_buffers(model: nn.Module, value: Weights) -> None:
@@ -193,10 +218,34 @@ class AdaptedWeights:
         self.base, self.adapters, self.trained = base, adapters, trained
 
     def __call__(self, name: str, info: ParameterInfo) -> Tensor:
-        return (self.adapters if info.adapter or name in self.trained else self.base)(name, info)
+        return self.source(name, info)(name, info)
+
+    def source(self, name: str, info: ParameterInfo) -> Weights:
+        return self.adapters if info.adapter or name in self.trained else self.base
+
+    def experts(self, name: str, info: ParameterInfo, numbers: range) -> Tensor:
+        """Some of a stack of experts, without the others where the source can leave them out."""
+        source = self.source(name, info)
+        if hasattr(source, "experts"):
+            return source.experts(name, info, numbers)
+        return source(name, info)[numbers.start : numbers.stop]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.base, name)  # what else weights may have
+
+
+class RoundedWeights:
+    """The weights of `base` with the values that frozen matrices in fp8 have (`ParameterInfo.float8`)."""
+
+    def __init__(self, base: Weights):
+        self.base = base
+
+    def __call__(self, name: str, info: ParameterInfo) -> Tensor:
+        value = self.base(name, info)
+        return round_rows(value) if info.float8 else value
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.base, name)
 
 
 class InitialWeights:

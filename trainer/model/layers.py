@@ -104,7 +104,8 @@ class Linear(DeclaredModule):
     parts (heads) into which the outputs may be cut; 0 means rows.
 
     Tensor parallelism splits the outputs (column-parallel) or the inputs (row-parallel, `by_rows`). With an adapter
-    (`adapt`), y = x W^T + b + scale (x A^T) B^T.
+    (`adapt`), y = x W^T + b + scale (x A^T) B^T. `row_scale`: where W is in fp8, the factors of the rows that this rank
+    computes with, fp32 [rows, 1].
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class Linear(DeclaredModule):
         self.number: Tensor | None = None
         self.multiply: Multiply = matmul
         self.adapter_scale: float | None = None
+        self.row_scale: Tensor | None = None
         self.declare("weight", (outputs, inputs), axes, "matrix", residual, units)
         self.bias = None
         if bias:
@@ -153,7 +155,14 @@ class Linear(DeclaredModule):
         if self.by_rows:
             adapter = None if self.adapter_scale is None else self.local_adapter()
             return row_parallel(
-                x, self.local("weight"), self.local_bias(), self.group, self.number, self.multiply, adapter
+                x,
+                self.local("weight"),
+                self.local_bias(),
+                self.group,
+                self.number,
+                self.multiply,
+                adapter,
+                self.row_scale,
             )
         return project_input(x, self)[0]
 
@@ -164,6 +173,7 @@ def project_input(x: Tensor, *linears: Linear) -> Sequence[Tensor]:
     # A loop: generators would cost the host as much as the calls below.
     numbers: list[Tensor] = []
     adapters: list[Adapter | None] = []
+    row_scales: list[Tensor | None] = []
     for linear in linears:
         # Operands in different types cannot share a gather of converted tokens.
         if linear.multiply is not linears[0].multiply:
@@ -172,6 +182,8 @@ def project_input(x: Tensor, *linears: Linear) -> Sequence[Tensor]:
             numbers.append(linear.number)
         if linear.adapter_scale is not None:
             adapters = [one.local_adapter() for one in linears]
+        if linear.row_scale is not None:
+            row_scales = [one.row_scale for one in linears]
     return column_parallel(
         x,
         [linear.local("weight") for linear in linears],
@@ -181,6 +193,7 @@ def project_input(x: Tensor, *linears: Linear) -> Sequence[Tensor]:
         numbers if len(numbers) == len(linears) else [],
         linears[0].multiply,
         adapters,
+        row_scales,
     )
 
 

@@ -24,8 +24,17 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from trainer.distributed.collectives import GROUPS, TensorGroup, register_operator
-from trainer.precision.products import MULTIPLIERS, GEMMRole, Multiply, matmul, matmul_all, matmul_sum, weight_gradients
+from trainer.distributed.collectives import GROUPS, TensorGroup
+from trainer.precision.products import (
+    MULTIPLIERS,
+    GEMMRole,
+    Multiply,
+    decode_rows,
+    matmul,
+    matmul_all,
+    matmul_sum,
+    weight_gradients,
+)
 
 
 class DeferredGrads:
@@ -304,8 +313,11 @@ class AdaptedColumns(torch.autograd.Function):
     """`ColumnParallel` for matrices of which some are frozen or have adapters. Every matrix A is whole on each rank and
     joins the input that is gathered for the matrices.
 
-    operands: weights, then a bias or None for each, then A and B of each adapter. scales: factor of each adapter, None
-    for a matrix without one.
+    operands: weights, then a bias or None for each, then the row scales of each weight that is in fp8 and None for the
+    others, then A and B of each adapter. scales: factor of each adapter, None for a matrix without one.
+
+    Weights in fp8 are decoded in forward and again in backward. Between them nothing is kept but what the parameters
+    are.
     """
 
     @staticmethod
@@ -313,11 +325,9 @@ class AdaptedColumns(torch.autograd.Function):
         """given: see `ColumnParallel.forward`."""
         group, multiply, x, scales, *operands = given
         count = len(scales)
-        weights, biases, (downs, ups) = (
-            operands[:count],
-            operands[count : 2 * count],
-            split_pairs(operands[2 * count :]),
-        )
+        held, biases, row_scales, pairs = split_sizes(operands, count, count, count)
+        downs, ups = pairs[::2], pairs[1::2]
+        weights = [decode_rows(weight, scale, x.dtype) for weight, scale in zip(held, row_scales)]
         ctx.group, ctx.multiply, ctx.scales = group, multiply, scales
         if group is None:
             results, whole = matmul_all(x, weights, GEMMRole.OUTPUT, biases, multiply), x
@@ -330,14 +340,14 @@ class AdaptedColumns(torch.autograd.Function):
         added = {place: add_projection(results[place], low, up) for place, low, up in zip(places, lows, ups)}
         # A frozen matrix without an adapter needs its input no more.
         kept = [x] if downs or any(ctx.needs_input_grad[4 : 4 + count]) else []
-        ctx.save_for_backward(*weights, *downs, *ups, *lows, *kept)
+        ctx.save_for_backward(*held, *row_scales, *downs, *ups, *lows, *kept)
         return tuple(added.get(place, result) for place, result in enumerate(results))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple:
         group, multiply, scales, count = ctx.group, ctx.multiply, ctx.scales, len(ctx.scales)
         places = find_adapted(scales)
-        weights, downs, ups, lows, kept = split_sizes(ctx.saved_tensors, count, *[len(places)] * 3)
+        held, row_scales, downs, ups, lows, kept = split_sizes(ctx.saved_tensors, count, count, *[len(places)] * 3)
         wanted = ctx.needs_input_grad[4 : 4 + 2 * count]
         to_biases = [gradient.sum(0) if bias else None for gradient, bias in zip(gradients, wanted[count:])]
         trained = [place for place in range(count) if wanted[place]]
@@ -349,7 +359,8 @@ class AdaptedColumns(torch.autograd.Function):
             started = group.scatter_sum(torch.cat(to_lows, 1)) if to_lows else None
             again = group.gather(kept[0]) if trained else None
         if ctx.needs_input_grad[2]:
-            role = GEMMRole.INPUT_GRADIENT
+            role, dtype = GEMMRole.INPUT_GRADIENT, gradients[0].dtype
+            weights = [decode_rows(weight, scale, dtype, True) for weight, scale in zip(held, row_scales)]
             if group is None:
                 to_x = matmul_sum(gradients, weights, role, multiply)
             else:
@@ -368,25 +379,26 @@ class AdaptedColumns(torch.autograd.Function):
             for to_low, down in zip(to_lows, downs):
                 to_x = torch.addmm(to_x, to_low, down)
         pairs = [part for pair in zip(to_downs, to_ups) for part in pair]
-        return None, None, to_x, None, *to_weights, *to_biases, *pairs
+        return None, None, to_x, None, *to_weights, *to_biases, *[None] * count, *pairs
 
 
 class AdaptedRows(torch.autograd.Function):
     """`RowParallel` for a matrix that is frozen or has an adapter. A is cut as the matrix is, B is whole on each rank
     and sees partial sums, which are added to those of the matrix before these are summed over ranks.
 
-    pair: A and B, or nothing.
+    row_scale: of a weight in fp8, else None. pair: A and B, or nothing.
     """
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
         """given: see `ColumnParallel.forward`."""
-        group, multiply, scale, x, weight, *pair = given
+        group, multiply, scale, x, held, row_scale, *pair = given
         ctx.group, ctx.multiply, ctx.scale = group, multiply, scale
         low = [project_down(x, pair[0], scale)] if pair else []
         # A frozen matrix without an adapter needs its input no more.
         kept = [x] if pair or ctx.needs_input_grad[4] else []
-        ctx.save_for_backward(weight, *pair, *low, *kept)
+        ctx.save_for_backward(held, row_scale, *pair, *low, *kept)
+        weight = decode_rows(held, row_scale, x.dtype)
         if not pair:
             return group.wait(group.matmul_scatter_sum([x], [weight], GEMMRole.OUTPUT, multiply))
         if not group.fuses:
@@ -400,11 +412,12 @@ class AdaptedRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple:
         group, multiply = ctx.group, ctx.multiply
-        adapted = len(ctx.needs_input_grad) > 5
-        (weight,), pair, low, kept = split_sizes(ctx.saved_tensors, 1, *((2, 1) if adapted else (0, 0)))
+        adapted = len(ctx.needs_input_grad) > 6
+        (held, row_scale), pair, low, kept = split_sizes(ctx.saved_tensors, 2, *((2, 1) if adapted else (0, 0)))
         needs_x, needs_weight = ctx.needs_input_grad[3:5]
         to_x, to_weight, to_pair = None, None, []
         if needs_x:
+            weight = decode_rows(held, row_scale, gradient.dtype, True)
             (to_x,), whole = group.gather_matmul(
                 gradient, [weight], GEMMRole.INPUT_GRADIENT, keep=adapted or needs_weight, multiply=multiply
             )
@@ -418,17 +431,12 @@ class AdaptedRows(torch.autograd.Function):
                 to_x = torch.addmm(to_x, to_low, down)
         if needs_weight:
             to_weight = multiply(whole, kept[0], GEMMRole.WEIGHT_GRADIENT)
-        return None, None, None, to_x, to_weight, *to_pair
+        return None, None, None, to_x, to_weight, None, *to_pair
 
 
 def find_adapted(scales: Sequence[float | None]) -> list[int]:
     """The numbers of the matrices that have adapters."""
     return [place for place, scale in enumerate(scales) if scale is not None]
-
-
-def split_pairs(parts: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """A and B of several adapters, which alternate."""
-    return parts[::2], parts[1::2]
 
 
 def split_sizes(parts: Sequence[Tensor], *sizes: int) -> list[Sequence[Tensor]]:
@@ -448,9 +456,11 @@ def column_parallel(
     numbers: Sequence[Tensor] = (),
     multiply: Multiply = matmul,
     adapters: Sequence[Adapter | None] = (),
+    row_scales: Sequence[Tensor | None] = (),
 ) -> Sequence[Tensor]:
     """Products of one input with several matrices, column-parallel over `group` if there is one. Shapes:
-    `ColumnParallel`. adapters: of each matrix, or nothing.
+    `ColumnParallel`. adapters: of each matrix, or nothing. row_scales: of each matrix, None for those that are not in
+    fp8, or nothing.
 
     Weights marked `dropped_after_use` lose their memory after forward and get it back for backward. torch's own product
     would save a view of the freed memory, so such weights always go through `ColumnParallel`. So do products that are
@@ -459,11 +469,12 @@ def column_parallel(
     frozen = False
     for weight in weights:
         frozen = frozen or not weight.requires_grad
-    if adapters or frozen and (multiply is not matmul or group is not None):
+    if adapters or row_scales or frozen and (multiply is not matmul or group is not None):
         adapters = adapters or [None] * len(weights)
+        row_scales = row_scales or [None] * len(weights)
         pairs = [part for adapter in adapters if adapter is not None for part in adapter[:2]]
         scales = tuple(None if adapter is None else adapter.scale for adapter in adapters)
-        return AdaptedColumns.apply(group, multiply, x, scales, *weights, *biases, *pairs)
+        return AdaptedColumns.apply(group, multiply, x, scales, *weights, *biases, *row_scales, *pairs)
     dropped = getattr(weights[0], "dropped_after_use", False)
     if group is None and not numbers and not dropped and multiply is matmul:
         return [matmul(x, weight, GEMMRole.OUTPUT, bias) for weight, bias in zip(weights, biases)]
@@ -478,11 +489,13 @@ def row_parallel(
     number: Tensor | None,
     multiply: Multiply = matmul,
     adapter: Adapter | None = None,
+    row_scale: Tensor | None = None,
 ) -> Tensor:
-    """A row-parallel product, see `RowParallel`. The bias is added after the sum over ranks, so it counts once."""
+    """A row-parallel product, see `RowParallel`. The bias is added after the sum over ranks, so it counts once.
+    row_scale: of a weight in fp8."""
     if adapter is not None or not weight.requires_grad:
         *pair, scale = (0.0,) if adapter is None else adapter
-        y = AdaptedRows.apply(group, multiply, scale, x, weight, *pair)
+        y = AdaptedRows.apply(group, multiply, scale, x, weight, row_scale, *pair)
     else:
         (weight,) = detach_weights([weight], [] if number is None else [number])
         y = RowParallel.apply(group, multiply, x, weight, number)

@@ -111,15 +111,18 @@ def adapt_model(model: nn.Module, adapter: AdapterSpec) -> None:
         weight = module.declared.get("weight")
         for own in module.declared:
             if not matches_any(f"{name}.{own}", adapter.trained):
-                module.freeze(own)
-        if weight is None or not can_adapt(weight) or not matches_any(name, adapter.targets):
+                module.freeze(own, adapter)
+        if weight is None or not can_adapt(weight):
             continue
-        if not isinstance(module, Linear):
+        adapted = matches_any(name, adapter.targets)
+        if not isinstance(module, Linear | GroupedLinear) and (adapted or module.declared["weight"].float8):
+            setting = f"targets={adapter.targets} match" if adapted else f"weights={adapter.weights}:"
             raise ConfigError(
-                f"model.adapter.targets={adapter.targets} match {name}, whose class {type(module).__name__} is no "
-                "trainer.model.layers.Linear; set other patterns"
+                f"model.adapter.{setting} {name}, whose class {type(module).__name__} is no "
+                f"trainer.model.layers.Linear; set {'other patterns' if adapted else 'model.adapter.weights=compute'}"
             )
-        module.adapt(adapter.rank, adapter.factor)
+        if adapted:
+            module.adapt(adapter.rank, adapter.factor)
 
 
 def part_start(size: int, group: TensorGroup) -> int:

@@ -29,7 +29,7 @@ from trainer.parallel.zero.fsdp import Engine
 from trainer.planning.float8 import float8_linears
 from trainer.planning.parameters import declare_parameters
 from trainer.planning.plan import Plan
-from trainer.precision.products import DTYPES, Float8Multiply, Quantise, check_device, quantise_operand
+from trainer.precision.products import DTYPES, E4M3, Float8Multiply, Quantise, check_device, quantise_operand
 
 
 def check_compiler(config: Config, device: torch.device) -> None:
@@ -138,11 +138,16 @@ def parallelize(
 
 def cast_frozen(model: Stage, dtype: torch.dtype) -> None:
     """Puts frozen parameters into the compute type, in which they are used: no update needs more digits. Those of
-    `WideLinear` are used in fp32."""
+    `WideLinear` are used in fp32. Matrices that are to be in fp8 get a scale for each row."""
     for module in model.modules():
         if isinstance(module, DeclaredModule) and not isinstance(module, WideLinear):
             for name in [name for name, info in module.declared.items() if not info.trained]:
-                setattr(module, name, nn.Parameter(getattr(module, name).to(dtype), requires_grad=False))
+                held = E4M3 if module.declared[name].float8 else dtype
+                setattr(module, name, nn.Parameter(getattr(module, name).to(held), requires_grad=False))
+                if held is E4M3:
+                    scale = torch.empty(module.weight.shape[0], 1)
+                    del module.row_scale
+                    module.register_buffer("row_scale", scale, persistent=False)
     model.tie()
 
 
@@ -175,6 +180,8 @@ def keep_buffers(model: Stage, device: torch.device) -> None:
     parameters are offloaded. In a lower precision rotary frequencies would be rounded, which changes the angles more
     the longer a sequence is; a model that was cast has rounded them already."""
     for module in model.modules():
+        if isinstance(module, Linear) and module.row_scale is not None:
+            module.row_scale = module.row_scale.to(device)
         if hasattr(module, "reset_buffers"):
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device, torch.float32))

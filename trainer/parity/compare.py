@@ -19,7 +19,7 @@ from trainer.config.schema import MuonConfig
 from trainer.data.batches import MicroBatch
 from trainer.hf.stages import make_stage
 from trainer.model.experts import MARGIN_POINTS, Router, WideLinear
-from trainer.model.initial import Weights, initialize_model, name_seed, parameter_infos
+from trainer.model.initial import InitialWeights, RoundedWeights, Weights, initialize_model, name_seed, parameter_infos
 from trainer.model.loss import loss_terms
 from trainer.model.stage import Stage, split_report
 from trainer.optim.muon import COEFFICIENTS
@@ -80,6 +80,7 @@ def train_reference(
     model.to_empty(device=device)
     if float8 is not None:
         multiply_in_float8(model, spec, float8)
+    weights = RoundedWeights(weights or InitialWeights(spec, config.run.seed, device))
     initialize_model(model, spec, config.run.seed, device, weights)
     optimizers = optimizers_of(model, config)
     wide = {
@@ -250,11 +251,19 @@ class StartedAdapters:
         self.base, self.seed = base, seed
 
     def __call__(self, name: str, info: ParameterInfo) -> Tensor:
-        value = self.base(name, info)
-        if not name.endswith(f".{UP}"):
-            return value
-        generator = torch.Generator(value.device).manual_seed(name_seed(self.seed, name))
-        return value.normal_(0.0, 0.3 * info.shape[1] ** -0.5, generator=generator)
+        return self.start(name, info, self.base(name, info))
+
+    def experts(self, name: str, info: ParameterInfo, numbers: range) -> Tensor:
+        """Some of a stack of experts."""
+        return self.start(name, info, self.base.experts(name, info, numbers), numbers.start)
+
+    def start(self, name: str, info: ParameterInfo, value: Tensor, first: int = 0) -> Tensor:
+        """The value as it is, or drawn where it is a matrix B. first: of a stack, the number of the first expert."""
+        if name.endswith(f".{UP}"):
+            for number, part in enumerate(value if info.stacked else [value], first):
+                generator = torch.Generator(value.device).manual_seed(name_seed(self.seed, f"{name}/{number}"))
+                part.normal_(0.0, 0.3 * info.shape[-1] ** -0.5, generator=generator)
+        return value
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.base, name)

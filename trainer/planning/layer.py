@@ -479,9 +479,10 @@ def find_frozen_gemms(spec: ModelSpec) -> tuple[frozenset[str], ...]:
 
 
 @by_value
-def measure_adapters(spec: ModelSpec, tp: int) -> tuple[tuple[float, float, float], ...]:
+def measure_adapters(spec: ModelSpec, tp: int) -> tuple[tuple[float, float, float, float], ...]:
     """Of each layer on one of `tp` tensor-parallel ranks: elements of a token that the products of its adapters read
-    and write forward and backward, and the elements of the adapters themselves.
+    and write forward and backward, elements of the frozen matrices in fp8, which each pass decodes, and the elements of
+    the adapters themselves.
 
     Each product is a kernel of its own. Forward reads the input, reads the output and writes it. Backward reads the
     gradient of the output twice and the input once, and reads and writes the gradient of the input."""
@@ -490,10 +491,15 @@ def measure_adapters(spec: ModelSpec, tp: int) -> tuple[tuple[float, float, floa
         forward = backward = elements = 0.0
         for name, down in table.items():
             if name.endswith(f".{DOWN}"):
-                outputs, inputs = table[f"{name.removesuffix(DOWN)}weight"].multiplied(tp)
-                forward, backward = forward + inputs + 2 * outputs, backward + 3 * inputs + 2 * outputs
-                elements += down.shape[0] * (inputs + outputs)
-        found.append((forward, backward, elements))
+                *experts, outputs, inputs = table[f"{name.removesuffix(DOWN)}weight"].multiplied(tp)
+                rows = down.active * prod(experts)  # that a token has in a stack of experts
+                forward, backward = (
+                    forward + rows * (inputs + 2 * outputs),
+                    backward + rows * (3 * inputs + 2 * outputs),
+                )
+                elements += rows * down.shape[-2] * (inputs + outputs)
+        decoded = sum(prod(info.multiplied(tp)) for info in table.values() if info.float8)
+        found.append((forward, backward, decoded, elements))
     return tuple(found)
 
 

@@ -21,6 +21,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from trainer.config import Config, Float8Config, OptimizerConfig, ParameterTypes, PrecisionConfig, TypePolicy, registry
 from trainer.config.model import (
+    EXPERT_ALIGNMENT,
     AdapterSpec,
     AttentionSpec,
     CodeLayerSpec,
@@ -62,6 +63,7 @@ class ParameterInfo:
     units: into how many parts the first dimension can be cut at most: heads, where it is made of heads; 0 means rows.
     active: share of the elements that one token is multiplied with; below 1 where a token sees some of several experts.
     trained: whether it gets gradients; False for the parameters that adapters stand beside.
+    float8: whether it is held in fp8 and not in the compute type (`model.adapter.weights`).
     """
 
     shape: tuple[int, ...]
@@ -71,6 +73,7 @@ class ParameterInfo:
     units: int = 0
     active: float = 1.0
     trained: bool = True
+    float8: bool = False
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes) or self.role not in ROLES:
@@ -85,6 +88,10 @@ class ParameterInfo:
     def size(self) -> int:
         """Number of elements."""
         return prod(self.shape)
+
+    def element_bytes(self, compute: int) -> int:
+        """Bytes of an element as forward and backward read it. compute: of an element of the compute type."""
+        return 1 if self.float8 else compute
 
     @property
     def stacked(self) -> bool:
@@ -385,24 +392,27 @@ def matches_any(name: str, patterns: Sequence[str]) -> bool:
 
 
 def declare_adapter(weight: ParameterInfo, rank: int) -> dict[str, ParameterInfo]:
-    """A [rank, inputs] and B [outputs, rank] of the adapter of a matrix, with the axes of the matrix."""
-    (outputs, inputs), (to, of) = weight.shape, weight.axes
+    """A [rank, inputs] and B [outputs, rank] of the adapter of a matrix, with the axes of the matrix. A stack gets a
+    pair for each of its matrices."""
+    (*experts, outputs, inputs), (*stack, to, of) = weight.shape, weight.axes
     return {
-        DOWN: ParameterInfo((rank, inputs), (RANK, of), "matrix"),
-        UP: ParameterInfo((outputs, rank), (to, RANK), "matrix", units=weight.units),
+        DOWN: ParameterInfo((*experts, rank, inputs), (*stack, RANK, of), "matrix", active=weight.active),
+        UP: ParameterInfo(
+            (*experts, outputs, rank), (*stack, to, RANK), "matrix", units=weight.units, active=weight.active
+        ),
     }
 
 
 def adapt_table(adapter: AdapterSpec, table: Table, prefix: str = "") -> Table:
     """A table with the adapters of its matrices, in which what `adapter.trained` does not name is frozen. prefix: of
-    the global names. Experts and routers get no adapters."""
+    the global names. Routers get no adapters."""
     if not adapter.rank:
         return table
     modules: dict[str, dict[str, ParameterInfo]] = {}
     for name, info in table.items():
         module, _, own = name.rpartition(".")
         trained = matches_any(prefix + name, adapter.trained)
-        modules.setdefault(module, {})[own] = info if trained else replace(info, trained=False)
+        modules.setdefault(module, {})[own] = info if trained else freeze_parameter(info, own, adapter)
     for module, infos in modules.items():
         weight = infos.get("weight")
         if weight is not None and can_adapt(weight) and matches_any(prefix + module, adapter.targets):
@@ -410,9 +420,16 @@ def adapt_table(adapter: AdapterSpec, table: Table, prefix: str = "") -> Table:
     return MappingProxyType(join_tables(modules.items()))
 
 
+def freeze_parameter(info: ParameterInfo, own: str, adapter: AdapterSpec) -> ParameterInfo:
+    """A parameter that is not trained. own: its name within its module."""
+    narrow = adapter.weights == "fp8" and own == "weight" and can_adapt(info) and not info.stacked
+    return replace(info, trained=False, float8=narrow)
+
+
 def can_adapt(weight: ParameterInfo) -> bool:
-    """Whether an adapter can stand beside a weight: that of a linear layer, whose axes are not those of experts."""
-    return weight.role == "matrix" and len(weight.shape) == 2 and weight.axes[0] != "experts"
+    """Whether an adapter can stand beside a weight: that of a linear layer, or of one for each expert, but of no
+    router."""
+    return weight.role == "matrix" and (weight.stacked or len(weight.shape) == 2 and weight.axes[0] != "experts")
 
 
 def find_adapter_problems(spec: ModelSpec) -> Iterator[str]:
@@ -421,7 +438,7 @@ def find_adapter_problems(spec: ModelSpec) -> Iterator[str]:
     given = {"targets": adapter.targets, "trained": adapter.trained}
     if not adapter.rank:
         usual = AdapterSpec()
-        for name in ("alpha", "scale", "targets", "trained"):
+        for name in ("alpha", "scale", "targets", "trained", "weights"):
             if getattr(adapter, name) != getattr(usual, name):
                 yield (
                     f"model.adapter.{name}={getattr(adapter, name)} has no effect with model.adapter.rank=0; set "
@@ -429,18 +446,29 @@ def find_adapter_problems(spec: ModelSpec) -> Iterator[str]:
                 )
         return
     linears = {name.removesuffix(".weight"): info for name, info in plain.items() if info.role == "matrix"}
-    experts = [name for name, info in linears.items() if not can_adapt(info) and matches_any(name, adapter.targets)]
-    if experts:
-        dense = [name.split(".", 2)[2] for name, info in linears.items() if can_adapt(info)]
-        blocks = dict.fromkeys(f"*.{name.rpartition('.')[0]}.*" for name in dense if "experts" not in name)
+    chosen = {name: info for name, info in linears.items() if matches_any(name, adapter.targets)}
+    routers = [name for name, info in linears.items() if not can_adapt(info)]
+    if any(name in chosen for name in routers):
+        ends = [f"*.{name.split('.', 2)[2]}" for name, info in linears.items() if can_adapt(info)]
+        blocks = {end: f"{end.rpartition('.')[0]}.*" for end in ends}
+        # A dense layer's block has the name of the block that a router is in.
+        free = (end if any(fnmatchcase(one, block) for one in routers) else block for end, block in blocks.items())
+        first = next(name for name in routers if name in chosen)
         yield (
-            f"model.adapter.targets={adapter.targets} match {experts[0]}: experts and routers get no adapters; set "
-            f"model.adapter.targets=[{','.join(blocks)}] or a part of it"
+            f"model.adapter.targets={adapter.targets} match {first}: routers get no adapters; set "
+            f"model.adapter.targets=[{','.join(dict.fromkeys(free))}] or a part of it"
+        )
+    stacks = [name for name, info in chosen.items() if info.stacked]
+    if stacks and adapter.rank % EXPERT_ALIGNMENT:
+        yield (
+            f"model.adapter.rank={adapter.rank} must be a multiple of {EXPERT_ALIGNMENT} for the grouped GEMM of "
+            f"{stacks[0]}; set model.adapter.rank={-(-adapter.rank // EXPERT_ALIGNMENT) * EXPERT_ALIGNMENT}, or other "
+            "model.adapter.targets"
         )
     names = {"targets": [name for name, info in linears.items() if can_adapt(info)], "trained": list(plain)}
     for setting, patterns in given.items():
         for pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name in [*names[setting], *experts * (setting == "targets")]):
+            if not any(fnmatchcase(name, pattern) for name in [*names[setting], *routers * (setting == "targets")]):
                 what = "linear layer" if setting == "targets" else "parameter"
                 tied = " (the head is tied to embedding.weight)" * (spec.tied and pattern.startswith("head"))
                 near = ", ".join(get_close_matches(pattern, names[setting], 2, 0.0) or names[setting][:2])

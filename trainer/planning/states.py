@@ -75,7 +75,7 @@ class StateBytes:
     sums: of offloaded gradients, on the device until the last micro-batch.
     feedback: what quantised gradients have left out.
     average: of the weights.
-    frozen: parameters that are not trained, in the compute type, on the device.
+    frozen: parameters that are not trained, in the compute type or in fp8, on the device.
     """
 
     parameters: int
@@ -156,33 +156,46 @@ def sum_by_unit(spec: ModelSpec, size: Callable[[Table], int]) -> LocalParameter
 
 
 @by_value
-def local_parameters(spec: ModelSpec, tp: int, ep: int = 1, trained: bool = True) -> LocalParameters:
-    """What each of `tp` tensor-parallel ranks holds of a model, whose experts `ep` ranks share: of the parameters that
-    are trained, or of those that are frozen."""
-    return sum_by_unit(spec, lambda table: sum(info.held(tp, ep) for info in table.values() if info.trained == trained))
+def local_parameters(spec: ModelSpec, tp: int, ep: int = 1) -> LocalParameters:
+    """What each of `tp` tensor-parallel ranks holds of the trained parameters of a model, whose experts `ep` ranks
+    share."""
+    return sum_by_unit(spec, lambda table: sum(info.held(tp, ep) for info in table.values() if info.trained))
 
 
 @by_value
-def shared_experts(spec: ModelSpec, ep: int, trained: bool = True) -> LocalParameters:
+def frozen_bytes(spec: ModelSpec, tp: int, ep: int, compute_bytes: int, experts: bool = False) -> LocalParameters:
+    """The same of the frozen parameters, in bytes: of all of them, or of the experts that `ep` ranks share."""
+
+    def held(table: Table) -> int:
+        chosen = (info for info in table.values() if not info.trained and (not experts or info.stacked and ep > 1))
+        return sum(info.held(tp, ep) * info.element_bytes(compute_bytes) for info in chosen)
+
+    return sum_by_unit(spec, held)
+
+
+@by_value
+def shared_experts(spec: ModelSpec, ep: int) -> LocalParameters:
     """The part of `local_parameters` that experts are, where ranks share them."""
 
     def held(table: Table) -> int:
-        return sum(info.held(1, ep) for info in table.values() if info.stacked and ep > 1 and info.trained == trained)
+        return sum(info.held(1, ep) for info in table.values() if info.stacked and ep > 1 and info.trained)
 
     return sum_by_unit(spec, held)
 
 
 @by_value
 def sent_parameters(
-    spec: ModelSpec, tp: int, shards: int, experts: bool = False, ep: int = 1, trained: bool = True
+    spec: ModelSpec, tp: int, shards: int, experts: bool = False, ep: int = 1, frozen: int = 0
 ) -> LocalParameters:
     """What the first of `tp` tensor-parallel ranks sends of each unit that `shards` ranks gather and reduce: what it
-    holds, and padding. experts: of the units of experts that `ep` ranks share, or of all others. trained: see
-    `local_parameters`."""
+    holds, and padding. experts: of the units of experts that `ep` ranks share, or of all others. frozen: 0 for the
+    trained parameters; for the bytes of the frozen ones, those of an element of the compute type."""
 
     def sent(table: Table) -> int:
-        unit = [info for info in table.values() if (info.stacked and ep > 1) == experts and info.trained == trained]
-        return shards * sum(info.row(tp, shards, ep) for info in unit)
+        unit = [
+            info for info in table.values() if (info.stacked and ep > 1) == experts and info.trained == (not frozen)
+        ]
+        return shards * sum(info.row(tp, shards, ep) * (info.element_bytes(frozen) if frozen else 1) for info in unit)
 
     return sum_by_unit(spec, sent)
 
@@ -240,12 +253,12 @@ def state_bytes(
     total, experts = sum(map(sum, units)), sum_layers(shared_experts(spec, ep))
     # Gathered or unreduced at a time where layers are gathered one by one: each stage's outer unit, the largest layer.
     at_once = sum(unit[0] for unit in units) + max(max(unit[1:]) for unit in units)
-    fixed = [local_parameters(spec, tp, ep, False).units(part) for part in layers]
-    frozen, frozen_experts = sum(map(sum, fixed)), sum_layers(shared_experts(spec, ep, False))
-    gathered = at_once
+    fixed = [frozen_bytes(spec, tp, ep, compute_bytes).units(part) for part in layers]
+    frozen, frozen_experts = sum(map(sum, fixed)), sum_layers(frozen_bytes(spec, tp, ep, compute_bytes, True))
+    gathered = compute_bytes * at_once
     if shares_frozen(plan):
         frozen = share(frozen - frozen_experts, frozen_experts)
-        both = [[*map(sum, zip(*pair))] for pair in zip(units, fixed)]
+        both = [[compute_bytes * one + other for one, other in zip(*pair)] for pair in zip(units, fixed)]
         gathered = sum(unit[0] for unit in both) + max(max(unit[1:]) for unit in both)
     kept, whole = share(total - experts, experts), plan.stage <= 1 or once
     shares_copies = (
@@ -254,14 +267,14 @@ def state_bytes(
     return StateBytes(
         # With the states of the others, what ranks share of frozen ones goes to the host.
         parameters=(MASTER_BYTES + compute_bytes * shares_copies) * kept
-        + compute_bytes * frozen * (plan.offload and shares_frozen(plan)),
-        gathered=compute_bytes * (gathered if plan.stage == 3 else total),
+        + frozen * (plan.offload and shares_frozen(plan)),
+        gathered=gathered if plan.stage == 3 else compute_bytes * total,
         gradients=MASTER_BYTES * (total if whole and not plan.offload else kept),
         sums=MASTER_BYTES * (total if whole else kept * device_sums) * plan.offload,
         unreduced=0 if whole else compute_bytes * at_once,
         optimizer=moments,
         average=MASTER_BYTES * kept if updates.optimizer.ema.decay else 0,
-        frozen=compute_bytes * frozen * (not (plan.offload and shares_frozen(plan))),
+        frozen=frozen * (not (plan.offload and shares_frozen(plan))),
         offloaded=plan.offload,
     )
 

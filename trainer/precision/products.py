@@ -212,6 +212,32 @@ def quantise_operand(
     return (x.float() * scale).to(dtype).contiguous(), scale.double().reciprocal().float()
 
 
+# Frozen matrices in fp8 (`model.adapter.weights`): e4m3 with a scale for each row, as the recipe `rowwise` rounds them.
+# The scales are powers of two, so the values are exact in bf16 and fp32, and rounding them again changes nothing.
+
+
+def encode_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix [rows, n] in fp8, and the factors that scale its rows back, fp32 [rows, 1]."""
+    return quantise_operand(weight, 1, E4M3, True)
+
+
+def decode_rows(codes: Tensor, scale: Tensor | None, dtype: torch.dtype, backward: bool = False) -> Tensor:
+    """The matrix in `dtype` that `encode_rows` rounded; `codes` itself where it is no such matrix and `scale` is None.
+
+    backward: for the second use. It is written in another way, because the compiler would otherwise find that both
+    passes compute the same, and keep the result in memory for all layers until backward."""
+    if scale is None:
+        return codes
+    if backward:
+        return (codes.t().to(dtype) * scale.t().to(dtype)).t()
+    return codes.to(dtype) * scale.to(dtype)
+
+
+def round_rows(weight: Tensor) -> Tensor:
+    """The values in fp32 that a matrix has in fp8."""
+    return decode_rows(*encode_rows(weight), torch.float32)
+
+
 def emulate_product(left: Tensor, right: Tensor, back: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
     """`scaled_product` on any device: exact products of fp8 numbers, accumulated in fp32."""
     product = left.float() @ right.float().t() * back[0] * back[1].t()

@@ -58,7 +58,7 @@ class CopyEngineShards:
 
     def gather(self, shards: Sequence[Tensor], wholes: Sequence[Tensor]) -> torch.Event | None:
         """Fills `wholes`, [ranks, n] each, with all ranks' `shards`, [n] each, cast to the type of `wholes`."""
-        return run_on_side_stream("gathers", wholes[0].device, lambda: self._gather(shards, wholes))
+        return run_on_side_stream("gathers", wholes[0].device, lambda: self._gather_by_type(shards, wholes))
 
     def sum(self, gradients: Sequence[Tensor], total: Tensor) -> torch.Event | None:
         """Writes to `total` this rank's rows of the sum over ranks of each gradient, one after the other.
@@ -68,6 +68,15 @@ class CopyEngineShards:
         of their places in `total` is undefined.
         """
         return run_on_side_stream("sums", total.device, lambda: self._sum(gradients, total))
+
+    def _gather_by_type(self, shards: Sequence[Tensor], wholes: Sequence[Tensor]) -> None:
+        # A buffer has one type. fp8 travels as bytes.
+        pairs = [
+            (shard, whole) if whole.dtype.itemsize > 1 else (shard.view(torch.uint8), whole.view(torch.uint8))
+            for shard, whole in zip(shards, wholes)
+        ]
+        for dtype in dict.fromkeys(whole.dtype for _, whole in pairs):
+            self._gather(*zip(*(pair for pair in pairs if pair[1].dtype is dtype)))
 
     def _gather(self, shards: Sequence[Tensor], wholes: Sequence[Tensor]) -> None:
         buffers, peers = buffers_of("shards", self.group, wholes[0].dtype), other_ranks(self.rank, self.size)

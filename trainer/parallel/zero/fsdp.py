@@ -58,7 +58,7 @@ from trainer.parallel.zero.fsdp_internals import (
 from trainer.planning.parameters import UpdateSettings
 from trainer.planning.plan import Plan
 from trainer.planning.states import sums_on_device
-from trainer.precision.products import DTYPES
+from trainer.precision.products import DTYPES, E4M3
 from trainer.precision.scaler import GradScaler, LossScale
 
 if TYPE_CHECKING:
@@ -153,6 +153,7 @@ class FSDP:
             )
         end_reductions_in_forward(model)
         wide = {one for module in model.modules() if isinstance(module, WideLinear) for one in module.parameters()}
+        wide |= {one for one in model.parameters() if one.dtype is E4M3}
         if compute is not torch.float32:
             keep_wide(fsdp_units(model), wide)
         if experts and plan.stage == 3:

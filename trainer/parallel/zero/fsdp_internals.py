@@ -46,15 +46,16 @@ def sharded_sizes(unit: FSDPModule) -> list[tuple[nn.Parameter, int]]:
 
 
 def keep_wide(units: list[FSDPModule], wide: Collection[nn.Parameter]) -> None:
-    """Makes FSDP gather some parameters of units in the type in which they are kept, beside others in a lower one. All
-    gradients of a unit are reduced in one message, so that those of `wide` get the type of the others first."""
+    """Makes FSDP gather some parameters of units in the type in which they are kept, beside others in the compute type.
+    All gradients of a unit are reduced in one message, so that those of `wide` get the type of the others first."""
     for unit in units:
         group = parameter_group(unit)
         chosen = [parameter for parameter in group.fsdp_params if parameter.sharded_param in wide]
         for parameter in chosen:
             parameter.init_dtype_attrs = partial(init_wide, parameter, parameter.init_dtype_attrs)
-        if chosen:
-            group.post_backward = partial(narrow_gradients, group, chosen, group.post_backward)
+        trained = [parameter for parameter in chosen if parameter.sharded_param.requires_grad]
+        if trained:
+            group.post_backward = partial(narrow_gradients, group, trained, group.post_backward)
 
 
 def init_wide(parameter: Any, init: Callable[[Any], None], policy: Any) -> None:
@@ -456,7 +457,9 @@ def gather_in_float8(model: nn.Module, dtype: torch.dtype, wide: Collection[nn.P
     narrow = {
         module.weight
         for module in model.modules()
-        if isinstance(module, Linear) and isinstance(module.multiply, Float8Multiply) and not module.multiply.rowwise
+        if isinstance(module, Linear)
+        and isinstance(module.multiply, Float8Multiply)
+        and not (module.multiply.rowwise or module.weight.dtype is E4M3)
     }
     for unit in fsdp_units(model):
         sizes = sharded_sizes(unit)

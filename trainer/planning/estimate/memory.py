@@ -17,14 +17,14 @@ from functools import cached_property, lru_cache
 from math import prod
 
 from trainer.config import Config
-from trainer.config.model import AttentionSpec
+from trainer.config.model import AttentionSpec, ModelSpec
 from trainer.parallel.compress.plan import reduces_at_step_end
 from trainer.parallel.context.plan import attention_kernel, gathered_elements
 from trainer.parallel.pipeline.plan import estimated_costs
 from trainer.planning.documents import mask_bytes
 from trainer.planning.float8 import gathered_in_float8
 from trainer.planning.layer import Program, has_experts, head_program, model_programs, trains_head
-from trainer.planning.parameters import UpdateSettings, head_rows, layer_specs
+from trainer.planning.parameters import UpdateSettings, head_rows, layer_specs, layer_tables
 from trainer.planning.plan import Plan
 from trainer.planning.recompute import RecomputeEffect, left_by_recompute
 from trainer.planning.resolve import Layout
@@ -37,6 +37,7 @@ from trainer.planning.states import (
     LocalParameters,
     StateBytes,
     feedback_bytes,
+    frozen_bytes,
     local_parameters,
     rank_states,
     shares_frozen,
@@ -153,6 +154,13 @@ class MemoryPeak:
         return [(label, size) for label, size in rows if size >= 1]
 
 
+def decoded_at_once(spec: ModelSpec, tp: int) -> list[float]:
+    """Of each layer, elements of the frozen matrices in fp8 that are decoded at a time: at most two large ones, which
+    share their input (gate and up)."""
+    sizes = ([prod(info.multiplied(tp)) for info in table.values() if info.float8] for table in layer_tables(spec))
+    return [float(sum(sorted(some)[-2:])) for some in sizes]
+
+
 def find_peaks(config: Config, layout: Layout, lowered: bool = True, node: int | None = None) -> list[MemoryPeak]:
     """The fullest moment of each pipeline rank.
 
@@ -208,8 +216,10 @@ class ModelBytes:
         self.activation = tuple(map(sum, zip(self.activation, [0.0, *more, 0.0], [0.0, *masked, 0.0])))
         self.tile = min(config.activation.tile or 0, self.tokens / plan.tp)
         self.working = tuple(
-            self.of_layer(program, rest, size * (3 + (count > 1) + min(2, count)) / count, count)
-            for program, rest, size, count in zip(programs, left, keys, groups_of_heads(layout))
+            self.of_layer(program, rest, size * (3 + (count > 1) + min(2, count)) / count, count) + self.element * held
+            for program, rest, size, count, held in zip(
+                programs, left, keys, groups_of_heads(layout), decoded_at_once(spec, plan.tp)
+            )
         )
         self.host = tuple(self.tokens * rest.host for rest in left)
         # The newest input that went to the host, and the one that is coming back.
@@ -228,7 +238,7 @@ class ModelBytes:
             self.logits = MASTER_BYTES * rows * columns
         self.head_gradient = self.element * rows * columns * trains_head(spec)
         self.held: LocalParameters = local_parameters(spec, plan.tp, plan.ep)
-        self.frozen: LocalParameters = local_parameters(spec, plan.tp, plan.ep, False)
+        self.frozen: LocalParameters = frozen_bytes(spec, plan.tp, plan.ep, self.element)
         sums = batch.accumulation > 1 and sums_on_device(plan, config.precision.reduce == "fp32")
         placement = layout.pipeline.schedule.placement
         self.states: list[StateBytes] = rank_states(
@@ -283,10 +293,11 @@ class MemoryReplay:
         layout, states = model.layout, model.states[rank]
         self.stages = layout.pipeline.stages(rank)
         self.units = {stage: model.held.units(layers) for stage, layers in self.stages.items()}
-        self.gathering = self.units  # what is gathered of each unit: frozen parameters too, where ranks share them
+        # Bytes that are gathered of each unit: frozen parameters too, where ranks share them.
+        self.gathering = {stage: [model.element * size for size in units] for stage, units in self.units.items()}
         if shares_frozen(model.plan):
             fixed = {stage: model.frozen.units(layers) for stage, layers in self.stages.items()}
-            self.gathering = {stage: [*map(sum, zip(units, fixed[stage]))] for stage, units in self.units.items()}
+            self.gathering = {stage: [*map(sum, zip(units, fixed[stage]))] for stage, units in self.gathering.items()}
         self.placement, self.depth = layout.pipeline.schedule.placement, layout.spec.depth
         self.held, self.total = dict.fromkeys(CATEGORIES, 0.0), 0.0
         self.hold("parameters", states.frozen)
@@ -309,7 +320,7 @@ class MemoryReplay:
             self.hold("gathered parameters", sum(self.gathered.values()))
         self.ahead = 0.0
         if model.plan.stage == 3:  # the layer that is gathered while one computes
-            self.ahead = model.element * max(max(units[1:]) for units in self.gathering.values()) + model.narrow
+            self.ahead = max(max(units[1:]) for units in self.gathering.values()) + model.narrow
         self.keeps_reduced = not states.offloaded or states.sums > 0
         self.apart_from_others = model.shard > 1 or states.offloaded  # gradients of whole shards are no message
         self.backwards = dict.fromkeys(self.stages, layout.batch.accumulation)  # to come
@@ -341,7 +352,7 @@ class MemoryReplay:
                 case "SEND_F" | "SEND_B":
                     self.hold("communication buffers", -self.model.stream)
         flat = self.model.shard > 1 and not self.model.copied
-        gather = self.model.element * max(max(units) for units in self.gathering.values()) * flat
+        gather = max(max(units) for units in self.gathering.values()) * flat
         fragments = FRAGMENTS * self.most
         if any(action.kind == "W" for action in self.program):
             fragments = max(fragments, PUT_OFF * self.churn)
@@ -373,7 +384,7 @@ class MemoryReplay:
     def gathered_bytes(self, stage: int) -> float:
         """Copies of a stage's parameters in the compute type: of all, or of embedding, head and one layer."""
         units = self.gathering[stage]
-        return self.model.element * float(units[0] + max(units[1:]) if self.model.plan.stage == 3 else sum(units))
+        return float(units[0] + max(units[1:]) if self.model.plan.stage == 3 else sum(units))
 
     def drop(self, stage: int, size: float) -> None:
         """Frees gathered parameters of a stage."""
@@ -432,7 +443,7 @@ class MemoryReplay:
         if layers.start == 0:
             self.hold("activations", -model.activation[0])
         if whole:
-            freed = model.element * self.gathering[stage][0] * (last or model.plan.stage == 3)  # before the reduction
+            freed = self.gathering[stage][0] * (last or model.plan.stage == 3)  # before the reduction
             self.look("embedding, norm and head", 0.0, model.element * units[0], buffer * units[0], -freed)
             self.gradients(stage, mode, units[0])
             self.keep(stage, buffer * units[0])

@@ -185,9 +185,9 @@ class _Timer:
         self.transfer = self.rings["pp"].transfer(self.stream) if self.plan.pp > 1 else 0.0
         ranks = self.plan.tp, self.plan.shard
         self.sent = sent_parameters(self.spec, *ranks, ep=self.plan.ep)
-        # Frozen parameters that are gathered with the others.
+        # Bytes of frozen parameters that are gathered with the others.
         shared = shares_frozen(self.plan)
-        self.fixed = sent_parameters(self.spec, *ranks, ep=self.plan.ep, trained=False) if shared else None
+        self.fixed = sent_parameters(self.spec, *ranks, ep=self.plan.ep, frozen=self.element) if shared else None
         folded = self.plan.tp, self.plan.expert_mesh["expert_shard"]
         self.sent_experts = sent_parameters(self.spec, *folded, experts=True, ep=self.plan.ep)
         node = min(self.plan.world, hardware.devices)
@@ -298,7 +298,7 @@ class _Timer:
         parameters: tuple[int, int, int],
         narrow: float,
         fixed: frozenset[str],
-        added: tuple[float, float, float],
+        added: tuple[float, float, float, float],
     ) -> UnitTimes:
         """float8: the projections that multiply in fp8, and their recipes; parameters: see `_sharded`; narrow: of the
         parameters, those that are gathered in fp8; fixed: the projections that are frozen; added: see
@@ -329,19 +329,21 @@ class _Timer:
         repeats = 0.5 if self.config.compile else 1.0
         repeats *= any(name.startswith("feed_forward.experts") for name in left.again)
         again += repeats * permutes
+        # Each pass reads matrices in fp8 and writes them in the compute type.
+        decoded = added[2] * (1 + self.element) / pace.memory
         to_weights = sum(for_weights.values())
         low = [self.element * tokens * elements / pace.memory for elements in added[:2]]
         forward = {
             "matrix products": took.forward.products,
             "attention": attention + pace.kernel,
-            "memory-bound kernels": bound + permutes + routing * pace.kernel + low[0],
+            "memory-bound kernels": bound + permutes + routing * pace.kernel + low[0] + decoded,
             "tensor collectives": took.forward.exposed,
         }
         backward = {
             "matrix products": took.backward.products - to_weights,
             "attention": ATTENTION_BACKWARD * attention + pace.kernel,
-            "memory-bound kernels": 2 * bound + permutes + low[1],
-            "recompute": again,
+            "memory-bound kernels": 2 * bound + permutes + low[1] + decoded,
+            "recompute": again + decoded * bool(left.again),
             "tensor collectives": took.backward.exposed + took.again.exposed + sent,
         }
         shared_forward, shared_backward, shared = self._shared(spec, attention, left.attends)
@@ -411,13 +413,13 @@ class _Timer:
         outer: bool = False,
     ) -> UnitTimes:
         """A unit with what data-parallel ranks do around its passes: gathers, reductions, and copies in and out of flat
-        buffers. parameters: of the unit that are trained, of its experts where ranks share them, and those that are
-        gathered only; axes: seconds of what other ranks communicate in a micro-batch; narrow: elements that are
-        gathered in fp8; outer: see `of_states`."""
+        buffers. parameters: of the unit that are trained, of its experts where ranks share them, and bytes of those
+        that are gathered only; axes: seconds of what other ranks communicate in a micro-batch; narrow: elements that
+        are gathered in fp8; outer: see `of_states`."""
         plan, pace, shards, size = self.plan, self.pace, self.rings["shard"], parameters[0]
         copied = self.config.parallel.zero.collectives == "copy_engine"  # in the type in which gradients were computed
-        gathered = size + parameters[2]
-        widths = self.element * (gathered - narrow) + narrow, (self.element if copied else self.scattered.width) * size
+        fixed, scattered = parameters[2], self.element if copied else self.scattered.width
+        widths = self.element * (size - narrow) + narrow + fixed, scattered * size
         moved = of_states(plan, *widths, outer, self.reduces_once)
         folded, apart = self.rings["expert_shard"], parameters[1]
         gather, reduce = (shards.seconds(moved[kind].size) for kind in ("gather", "scatter"))
@@ -428,18 +430,19 @@ class _Timer:
             reduce += folded.seconds(self.scattered.width * apart)
             replicas += 2 * self.rings["expert_replicate"].seconds(self.summed.width * apart / folded.ranks)
         coding = self.scattered.scatter(size) / pace.memory, self.summed.reduce(own) / pace.memory
-        size, gathered = size + apart, gathered + apart  # which all passes of copies read and write
+        size += apart  # which all passes of copies read and write
         if not self.on_cpu:  # on a stream beside the computation
             reduce, replicas, coding = reduce + coding[0], replicas + coding[1], (0.0, 0.0)
         copy_in = sum(
             ((MASTER + self.element) / ranks + 2 * self.element * (ranks > 1)) * part / pace.copy
-            for ranks, part in ((shards.ranks, parameters[0] + parameters[2]), (folded.ranks, apart))
+            for ranks, part in ((shards.ranks, parameters[0]), (folded.ranks, apart))
         )
+        copy_in += 2 * fixed * (1 / shards.ranks + (shards.ranks > 1)) / pace.copy
         # Read for the scale and again, written, and cast back.
         copy_in += ((2 * self.element + 1) / shards.ranks + self.element + 1) * narrow / pace.copy
         copy_out = (self.element + MASTER) * size / pace.copy + coding[0]
         if copied:  # what is cast to two places, and added up, takes from the products beside it what it needs
-            copy_in = (MASTER + 2 * self.element) / shards.ranks * gathered / pace.copy
+            copy_in = ((MASTER + 2 * self.element) * size + 3 * fixed) / shards.ranks / pace.copy
             copy_out = (MASTER / shards.ranks + self.element) * size / pace.copy
         f, b = sum(forward.values()), sum(backward.values()) + sum(weight.values())
         gathers, scatters = moved["gather"], moved["scatter"]
