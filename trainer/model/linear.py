@@ -24,7 +24,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from trainer.distributed.collectives import GROUPS, TensorGroup
+from trainer.distributed.collectives import GROUPS, TensorGroup, register_operator
 from trainer.precision.products import (
     MULTIPLIERS,
     GEMMRole,

@@ -248,7 +248,7 @@ class _Timer:
         )
 
     def _product(self, gemm: Op, float8: bool = False) -> float:
-        """float8: whether the operands are cast to fp8 first: read for their scale, read again and written."""
+        """float8: whether it multiplies in fp8. What the casts of its operands take is in `_casts`."""
         (outputs, inputs), flops, pace = gemm.shape, self.tokens * gemm.flops, self.pace
         rows, matrices, calls = self.tokens * gemm.rows, 1.0, 1.0
         if gemm.matrices > 1:  # of this rank's experts; the last tile of rows of each is half empty on average
@@ -262,9 +262,33 @@ class _Timer:
             return hypot(flops / pace.wide, moved / pace.memory) + 2 * pace.kernel
         if not float8 or pace.float8 is None:
             return hypot(flops / pace.products, self.element * elements / pace.memory) + calls * pace.kernel
-        casts = elements * 2 / 3 * (2 * self.element + 1)  # of a layer's three products, each has two of the three
         moved = elements / 3 * (self.element + 2)
-        return hypot(flops / pace.float8, moved / pace.memory) + pace.kernel + self.fused * casts / pace.memory
+        return hypot(flops / pace.float8, moved / pace.memory) + pace.kernel
+
+    def _casts(self, program: Program, recipes: Mapping[str, str], again: Mapping[str, float]) -> tuple[float, float]:
+        """Seconds of the casts to fp8 in the forward and in the backward pass of a layer: each operand is read for its
+        scale, read again and written. GEMMs that read one operand share its cast: those of one gathered input, and the
+        two that read a gradient. recipes: by the names of the projections that multiply in fp8; again: the share of
+        each projection that backward computes again."""
+        if self.pace.float8 is None:
+            return 0.0, 0.0
+        forward = backward = 0.0
+        shared = [op.gemms for op in program.gathers]
+        alone = [(name,) for name in program.gemms if not any(name in names for names in shared)]
+        for names in (*shared, *alone):
+            narrow = [name for name in names if name in recipes]
+            if not narrow:
+                continue
+            gemms = [program.gemms[name] for name in narrow]
+            inputs = self.tokens * gemms[0].rows * gemms[0].shape[1]
+            weights = sum(prod(gemm.shape) for gemm in gemms)
+            forward += inputs + weights
+            backward += max(again.get(name, 0.0) for name in narrow) * (inputs + weights)
+            # The gradient and the weight for the input's gradient, and the input for the weight's.
+            backward += sum(self.tokens * gemm.rows * gemm.shape[0] for gemm in gemms) + weights
+            backward += inputs * any(recipes[name] != WIDE for name in narrow)
+        moved = self.fused * (2 * self.element + 1) / self.pace.memory
+        return forward * moved, backward * moved
 
     def _attention(self, program: Program, attention: AttentionSpec) -> float:
         """The forward pass of attention, on the rank that has most of it."""
@@ -314,6 +338,7 @@ class _Timer:
         for_weights = {name: 0.0 if name in fixed else seconds for name, seconds in for_weights.items()}
         took = layer_passes(lambda sends: self.ways(sends)[0], program, products, for_weights, left.again, self.apart)
         attention = self._attention(program, spec)
+        cast = self._casts(program, dict(float8), left.again)
         kernels = KERNELS[self.config.compile]
         permuted = program.total("saved", "permute")  # counted as they are moved
         bound = self.fused * tokens * (program.saved - permuted) / pace.memory + kernels * pace.kernel
@@ -336,13 +361,13 @@ class _Timer:
         forward = {
             "matrix products": took.forward.products,
             "attention": attention + pace.kernel,
-            "memory-bound kernels": bound + permutes + routing * pace.kernel + low[0] + decoded,
+            "memory-bound kernels": bound + permutes + routing * pace.kernel + low[0] + cast[0] + decoded,
             "tensor collectives": took.forward.exposed,
         }
         backward = {
             "matrix products": took.backward.products - to_weights,
             "attention": ATTENTION_BACKWARD * attention + pace.kernel,
-            "memory-bound kernels": 2 * bound + permutes + low[1] + decoded,
+            "memory-bound kernels": 2 * bound + permutes + low[1] + cast[1] + decoded,
             "recompute": again + decoded * bool(left.again),
             "tensor collectives": took.backward.exposed + took.again.exposed + sent,
         }
@@ -456,8 +481,8 @@ class _Timer:
             backward = _and(backward, pace.exposed(gather, b), copy_in)
         if scatters.each:
             backward, last_copy = _and(backward, pace.exposed(reduce, b), copy_out), coding[1]
-        elif self.batch.accumulation > 1:  # added to the sums in fp32, tensor by tensor
-            backward = _and(backward, 0.0, (2 * MASTER + self.element) * size / pace.copy)
+        elif self.batch.accumulation > 1:  # added to the sums in fp32 by kernels that do nothing else
+            backward = _and(backward, 0.0, (2 * MASTER + self.element) * size / pace.optimizer)
         late = scatters.once * reduce + replicas  # communication behind the last backward pass
         exposed = pace.exposed(late, b)
         summed = exposed * (replicas / late) if late else 0.0
