@@ -4,6 +4,7 @@ estimates, and what is refused."""
 from __future__ import annotations
 
 import json
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,17 +20,26 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.checkpointing.loading import open_saved
-from trainer.config import Config, ConfigError
+from trainer.config import ActivationConfig, Config, ConfigError
 from trainer.config.model import CodeSpec, ModelSpec
 from trainer.generate.sharded_model import place_saved
 from trainer.hf import open_weights, spec_from_hf, starting_weights
 from trainer.hf.accepted import ACCEPTED, code_spec, plain_values
-from trainer.hf.code import CodeStage, Elsewhere, StagePass, UnsupportedAttention, attend_in_pass, use_pass
+from trainer.hf.code import (
+    CodeStage,
+    Elsewhere,
+    StagePass,
+    UnsupportedAttention,
+    attend_in_pass,
+    report_break,
+    use_pass,
+)
 from trainer.hf.code_weights import CodeInitialWeights, code_name
 from trainer.hf.folder import export_model
 from trainer.model.initial import fill_parameters, parameter_infos
 from trainer.model.transformer import document_positions
-from trainer.parallel.parallelize import check_declared, keep_buffers
+from trainer.parallel.parallelize import check_declared, compile_layers, keep_buffers
+from trainer.parallel.recompute import apply_recompute
 from trainer.planning.features import check_plan, check_whole_plan, resolve_plan
 from trainer.planning.layer import flops_per_token, parameter_counts
 from trainer.planning.parameters import router_shapes
@@ -68,6 +78,63 @@ def test_gradients_are_those_of_transformers(name):
     for name, parameter in stage.named_parameters():
         error = (parameter.grad - expected[name]).norm() / max(expected[name].norm(), 1e-3 * norm)
         assert error < 1e-5, name
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Compiled functions are captured, cut and recomputed as by the default backend, and what is left runs eagerly.
+    Returns what counts them."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
+    return lambda: counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("name, kinds", [("mixtral", 1), ("gemma2", 2), ("deepseek_v3", 2)])
+def test_compiled_layers_of_a_kind_share_a_graph(name, kinds, recompute, graphs):
+    """Also where documents are others. Another length takes another graph."""
+    stage = stage_of(spec_of(name))
+    apply_recompute(stage, ActivationConfig(mode=recompute))
+    compile_layers(stage, False)
+    for seed in (0, 1):
+        batch = random_batch(seed, 2, 16, 61, True)
+        stage(batch.tokens, batch.targets, batch.documents)[0].backward()
+        assert graphs() == kinds
+    with torch.no_grad():
+        stage.eval()
+        shorter = stage(batch.tokens[:, :12], None, batch.documents[:, :12])
+        assert torch.allclose(stage(batch.tokens, None, batch.documents)[:, :12], shorter, atol=1e-5)
+    assert graphs() == 3 * kinds
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_layers_that_cannot_be_compiled_run_as_they_are(recompute, graphs, monkeypatch):
+    from transformers.models.qwen3 import modeling_qwen3
+
+    class Broken(modeling_qwen3.Qwen3MLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * (2.0 if x.sum().item() > 1e9 else 1.0)
+
+    batch, gradients = random_batch(0, 2, 16, 61, True), []
+    for broken in (False, True):
+        if broken:
+            monkeypatch.setattr(modeling_qwen3, "Qwen3MLP", Broken)
+        stage = stage_of(spec_of("qwen3"))
+        apply_recompute(stage, ActivationConfig(mode=recompute))
+        compile_layers(stage, False)
+        report_break.cache_clear()
+        with warnings.catch_warnings(record=True) as noted:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                stage(batch.tokens, batch.targets, batch.documents)[0].backward()
+        said = [str(one.message) for one in noted if "without compilation" in str(one.message)]
+        assert len(said) == broken and all("Qwen3DecoderLayer" in text for text in said)
+        gradients.append({name: parameter.grad for name, parameter in stage.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert torch.allclose(gradients[1][name], gradient, rtol=1e-4, atol=1e-5 * gradient.norm()), name
 
 
 def test_a_padding_token_does_not_train_its_row():
@@ -288,7 +355,6 @@ def test_code_with_such_an_argument_is_refused_before_a_run(monkeypatch):
         ({"parallel.zero.engine": "deepspeed"}, "engine=deepspeed"),
         ({"parallel.zero.collectives": "copy_engine"}, "collectives=copy_engine"),
         ({"parallel.tp": 2, "parallel.tp_overlap": "copy_engine"}, "tp_overlap=copy_engine"),
-        ({"compile": True}, "compile=true"),
         ({"precision.float8.recipe": "tensorwise"}, "float8"),
         ({"run.cuda_graphs": True}, "run.cuda_graphs=true"),
         ({"activation.mode": "auto"}, "activation.mode=auto"),

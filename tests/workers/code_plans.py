@@ -12,15 +12,20 @@ import json
 import os
 import sys
 import traceback
+import warnings
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from support.code_models import drawn_weight, small_values, train_transformers
 from support.launch import fork, leave
 from support.reference import random_batch, rows, settings
+from torch._dynamo.utils import counters
 
 from trainer.config import Config
 from trainer.data.batches import MicroBatch
@@ -59,6 +64,7 @@ def config_of(case: dict[str, Any]) -> Config:
         **{f"activation__{name}": value for name, value in RECOMPUTE[case.get("recompute", "none")].items()},
         **case.get("settings", {}),
     )
+    config.compile = "compile" in case
     if "schedule" in case:
         config.parallel.pipeline.schedule = case["schedule"]
     return config
@@ -89,7 +95,13 @@ def errors_of(case: dict[str, Any], worlds: dict[tuple, World], references: dict
     size = SEQUENCES // plan.dp
     steps = [[rows(whole, start, start + micro) for start in range(rank * size, (rank + 1) * size, micro)]]
     pipeline = resolve_pipeline(config, spec, plan, batch)
-    seen = train_plan(config, spec, plan, pipeline, world, steps, drawn_weight)
+    # Graphs are captured, cut and recomputed as by the default backend, and what is left runs eagerly.
+    graphs = patch.object(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
+    torch._dynamo.reset()
+    counters.clear()
+    with graphs if config.compile else nullcontext(), warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("always")
+        seen = train_plan(config, spec, plan, pipeline, world, steps, drawn_weight)
     if world.rank:
         return {}
     key = json.dumps(spec.to_dict())
@@ -109,6 +121,8 @@ def errors_of(case: dict[str, Any], worlds: dict[tuple, World], references: dict
         "worst": worst,
         "problems": seen.problems,
         "parameters": len(gradients),
+        "graphs": counters["stats"].get("unique_graphs", 0),
+        "uncompiled": [str(one.message) for one in noted if "without compilation" in str(one.message)],
     }
 
 

@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import error_on_graph_break
+from torch._dynamo.exc import Unsupported
+from torch.compiler import is_compiling
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -55,8 +58,7 @@ class UnsupportedAttention(Exception):
 @dataclass
 class StagePass:
     """What the layers of a stage share in one forward pass. hidden: what the first of them reads; result: what the last
-    of them returned. calls: of attention. shape: (batch, length) of this rank's tokens. documents, length: of whole
-    sequences."""
+    of them returned. shape: (batch, length) of this rank's tokens. documents, length: of whole sequences."""
 
     hidden: Tensor
     shape: tuple[int, int]
@@ -66,32 +68,50 @@ class StagePass:
     context: ContextGroup | None
     result: Tensor | None = None
     masks: dict[tuple[int, bool], Any] = field(default_factory=dict)
-    calls: int = 0
 
-    def mask(self, window: int, changed: bool, device: torch.device) -> Any:
-        """The mask of a kind of attention, made once."""
+    def mask(self, module: nn.Module, window: int, changed: bool, device: torch.device) -> Any:
+        """The mask of a kind of attention, made once. module: that asks for it."""
         if (window, changed) not in self.masks:
             build = build_mask if self.context is None else self.context.build_mask
             self.masks[window, changed] = build(self.documents, self.length, window, changed, device)
         return self.masks[window, changed]
 
 
-PASS: ContextVar[StagePass] = ContextVar("pass")
-"""The forward pass that is being computed, also where backward computes it again."""
+class TrialPass(StagePass):
+    """A pass without values that records the kinds of attention: each module that called it -> (window, whether the
+    softmax is changed)."""
 
-REGATHER: ContextVar[bool] = ContextVar("regather", default=True)
-"""Whether backward gathers keys again. A recomputed layer does so anyway."""
+    kinds: dict[nn.Module, tuple[int, bool]]
+
+    def mask(self, module: nn.Module, window: int, changed: bool, device: torch.device) -> None:
+        self.kinds[module] = window, changed
+
+
+class PassHolder:
+    """The forward pass that is being computed, also where backward computes it again. regather: whether backward
+    gathers keys again; a recomputed layer does so anyway.
+
+    A plain object, because the compiler cannot read a `ContextVar`. Passes of one process do not run at the same time:
+    the thread that calls backward waits for the threads in which layers are computed again.
+    """
+
+    current: StagePass
+    regather = True
+
+
+PASS = PassHolder()
 
 
 @contextlib.contextmanager
 def use_pass(current: StagePass, regather: bool = True) -> Iterator[None]:
     """Context in which code belongs to a pass."""
-    tokens = PASS.set(current), REGATHER.set(regather)
+    before = dict(vars(PASS))
+    PASS.current, PASS.regather = current, regather
     try:
         yield
     finally:
-        PASS.reset(tokens[0])
-        REGATHER.reset(tokens[1])
+        vars(PASS).clear()
+        vars(PASS).update(before)
 
 
 def attend_in_pass(
@@ -119,10 +139,9 @@ def attend_in_pass(
             f"{type(module).__name__.removeprefix(CodeModule.__name__)} passes {', '.join(unknown)} to attention, "
             "which model.code=transformers does not support"
         )
-    current, window, cap = PASS.get(), sliding_window or 0, softcap or 0.0
-    current.calls += 1
-    mask = current.mask(window, bool(cap) or s_aux is not None, query.device)
-    if current.context is not None and not REGATHER.get():
+    current, window, cap = PASS.current, sliding_window or 0, softcap or 0.0
+    mask = current.mask(module, window, bool(cap) or s_aux is not None, query.device)
+    if current.context is not None and not PASS.regather:
         mask = without_regather(mask)
     scale, width = query.shape[-1] ** -0.5 if scaling is None else scaling, value.shape[-1]
     kernel = ATTENTION_BACKENDS.get(type(mask))
@@ -172,18 +191,21 @@ class CodeModule(DeclaredModule):
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
-        return value.to_local() if isinstance(value, DTensor) and self.active else value
+        return value.to_local() if isinstance(value, DTensor) and (self.active or is_compiling()) else value
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
-        current, kind = PASS.get(), self.kind
+        current, kind = PASS.current, self.kind
         group = current.group if kind else None
         if group is not None:
             arguments, named = self.gather(current, group, arguments, named)
-        self.active = True
-        try:
+        if is_compiling():  # what is recomputed must not change any object
             output = super().forward(*arguments, **named)  # of the module's own class
-        finally:
-            self.active = False
+        else:
+            self.active = True
+            try:
+                output = super().forward(*arguments, **named)
+            finally:
+                self.active = False
         if group is None:
             return output
         first, *rest = output if isinstance(output, tuple) else (output,)
@@ -193,7 +215,9 @@ class CodeModule(DeclaredModule):
 
     def bind_pass(self, function: Callable) -> Callable:
         """`function` as a part of the present pass, whenever it is called."""
-        current = PASS.get()
+        if is_compiling():
+            return function
+        current = PASS.current
 
         def run(*arguments: Any) -> Any:
             with use_pass(current, regather=False):
@@ -233,7 +257,7 @@ class CodeLinear(CodeModule):
         self.deferred, self.number = deferred, number_layer(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        bias, group = None if self.bias is None else self.local("bias"), PASS.get().group
+        bias, group = None if self.bias is None else self.local("bias"), PASS.current.group
         if bias is not None and group is not None and self.declared["weight"].cut == 1:
             bias = bias / group.size  # the block's output is a sum over ranks, to which each rank adds its bias
         numbers = [] if self.number is None else [self.number]
@@ -256,10 +280,16 @@ class CodeLayer(CodeModule):
         self.run = self.run_tile = self.run_body
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
-        current = PASS.get()
+        current = PASS.current
         x = arguments[0] if arguments else named.pop("hidden_states")
-        with self.keep(x):
-            output = self.run(x, current, arguments[1:], named)
+        with self.keep(x), use_pass(current, regather=self.recompute is None):
+            try:
+                with error_on_graph_break(True):
+                    output = self.run(x, current, arguments[1:], named)
+            except Unsupported as error:
+                report_break(kind_of(self).__name__, str(error).partition("\n")[0])
+                self.run = self.run_body
+                output = self.run(x, current, arguments[1:], named)
         if self.last:
             current.result = output[0] if isinstance(output, tuple) else output
         return output
@@ -269,9 +299,18 @@ class CodeLayer(CodeModule):
         return work(x) if self.recompute is None else self.recompute(work, x)
 
     def body(self, x: Tensor, current: StagePass, arguments: tuple, named: dict[str, Any]) -> Any:
-        """The layer's own code. Backward may run it again after other passes have begun, hence the explicit pass."""
+        """The layer's own code. Backward may run it again after other passes have begun, hence the explicit pass. What
+        is compiled computes that again by itself, and must not change any object."""
+        if is_compiling():
+            return super().forward(x, *arguments, **named)
         with use_pass(current, regather=self.recompute is None):
             return super().forward(x, *arguments, **named)
+
+
+@cache
+def report_break(kind: str, reason: str) -> None:
+    """Says once that layers of a kind are not compiled."""
+    warnings.warn(f"compile=true: layers of {kind} run without compilation: {reason}", stacklevel=2)
 
 
 @cache
@@ -298,7 +337,7 @@ class Elsewhere(nn.Module):
                 setattr(self, name, value)
 
     def forward(self, *arguments: Any, **named: Any) -> Tensor:
-        current = PASS.get()
+        current = PASS.current
         return current.hidden if current.result is None else current.result
 
 
@@ -319,6 +358,7 @@ class CodeStage(Transformer):
         self.context: ContextGroup | None = None
         causal = build_code(spec)
         base, code = base_of(causal), causal._init_weights
+        kinds = try_attention(causal)
         # The base model is no child: its own modules would have second names.
         self.__dict__["base"] = base
         if self.first or (self.last and spec.tied):
@@ -332,6 +372,8 @@ class CodeStage(Transformer):
             layer.prepare(index == layers.stop - 1)
             for name, kind in spec.layer(index).code["blocks"].items():
                 layer.get_submodule(name).kind = kind
+        own = {module for index in layers for module in base.layers[index].modules()}
+        self.attention_kinds = dict.fromkeys(kind for module, kind in kinds.items() if module in own)
         for index in set(range(spec.depth)) - set(layers):
             base.layers[index] = Elsewhere(base.layers[index])
         # The padding token's row is not trained by looking it up, as in `nn.Embedding`.
@@ -379,6 +421,8 @@ class CodeStage(Transformer):
         # Blocks see [batch, length, width]. Ranks that share tokens have no whole sequences between blocks.
         x = x.view(*shape, -1) if self.group is None else x[None]
         current = StagePass(x, shape, documents, length, self.group, self.context)
+        for kind in self.attention_kinds:  # before the layers, because compiled ones must not make a mask each
+            current.mask(self, *kind, tokens.device)
         with use_pass(current):
             x = self.base(inputs_embeds=x, position_ids=positions.expand(shape), use_cache=False).last_hidden_state
         if not self.last:
@@ -399,23 +443,28 @@ class CodeStage(Transformer):
         return torch.where((tokens == self.padding)[:, None], x.detach(), x)
 
 
-def try_attention(causal: PreTrainedModel) -> None:
-    """Runs the layers without values, on the meta device, to see what they ask of attention. Raises
-    `UnsupportedAttention`. Experts are left out, because their number of tokens is not known."""
+def try_attention(causal: PreTrainedModel) -> dict[nn.Module, tuple[int, bool]]:
+    """Runs the layers without values, on the meta device, to see what they ask of attention. Returns the kind of
+    attention of each module that calls it, see `TrialPass`. Raises `UnsupportedAttention`. Experts are left out,
+    because their number of tokens is not known."""
     base = base_of(causal)
-    for module in base.modules():
-        if any(parameter.dim() == 3 for parameter in module.parameters(recurse=False)):
-            module.forward = lambda x, *_, **__: x
+    experts = [one for one in base.modules() if any(own.dim() == 3 for own in one.parameters(recurse=False))]
+    for module in experts:
+        module.forward = lambda x, *_, **__: x
     x = torch.empty(1, 4, causal.get_output_embeddings().in_features, device="meta")
-    current, positions = StagePass(x, (1, 4), None, 4, None, None), torch.arange(4, device="meta")[None]
+    current, positions = TrialPass(x, (1, 4), None, 4, None, None), torch.arange(4, device="meta")[None]
+    current.kinds = {}
     # What else the meta device cannot do, the code may do elsewhere.
     with use_pass(current), contextlib.suppress(RuntimeError, NotImplementedError, TypeError, ValueError):
         base(inputs_embeds=x, position_ids=positions, use_cache=False)
-        if current.calls < len(base.layers):
+        if len(current.kinds) < len(base.layers):
             raise UnsupportedAttention(
-                f"{len(base.layers) - current.calls} of its layers mix tokens without the attention function of "
+                f"{len(base.layers) - len(current.kinds)} of its layers mix tokens without the attention function of "
                 "transformers, by which documents are masked"
             )
+    for module in experts:
+        del module.forward
+    return current.kinds
 
 
 def base_of(causal: PreTrainedModel) -> nn.Module:

@@ -58,7 +58,6 @@ def check_code_settings(config: Config, spec: ModelSpec | None, plan: Plan, node
     if not isinstance(spec, CodeSpec):
         return
     activation, given = config.activation, {}
-    given["compile=true"] = (config.compile, "compile=false")
     narrow, plain = float8_setting(config.precision)
     given[narrow] = (bool(narrow), plain)
     given["run.cuda_graphs=true"] = (config.run.cuda_graphs, "run.cuda_graphs=false")
