@@ -20,7 +20,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.checkpointing.loading import open_saved
-from trainer.config import ActivationConfig, Config, ConfigError
+from trainer.config import ActivationConfig, Config, ConfigError, Float8Config, PrecisionConfig
 from trainer.config.model import CodeSpec, ModelSpec
 from trainer.generate.sharded_model import place_saved
 from trainer.hf import open_weights, spec_from_hf, starting_weights
@@ -38,12 +38,14 @@ from trainer.hf.code_weights import CodeInitialWeights, code_name
 from trainer.hf.folder import export_model
 from trainer.model.initial import fill_parameters, parameter_infos
 from trainer.model.transformer import document_positions
-from trainer.parallel.parallelize import check_declared, compile_layers, keep_buffers
+from trainer.parallel.parallelize import check_declared, compile_layers, keep_buffers, multiply_in_float8
 from trainer.parallel.recompute import apply_recompute
 from trainer.planning.features import check_plan, check_whole_plan, resolve_plan
+from trainer.planning.float8 import float8_linears
 from trainer.planning.layer import flops_per_token, parameter_counts
 from trainer.planning.parameters import router_shapes
 from trainer.planning.resolve import compose
+from trainer.precision.products import Float8Multiply, GEMMRole, matmul
 from trainer.training.run import run
 
 CPU = torch.device("cpu")
@@ -135,6 +137,40 @@ def test_layers_that_cannot_be_compiled_run_as_they_are(recompute, graphs, monke
         gradients.append({name: parameter.grad for name, parameter in stage.named_parameters()})
     for name, gradient in gradients[0].items():
         assert torch.allclose(gradients[1][name], gradient, rtol=1e-4, atol=1e-5 * gradient.norm()), name
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("name", ["qwen3", "hunyuan_v1_moe"])
+def test_linear_layers_multiply_in_fp8(name, recipe):
+    """Outputs and weight gradients of each, and not those of routers and of layers at the ends."""
+    spec = code_spec(plain_values(guess_values(name)))
+    precision = PrecisionConfig(float8=Float8Config(recipe, ends=1))
+    stage, product, seen = stage_of(spec), Float8Multiply(recipe), dict[str, list[torch.Tensor]]()
+    multiply_in_float8(stage, spec, precision)
+    for path, module in stage.named_modules():
+        if type(module).__name__.startswith("CodeLinear"):
+            module.register_forward_hook(partial(note_product, seen, path))
+    batch = random_batch(0, 2, 16, 58, True)
+    stage(batch.tokens + 3, batch.targets, batch.documents)[0].backward()
+    inner = [path for path in seen if path.split(".")[1] in "12" and "mlp.gate.wg" not in path]
+    assert set(inner) == set(float8_linears(precision, spec)) and len(seen) > len(inner) > 5
+    for path, (x, y) in seen.items():
+        weight, plain = stage.get_submodule(path).weight, path not in inner
+        multiply = matmul if plain else product
+        for role, factors, result in (
+            (GEMMRole.OUTPUT, (x, weight), y),
+            (GEMMRole.WEIGHT_GRADIENT, (y.grad, x), weight.grad),
+        ):
+            expected = multiply(*(one.detach().flatten(0, -2) for one in factors), role).view(result.shape)
+            assert torch.allclose(result, expected, rtol=1e-5, atol=1e-5 * expected.norm()), (path, role)
+            exact = matmul(*(one.detach().flatten(0, -2) for one in factors), role).view(result.shape)
+            wide = plain or role is GEMMRole.WEIGHT_GRADIENT and recipe == "rowwise_with_gw_hp"
+            assert torch.allclose(result, exact, rtol=1e-5, atol=1e-5 * exact.norm()) == wide, (path, role)
+
+
+def note_product(seen: dict, path: str, module: nn.Module, given: tuple, y: torch.Tensor) -> None:
+    y.retain_grad()
+    seen[path] = [given[0], y]
 
 
 def test_a_padding_token_does_not_train_its_row():
@@ -355,7 +391,6 @@ def test_code_with_such_an_argument_is_refused_before_a_run(monkeypatch):
         ({"parallel.zero.engine": "deepspeed"}, "engine=deepspeed"),
         ({"parallel.zero.collectives": "copy_engine"}, "collectives=copy_engine"),
         ({"parallel.tp": 2, "parallel.tp_overlap": "copy_engine"}, "tp_overlap=copy_engine"),
-        ({"precision.float8.recipe": "tensorwise"}, "float8"),
         ({"run.cuda_graphs": True}, "run.cuda_graphs=true"),
         ({"activation.mode": "auto"}, "activation.mode=auto"),
         ({"activation.mode": "budget"}, "activation.mode=budget"),

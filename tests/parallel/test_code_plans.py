@@ -36,6 +36,15 @@ TWO: list[dict[str, Any]] = [
     {"model": "deepseek_v3", "compile": 2, "tp": 2, "recompute": "selective"},
     {"model": "gemma2", "compile": 2, "pp": 2, "schedule": "zb_v", "recompute": "full", "micro_batches": 4},
     {"model": "phi3", "compile": 1, "cp": 2, "recompute": "attention"},
+    {"model": "qwen3", "float8": "tensorwise", "gather": True, "stage": 3, "recompute": "full"},
+    {
+        "model": "qwen3",
+        "float8": "rowwise",
+        "compile": 1,
+        "tp": 2,
+        "changes": {"head_dim": 16, "intermediate_size": 64},
+    },
+    {"model": "qwen3", "float8": "rowwise_with_gw_hp", "pp": 2, "schedule": "zb_v"},
 ]
 FOUR: list[dict[str, Any]] = [
     *(

@@ -27,11 +27,12 @@ from support.launch import fork, leave
 from support.reference import random_batch, rows, settings
 from torch._dynamo.utils import counters
 
-from trainer.config import Config
+from trainer.config import Config, Float8Config
 from trainer.data.batches import MicroBatch
 from trainer.distributed.mesh import World, join_world, local_device
 from trainer.hf.accepted import CodeFacts, code_spec, plain_values
 from trainer.parallel.pipeline.plan import resolve_pipeline
+from trainer.parity.compare import train_reference
 from trainer.parity.watch import train_plan
 from trainer.planning.features import check_whole_plan, resolve_plan
 from trainer.planning.parameters import declare_parameters
@@ -65,6 +66,7 @@ def config_of(case: dict[str, Any]) -> Config:
         **case.get("settings", {}),
     )
     config.compile = "compile" in case
+    config.precision.float8 = Float8Config(case.get("float8", "none"), ends=0, gather=case.get("gather", False))
     if "schedule" in case:
         config.parallel.pipeline.schedule = case["schedule"]
     return config
@@ -80,7 +82,8 @@ def data(vocabulary: int) -> MicroBatch:
 def errors_of(case: dict[str, Any], worlds: dict[tuple, World], references: dict[str, Any]) -> dict[str, Any]:
     """The relative errors of loss and gradients; on rank 0."""
     facts = CodeFacts(**case["facts"]) if "facts" in case else None
-    spec = code_spec(plain_values(case.get("values") or small_values(case["model"])), facts)
+    values = case.get("values") or small_values(case["model"], **case.get("changes", {}))
+    spec = code_spec(plain_values(values), facts)
     if (size := sum(info.size for info in declare_parameters(spec).values())) > MOST:
         raise ValueError(f"{size} parameters are no small copy")
     config, processes = config_of(case), dist.get_world_size()
@@ -105,9 +108,13 @@ def errors_of(case: dict[str, Any], worlds: dict[tuple, World], references: dict
     if world.rank:
         return {}
     key = json.dumps(spec.to_dict())
-    if key not in references:
+    if "float8" in case:  # the code in one process, with the same micro-batches, which scales follow
+        parts = [rows(whole, start, start + micro) for start in range(0, SEQUENCES, micro)]
+        alone = train_reference(config, spec, [parts], world.device, drawn_weight, float8=config.precision)
+        references[key] = alone.losses[0], alone.gradients[0]
+    elif key not in references:
         references[key] = train_transformers(spec, [whole])
-    loss, expected = references[key]
+    loss, expected = references[key] if "float8" not in case else references.pop(key)
     norm = torch.stack([one.norm() for one in expected.values() if one is not None]).norm()
     gradients = {
         name: ((seen.gradients[0][name] - one).norm() / max(one.norm(), 1e-3 * norm)).item()

@@ -38,7 +38,7 @@ from trainer.model.linear import DeferredGrads, column_parallel, number_layer
 from trainer.model.stage import join_reports, keep_here, split_report
 from trainer.model.transformer import Embedding, Head, Transformer, document_positions
 from trainer.planning.parameters import ParameterInfo, layer_tables, outer_tables
-from trainer.precision.products import matmul
+from trainer.precision.products import Multiply, matmul
 
 ATTENTION = "trainer"
 """The name of `attend_in_pass` among transformers' attention functions. It has no mask function, so the code makes no
@@ -250,7 +250,7 @@ class CodeLinear(CodeModule):
 
     deferred: DeferredGrads
     number: Tensor | None
-    multiply = staticmethod(matmul)
+    multiply: Multiply = matmul
 
     def defer(self, deferred: DeferredGrads) -> None:
         """From now on this layer may defer its weight gradient, to `deferred`."""
@@ -261,7 +261,7 @@ class CodeLinear(CodeModule):
         if bias is not None and group is not None and self.declared["weight"].cut == 1:
             bias = bias / group.size  # the block's output is a sum over ranks, to which each rank adds its bias
         numbers = [] if self.number is None else [self.number]
-        (y,) = column_parallel(x.flatten(0, -2), [self.local("weight")], [bias], None, numbers)
+        (y,) = column_parallel(x.flatten(0, -2), [self.local("weight")], [bias], None, numbers, self.multiply)
         return y.view(*x.shape[:-1], -1)
 
 

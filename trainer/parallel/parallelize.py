@@ -17,7 +17,6 @@ from trainer.distributed.mesh import World
 from trainer.hf.stages import make_stage
 from trainer.model.experts import WideLinear
 from trainer.model.initial import DeclaredModule, parameter_infos
-from trainer.model.layers import Linear
 from trainer.model.linear import DeferredGrads
 from trainer.model.loss import loss_terms
 from trainer.model.stage import Make, Stage, compile_function
@@ -154,7 +153,7 @@ def multiply_in_float8(
     chosen = float8_linears(precision, spec)
     by_recipe = {recipe: Float8Multiply(recipe, casts) for recipe in {one.recipe for one in chosen.values()}}
     for name, module in model.named_modules():
-        if name in chosen and isinstance(module, Linear):
+        if name in chosen and hasattr(module, "multiply"):
             module.multiply = by_recipe[chosen[name].recipe]
 
 
