@@ -22,7 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trainer.checkpointing.loading import open_saved
 from trainer.config import ActivationConfig, Config, ConfigError, Float8Config, PrecisionConfig
 from trainer.config.model import CodeSpec, ModelSpec
-from trainer.generate.sharded_model import place_saved
+from trainer.generate.sampling import SamplingOptions, TokenGenerator
+from trainer.generate.sharded_model import ShardedModel, place_saved
 from trainer.hf import open_weights, spec_from_hf, starting_weights
 from trainer.hf.accepted import ACCEPTED, code_spec, plain_values
 from trainer.hf.code import (
@@ -171,6 +172,22 @@ def test_linear_layers_multiply_in_fp8(name, recipe):
 def note_product(seen: dict, path: str, module: nn.Module, given: tuple, y: torch.Tensor) -> None:
     y.retain_grad()
     seen[path] = [given[0], y]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_of_generation_are_those_of_whole_sequences(name):
+    """Of a prefix of each row, and then of one token after the other."""
+    stage, tokens = stage_of(spec_of(name)).eval(), torch.randint(3, 61, (2, 16))
+    model = ShardedModel(stage.spec, {0: stage}, CPU, torch.float32)
+    with model.inference():
+        expected, cache = stage(tokens), model.cache(2, 16)
+        for first in range(5, 16):
+            context = first == 5
+            cache.lengths[:] = torch.tensor([first, first]) if context else torch.tensor([first - 1, first - 1])
+            cache.look(first)
+            given = tokens[:, :first] if context else tokens[:, first - 1 : first]
+            assert torch.allclose(model.logits(given, cache), expected[:, first - 1], atol=1e-5), first
+    assert len(cache.layers) == 4
 
 
 def test_a_padding_token_does_not_train_its_row():
@@ -396,7 +413,6 @@ def test_code_with_such_an_argument_is_refused_before_a_run(monkeypatch):
         ({"activation.mode": "budget"}, "activation.mode=budget"),
         ({"activation.tile": 64}, "activation.tile=64"),
         ({"activation.mode": "selective", "activation.save": ["mlp.*"]}, r"activation.save=mlp.\*"),
-        ({"eval.generate.every": 5}, "eval.generate.every=5"),
     ],
 )
 def test_plans_and_settings_that_the_code_cannot_follow_are_refused(settings, message):
@@ -513,8 +529,15 @@ def test_a_run_resumes_and_its_export_is_a_model_of_transformers(tmp_path):
             assert buffer.any()
     tokens = torch.randint(3, 300, (2, 16))
     assert torch.allclose(stage(tokens), theirs.eval()(tokens).logits, atol=1e-5)
-    with pytest.raises(ConfigError, match="trainer sample does not run"):
-        place_saved(saved, CPU, "fp32")
+    prompts = [[5, 6, 7, 8, 9], [11, 12]]
+    model = place_saved(saved, CPU, "fp32")
+    with model.inference():
+        generator = TokenGenerator(model, prompts, 12, SamplingOptions())
+        generated = list(zip(*generator))
+    theirs.generation_config.eos_token_id = None
+    for prompt, tokens in zip(prompts, generated):
+        again = theirs.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)
+        assert again[0, len(prompt) :].tolist() == list(tokens)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from trainer.config import ConfigError
 from trainer.config.model import CodeSpec
 from trainer.distributed.collectives import GatherTokens, ReduceScatterSum, TensorGroup
 from trainer.model.attention import build_mask, causal_attention, pad_heads
-from trainer.model.cache import KVCache
+from trainer.model.cache import CachedPass, KVCache
 from trainer.model.context_attention import ContextGroup, without_regather
 from trainer.model.initial import DeclaredModule
 from trainer.model.layers import ATTENTION_BACKENDS
@@ -58,7 +58,8 @@ class UnsupportedAttention(Exception):
 @dataclass
 class StagePass:
     """What the layers of a stage share in one forward pass. hidden: what the first of them reads; result: what the last
-    of them returned. shape: (batch, length) of this rank's tokens. documents, length: of whole sequences."""
+    of them returned. shape: (batch, length) of this rank's tokens. documents, length: of whole sequences. entered: the
+    pass of a KV cache, None in training."""
 
     hidden: Tensor
     shape: tuple[int, int]
@@ -66,11 +67,14 @@ class StagePass:
     length: int
     group: TensorGroup | None
     context: ContextGroup | None
+    entered: CachedPass | None = None
     result: Tensor | None = None
     masks: dict[tuple[int, bool], Any] = field(default_factory=dict)
 
     def mask(self, module: nn.Module, window: int, changed: bool, device: torch.device) -> Any:
-        """The mask of a kind of attention, made once. module: that asks for it."""
+        """The mask of a kind of attention, made once. module: that asks for it, whose keys a cache keeps."""
+        if self.entered is not None:
+            return self.entered.mask(str(id(module)), window, changed)
         if (window, changed) not in self.masks:
             build = build_mask if self.context is None else self.context.build_mask
             self.masks[window, changed] = build(self.documents, self.length, window, changed, device)
@@ -273,6 +277,7 @@ class CodeLayer(CodeModule):
     tile = 0
     run_tile: Callable
     keep: Callable
+    caches = True
 
     def prepare(self, last: bool) -> None:
         """last: whether it is the last layer of its stage."""
@@ -297,6 +302,8 @@ class CodeLayer(CodeModule):
     def run_body(self, x: Tensor, current: StagePass, arguments: tuple, named: dict[str, Any]) -> Any:
         work = partial(self.body, current=current, arguments=arguments, named=named)
         return work(x) if self.recompute is None else self.recompute(work, x)
+
+    feed = run_body
 
     def body(self, x: Tensor, current: StagePass, arguments: tuple, named: dict[str, Any]) -> Any:
         """The layer's own code. Backward may run it again after other passes have begun, hence the explicit pass. What
@@ -407,7 +414,7 @@ class CodeStage(Transformer):
     ) -> Any:
         """See `Stage`."""
         if cache is not None:
-            raise NotImplementedError("a model that runs by transformers' code does not generate here")
+            return self.extend(tokens, hidden, cache)
         length = tokens.shape[1]
         positions = (
             document_positions(documents) if documents is not None else torch.arange(length, device=tokens.device)[None]
@@ -418,22 +425,39 @@ class CodeStage(Transformer):
             targets = None if targets is None else targets[:, own]
         shape = tuple(tokens.shape)
         x: Any = self.embed(tokens, positions) if self.first else hidden
-        # Blocks see [batch, length, width]. Ranks that share tokens have no whole sequences between blocks.
-        x = x.view(*shape, -1) if self.group is None else x[None]
         current = StagePass(x, shape, documents, length, self.group, self.context)
         for kind in self.attention_kinds:  # before the layers, because compiled ones must not make a mask each
             current.mask(self, *kind, tokens.device)
+        x = self.run_layers(current, positions)
+        if not self.last:
+            return x
+        x, report = split_report(self.head(x, None if targets is None else targets.flatten()))
+        x = x.view(*shape, -1) if targets is None else (x[0], x[1].view(shape).sum(1))
+        return join_reports(x, {"head": report})
+
+    def run_layers(self, current: StagePass, positions: Tensor) -> Tensor:
+        """What the head reads, or the next stage: [tokens / t, width]."""
+        # Blocks see [batch, length, width]. Ranks that share tokens have no whole sequences between blocks.
+        x = current.hidden
+        current.hidden = x = x.view(*current.shape, -1) if self.group is None else x[None]
         with use_pass(current):
-            x = self.base(inputs_embeds=x, position_ids=positions.expand(shape), use_cache=False).last_hidden_state
+            output = self.base(inputs_embeds=x, position_ids=positions.expand(current.shape), use_cache=False)
         if not self.last:
             # What the code does behind its last layer belongs to the last stage. A copy, because FSDP warns of stages
             # that return views.
             assert current.result is not None
             return current.result.flatten(0, 1).clone()
-        x = x.flatten(0, 1) if self.head_scale == 1 else x.flatten(0, 1) * self.head_scale
-        x, report = split_report(self.head(x, None if targets is None else targets.flatten()))
-        x = x.view(*shape, -1) if targets is None else (x[0], x[1].view(shape).sum(1))
-        return join_reports(x, {"head": report})
+        x = output.last_hidden_state.flatten(0, 1)
+        return x if self.head_scale == 1 else x * self.head_scale
+
+    def extend(self, tokens: Tensor, hidden: Tensor | None, cache: KVCache) -> Tensor:
+        """See `Transformer.extend`. The cache keeps what the attention function is given."""
+        shape = tuple(tokens.shape)
+        entered = cache.enter(shape)
+        x = self.embed(tokens, entered.positions) if self.first else hidden
+        current = StagePass(x, shape, None, shape[1], self.group, None, entered)
+        x = self.run_layers(current, entered.positions)
+        return self.read_last(x, entered) if self.last else x
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         x = super().embed(tokens, positions)

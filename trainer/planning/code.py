@@ -64,8 +64,6 @@ def check_code_settings(config: Config, spec: ModelSpec | None, plan: Plan, node
         "activation=full, or activation=selective",
     )
     given[f"activation.tile={activation.tile}"] = (bool(activation.tile), "activation.tile=0")
-    samples = config.eval.generate.every
-    given[f"eval.generate.every={samples}"] = (bool(samples), "eval.generate.every=0, and generate with an export")
     if activation.mode == "selective" and not activation.modules:
         for entry in activation.save:
             given[f"activation.save={entry}"] = (
