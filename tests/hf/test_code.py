@@ -4,6 +4,7 @@ estimates, and what is refused."""
 from __future__ import annotations
 
 import json
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,21 +20,33 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.checkpointing.loading import open_saved
-from trainer.config import Config, ConfigError
+from trainer.config import ActivationConfig, Config, ConfigError, Float8Config, PrecisionConfig
 from trainer.config.model import CodeSpec, ModelSpec
-from trainer.generate.sharded_model import place_saved
+from trainer.generate.sampling import SamplingOptions, TokenGenerator
+from trainer.generate.sharded_model import ShardedModel, place_saved
 from trainer.hf import open_weights, spec_from_hf, starting_weights
 from trainer.hf.accepted import ACCEPTED, code_spec, plain_values
-from trainer.hf.code import CodeStage, Elsewhere, StagePass, UnsupportedAttention, attend_in_pass, use_pass
+from trainer.hf.code import (
+    CodeStage,
+    Elsewhere,
+    StagePass,
+    UnsupportedAttention,
+    attend_in_pass,
+    report_break,
+    use_pass,
+)
 from trainer.hf.code_weights import CodeInitialWeights, code_name
 from trainer.hf.folder import export_model
 from trainer.model.initial import fill_parameters, parameter_infos
 from trainer.model.transformer import document_positions
-from trainer.parallel.parallelize import check_declared, keep_buffers
+from trainer.parallel.parallelize import check_declared, compile_layers, keep_buffers, multiply_in_float8
+from trainer.parallel.recompute import apply_recompute
 from trainer.planning.features import check_plan, check_whole_plan, resolve_plan
+from trainer.planning.float8 import float8_linears
 from trainer.planning.layer import flops_per_token, parameter_counts
 from trainer.planning.parameters import router_shapes
 from trainer.planning.resolve import compose
+from trainer.precision.products import Float8Multiply, GEMMRole, matmul
 from trainer.training.run import run
 
 CPU = torch.device("cpu")
@@ -68,6 +81,113 @@ def test_gradients_are_those_of_transformers(name):
     for name, parameter in stage.named_parameters():
         error = (parameter.grad - expected[name]).norm() / max(expected[name].norm(), 1e-3 * norm)
         assert error < 1e-5, name
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Compiled functions are captured, cut and recomputed as by the default backend, and what is left runs eagerly.
+    Returns what counts them."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
+    return lambda: counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("name, kinds", [("mixtral", 1), ("gemma2", 2), ("deepseek_v3", 2)])
+def test_compiled_layers_of_a_kind_share_a_graph(name, kinds, recompute, graphs):
+    """Also where documents are others. Another length takes another graph."""
+    stage = stage_of(spec_of(name))
+    apply_recompute(stage, ActivationConfig(mode=recompute))
+    compile_layers(stage, False)
+    for seed in (0, 1):
+        batch = random_batch(seed, 2, 16, 61, True)
+        stage(batch.tokens, batch.targets, batch.documents)[0].backward()
+        assert graphs() == kinds
+    with torch.no_grad():
+        stage.eval()
+        shorter = stage(batch.tokens[:, :12], None, batch.documents[:, :12])
+        assert torch.allclose(stage(batch.tokens, None, batch.documents)[:, :12], shorter, atol=1e-5)
+    assert graphs() == 3 * kinds
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_layers_that_cannot_be_compiled_run_as_they_are(recompute, graphs, monkeypatch):
+    from transformers.models.qwen3 import modeling_qwen3
+
+    class Broken(modeling_qwen3.Qwen3MLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * (2.0 if x.sum().item() > 1e9 else 1.0)
+
+    batch, gradients = random_batch(0, 2, 16, 61, True), []
+    for broken in (False, True):
+        if broken:
+            monkeypatch.setattr(modeling_qwen3, "Qwen3MLP", Broken)
+        stage = stage_of(spec_of("qwen3"))
+        apply_recompute(stage, ActivationConfig(mode=recompute))
+        compile_layers(stage, False)
+        report_break.cache_clear()
+        with warnings.catch_warnings(record=True) as noted:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                stage(batch.tokens, batch.targets, batch.documents)[0].backward()
+        said = [str(one.message) for one in noted if "without compilation" in str(one.message)]
+        assert len(said) == broken and all("Qwen3DecoderLayer" in text for text in said)
+        gradients.append({name: parameter.grad for name, parameter in stage.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert torch.allclose(gradients[1][name], gradient, rtol=1e-4, atol=1e-5 * gradient.norm()), name
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("name", ["qwen3", "hunyuan_v1_moe"])
+def test_linear_layers_multiply_in_fp8(name, recipe):
+    """Outputs and weight gradients of each, and not those of routers and of layers at the ends."""
+    spec = code_spec(plain_values(guess_values(name)))
+    precision = PrecisionConfig(float8=Float8Config(recipe, ends=1))
+    stage, product, seen = stage_of(spec), Float8Multiply(recipe), dict[str, list[torch.Tensor]]()
+    multiply_in_float8(stage, spec, precision)
+    for path, module in stage.named_modules():
+        if type(module).__name__.startswith("CodeLinear"):
+            module.register_forward_hook(partial(note_product, seen, path))
+    batch = random_batch(0, 2, 16, 58, True)
+    stage(batch.tokens + 3, batch.targets, batch.documents)[0].backward()
+    inner = [path for path in seen if path.split(".")[1] in "12" and "mlp.gate.wg" not in path]
+    assert set(inner) == set(float8_linears(precision, spec)) and len(seen) > len(inner) > 5
+    for path, (x, y) in seen.items():
+        weight, plain = stage.get_submodule(path).weight, path not in inner
+        multiply = matmul if plain else product
+        for role, factors, result in (
+            (GEMMRole.OUTPUT, (x, weight), y),
+            (GEMMRole.WEIGHT_GRADIENT, (y.grad, x), weight.grad),
+        ):
+            expected = multiply(*(one.detach().flatten(0, -2) for one in factors), role).view(result.shape)
+            assert torch.allclose(result, expected, rtol=1e-5, atol=1e-5 * expected.norm()), (path, role)
+            exact = matmul(*(one.detach().flatten(0, -2) for one in factors), role).view(result.shape)
+            wide = plain or role is GEMMRole.WEIGHT_GRADIENT and recipe == "rowwise_with_gw_hp"
+            assert torch.allclose(result, exact, rtol=1e-5, atol=1e-5 * exact.norm()) == wide, (path, role)
+
+
+def note_product(seen: dict, path: str, module: nn.Module, given: tuple, y: torch.Tensor) -> None:
+    y.retain_grad()
+    seen[path] = [given[0], y]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_of_generation_are_those_of_whole_sequences(name):
+    """Of a prefix of each row, and then of one token after the other."""
+    stage, tokens = stage_of(spec_of(name)).eval(), torch.randint(3, 61, (2, 16))
+    model = ShardedModel(stage.spec, {0: stage}, CPU, torch.float32)
+    with model.inference():
+        expected, cache = stage(tokens), model.cache(2, 16)
+        for first in range(5, 16):
+            context = first == 5
+            cache.lengths[:] = torch.tensor([first, first]) if context else torch.tensor([first - 1, first - 1])
+            cache.look(first)
+            given = tokens[:, :first] if context else tokens[:, first - 1 : first]
+            assert torch.allclose(model.logits(given, cache), expected[:, first - 1], atol=1e-5), first
+    assert len(cache.layers) == 4
 
 
 def test_a_padding_token_does_not_train_its_row():
@@ -288,14 +408,11 @@ def test_code_with_such_an_argument_is_refused_before_a_run(monkeypatch):
         ({"parallel.zero.engine": "deepspeed"}, "engine=deepspeed"),
         ({"parallel.zero.collectives": "copy_engine"}, "collectives=copy_engine"),
         ({"parallel.tp": 2, "parallel.tp_overlap": "copy_engine"}, "tp_overlap=copy_engine"),
-        ({"compile": True}, "compile=true"),
-        ({"precision.float8.recipe": "tensorwise"}, "float8"),
         ({"run.cuda_graphs": True}, "run.cuda_graphs=true"),
         ({"activation.mode": "auto"}, "activation.mode=auto"),
         ({"activation.mode": "auto"}, "activation.mode=auto"),
         ({"activation.tile": 64}, "activation.tile=64"),
         ({"activation.mode": "selective", "activation.save": ["mlp.*"]}, r"activation.save=mlp.\*"),
-        ({"eval.generate.every": 5}, "eval.generate.every=5"),
     ],
 )
 def test_plans_and_settings_that_the_code_cannot_follow_are_refused(settings, message):
@@ -412,8 +529,15 @@ def test_a_run_resumes_and_its_export_is_a_model_of_transformers(tmp_path):
             assert buffer.any()
     tokens = torch.randint(3, 300, (2, 16))
     assert torch.allclose(stage(tokens), theirs.eval()(tokens).logits, atol=1e-5)
-    with pytest.raises(ConfigError, match="trainer sample does not run"):
-        place_saved(saved, CPU, "fp32")
+    prompts = [[5, 6, 7, 8, 9], [11, 12]]
+    model = place_saved(saved, CPU, "fp32")
+    with model.inference():
+        generator = TokenGenerator(model, prompts, 12, SamplingOptions())
+        generated = list(zip(*generator))
+    theirs.generation_config.eos_token_id = None
+    for prompt, tokens in zip(prompts, generated):
+        again = theirs.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)
+        assert again[0, len(prompt) :].tolist() == list(tokens)
 
 
 @pytest.mark.parametrize(

@@ -12,21 +12,27 @@ import json
 import os
 import sys
 import traceback
+import warnings
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from support.code_models import drawn_weight, small_values, train_transformers
 from support.launch import fork, leave
 from support.reference import random_batch, rows, settings
+from torch._dynamo.utils import counters
 
-from trainer.config import Config
+from trainer.config import Config, Float8Config
 from trainer.data.batches import MicroBatch
 from trainer.distributed.mesh import World, join_world, local_device
 from trainer.hf.accepted import CodeFacts, code_spec, plain_values
 from trainer.parallel.pipeline.plan import resolve_pipeline
+from trainer.parity.compare import train_reference
 from trainer.parity.watch import train_plan
 from trainer.planning.features import check_whole_plan, resolve_plan
 from trainer.planning.parameters import declare_parameters
@@ -57,6 +63,8 @@ def config_of(case: dict[str, Any]) -> Config:
         **{f"activation__{name}": value for name, value in RECOMPUTE[case.get("recompute", "none")].items()},
         **case.get("settings", {}),
     )
+    config.compile = "compile" in case
+    config.precision.float8 = Float8Config(case.get("float8", "none"), ends=0, gather=case.get("gather", False))
     if "schedule" in case:
         config.parallel.pipeline.schedule = case["schedule"]
     return config
@@ -72,7 +80,8 @@ def data(vocabulary: int) -> MicroBatch:
 def errors_of(case: dict[str, Any], worlds: dict[tuple, World], references: dict[str, Any]) -> dict[str, Any]:
     """The relative errors of loss and gradients; on rank 0."""
     facts = CodeFacts(**case["facts"]) if "facts" in case else None
-    spec = code_spec(plain_values(case.get("values") or small_values(case["model"])), facts)
+    values = case.get("values") or small_values(case["model"], **case.get("changes", {}))
+    spec = code_spec(plain_values(values), facts)
     if (size := sum(info.size for info in declare_parameters(spec).values())) > MOST:
         raise ValueError(f"{size} parameters are no small copy")
     config, processes = config_of(case), dist.get_world_size()
@@ -87,13 +96,23 @@ def errors_of(case: dict[str, Any], worlds: dict[tuple, World], references: dict
     size = SEQUENCES // plan.dp
     steps = [[rows(whole, start, start + micro) for start in range(rank * size, (rank + 1) * size, micro)]]
     pipeline = resolve_pipeline(config, spec, plan, batch)
-    seen = train_plan(config, spec, plan, pipeline, world, steps, drawn_weight)
+    # Graphs are captured, cut and recomputed as by the default backend, and what is left runs eagerly.
+    graphs = patch.object(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
+    torch._dynamo.reset()
+    counters.clear()
+    with graphs if config.compile else nullcontext(), warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("always")
+        seen = train_plan(config, spec, plan, pipeline, world, steps, drawn_weight)
     if world.rank:
         return {}
     key = json.dumps(spec.to_dict())
-    if key not in references:
+    if "float8" in case:  # the code in one process, with the same micro-batches, which scales follow
+        parts = [rows(whole, start, start + micro) for start in range(0, SEQUENCES, micro)]
+        alone = train_reference(config, spec, [parts], world.device, drawn_weight, float8=config.precision)
+        references[key] = alone.losses[0], alone.gradients[0]
+    elif key not in references:
         references[key] = train_transformers(spec, [whole])
-    loss, expected = references[key]
+    loss, expected = references[key] if "float8" not in case else references.pop(key)
     norm = torch.stack([one.norm() for one in expected.values() if one is not None]).norm()
     gradients = {
         name: ((seen.gradients[0][name] - one).norm() / max(one.norm(), 1e-3 * norm)).item()
@@ -107,6 +126,8 @@ def errors_of(case: dict[str, Any], worlds: dict[tuple, World], references: dict
         "worst": worst,
         "problems": seen.problems,
         "parameters": len(gradients),
+        "graphs": counters["stats"].get("unique_graphs", 0),
+        "uncompiled": [str(one.message) for one in noted if "without compilation" in str(one.message)],
     }
 
 

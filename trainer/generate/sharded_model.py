@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,20 +14,20 @@ from torch import Tensor, nn
 
 from trainer.checkpointing.loading import SavedModel
 from trainer.config import Config, ConfigError
-from trainer.config.model import CodeSpec, ModelSpec
+from trainer.config.model import ModelSpec
 from trainer.distributed.mesh import World, join_world
 from trainer.distributed.p2p import PipelineChannels
 from trainer.distributed.sharded_kv import ShardedKVGroup
+from trainer.hf.stages import make_stage
 from trainer.model.cache import BLOCK, KVCache
-from trainer.model.experts import Router, cast_model
+from trainer.model.experts import cast_model
 from trainer.model.initial import fill_parameters
-from trainer.model.layers import Layer, keep_here
-from trainer.model.stage import Stage
-from trainer.model.transformer import Transformer
+from trainer.model.stage import Stage, keep_here
 from trainer.parallel.context.apply import make_member
 from trainer.parallel.parallelize import keep_buffers, parallelize
 from trainer.parallel.zero.fsdp import FSDP
 from trainer.planning.features import resolve_plan
+from trainer.planning.parameters import router_shapes
 from trainer.precision.products import DTYPES
 
 PADDED = {"cuda": BLOCK, "cpu": 8}
@@ -54,8 +55,8 @@ class ShardedModel:
     sequence: ShardedKVGroup | None = None
 
     @property
-    def layers(self) -> list[Layer]:
-        return [module for stage in self.stages.values() for module in stage.modules() if isinstance(module, Layer)]
+    def layers(self) -> list[Any]:
+        return [module for stage in self.stages.values() for module in stage.modules() if hasattr(module, "run_body")]
 
     @property
     def recordable(self) -> bool:
@@ -71,7 +72,7 @@ class ShardedModel:
 
     def cache(self, rows: int, capacity: int) -> KVCache:
         """For so many sequences, with rows that tensor-parallel ranks can share."""
-        rows, keeps = self.padded(rows, 1), all(layer.attention.caches for layer in self.layers)
+        rows, keeps = self.padded(rows, 1), all(layer.caches for layer in self.layers)
         return KVCache(rows, capacity, self.device, self.sequence, keeps)
 
     def padded(self, count: int, multiple: int) -> int:
@@ -138,19 +139,13 @@ def place_saved(
     others share parameters, which each layer gathers when it computes (ZeRO-3). Parameters are read one at a time.
     Raises `ConfigError` where so many processes cannot share the model."""
 
-    if isinstance(saved.spec, CodeSpec):
-        raise ConfigError(
-            f"{saved.path}: the model runs by transformers' own code, which trainer sample does not run; export it "
-            "with trainer export, and generate with transformers"
-        )
-
     def value(name: str, info: object) -> Tensor:
         return saved.tensor(name)
 
     compute = DTYPES[dtype]
     if processes == tp == cp == 1:
         with torch.device("meta"):
-            model = Transformer(saved.spec)
+            model = make_stage(saved.spec)
         cast_model(model, compute)
         model.to_empty(device=device)
         keep_buffers(model, device)
@@ -176,9 +171,10 @@ def place_saved(
 
 def fill_routers(model: Stage, saved: SavedModel) -> None:
     """Sets what the routers of experts keep besides parameters."""
-    for name, module in model.named_modules():
-        for key, buffer in module.named_buffers(recurse=False) if isinstance(module, Router) else ():
-            buffer.copy_(saved.tensor(f"{name}.{key}"))
+    kept = router_shapes(saved.spec)
+    for name, buffer in model.named_buffers():
+        if name in kept:
+            buffer.copy_(saved.tensor(name))
 
 
 class FrozenEngine(FSDP):

@@ -244,7 +244,7 @@ def layer_code(layer: nn.Module, path: str, plan: dict[str, str], top_k: int) ->
         for key, parameter in module.named_parameters(recurse=False):
             block, full, linear = name.split(".")[0], f"{name}.{key}", isinstance(module, nn.Linear)
             if block in mixtures:
-                info = mixture_info(module, key, parameter, top_k)
+                info = mixture_info(module, full, parameter, top_k)
             else:
                 style = None if block in whole else style_of(plan, f"{path}.{name}" if linear else f"{path}.{full}")
                 cut = cut_dimension(style, key, parameter.dim(), linear)
@@ -266,16 +266,17 @@ def layer_code(layer: nn.Module, path: str, plan: dict[str, str], top_k: int) ->
     return {"parameters": parameters, "buffers": buffers, "blocks": blocks, "attention": attention}
 
 
-def mixture_info(module: nn.Module, key: str, parameter: nn.Parameter, top_k: int) -> ParameterInfo:
-    """A parameter of a block with experts, which treats tokens alone, so ranks do not cut it."""
+def mixture_info(module: nn.Module, name: str, parameter: nn.Parameter, top_k: int) -> ParameterInfo:
+    """A parameter of a block with experts, which treats tokens alone, so ranks do not cut it. name: in the layer."""
     stack = [one for one in module.parameters(recurse=False) if one.dim() == 3]
     shape = tuple(parameter.shape)
     if stack:
         axes, role = ("experts", "inner", "embed")[: len(shape)], "matrix" if len(shape) == 3 else "bias"
         return ParameterInfo(shape, axes, role, active=top_k / shape[0])
-    router = not isinstance(module, nn.Linear) and len(shape) == 2
+    # Some routers are linear layers like any other; they do not multiply in fp8.
+    router = len(shape) == 2 and (not isinstance(module, nn.Linear) or {"gate", "router"} & set(name.split(".")))
     axes = ("experts" if router else "outputs", "inputs")[: len(shape)]
-    return ParameterInfo(shape, axes, role_of(module, key, len(shape)))
+    return ParameterInfo(shape, axes, role_of(module, name, len(shape)))
 
 
 def role_of(module: nn.Module, key: str, dimensions: int) -> str:

@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import error_on_graph_break
+from torch._dynamo.exc import Unsupported
+from torch.compiler import is_compiling
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -27,7 +30,7 @@ from trainer.config import ConfigError
 from trainer.config.model import CodeSpec
 from trainer.distributed.collectives import GatherTokens, ReduceScatterSum, TensorGroup
 from trainer.model.attention import build_mask, causal_attention, pad_heads
-from trainer.model.cache import KVCache
+from trainer.model.cache import CachedPass, KVCache
 from trainer.model.context_attention import ContextGroup, without_regather
 from trainer.model.initial import DeclaredModule
 from trainer.model.layers import ATTENTION_BACKENDS
@@ -35,7 +38,7 @@ from trainer.model.linear import DeferredGrads, column_parallel, number_layer
 from trainer.model.stage import join_reports, keep_here, split_report
 from trainer.model.transformer import Embedding, Head, Transformer, document_positions
 from trainer.planning.parameters import ParameterInfo, layer_tables, outer_tables
-from trainer.precision.products import matmul
+from trainer.precision.products import Multiply, matmul
 
 ATTENTION = "trainer"
 """The name of `attend_in_pass` among transformers' attention functions. It has no mask function, so the code makes no
@@ -55,8 +58,8 @@ class UnsupportedAttention(Exception):
 @dataclass
 class StagePass:
     """What the layers of a stage share in one forward pass. hidden: what the first of them reads; result: what the last
-    of them returned. calls: of attention. shape: (batch, length) of this rank's tokens. documents, length: of whole
-    sequences."""
+    of them returned. shape: (batch, length) of this rank's tokens. documents, length: of whole sequences. entered: the
+    pass of a KV cache, None in training."""
 
     hidden: Tensor
     shape: tuple[int, int]
@@ -64,34 +67,55 @@ class StagePass:
     length: int
     group: TensorGroup | None
     context: ContextGroup | None
+    entered: CachedPass | None = None
     result: Tensor | None = None
     masks: dict[tuple[int, bool], Any] = field(default_factory=dict)
-    calls: int = 0
 
-    def mask(self, window: int, changed: bool, device: torch.device) -> Any:
-        """The mask of a kind of attention, made once."""
+    def mask(self, module: nn.Module, window: int, changed: bool, device: torch.device) -> Any:
+        """The mask of a kind of attention, made once. module: that asks for it, whose keys a cache keeps."""
+        if self.entered is not None:
+            return self.entered.mask(str(id(module)), window, changed)
         if (window, changed) not in self.masks:
             build = build_mask if self.context is None else self.context.build_mask
             self.masks[window, changed] = build(self.documents, self.length, window, changed, device)
         return self.masks[window, changed]
 
 
-PASS: ContextVar[StagePass] = ContextVar("pass")
-"""The forward pass that is being computed, also where backward computes it again."""
+class TrialPass(StagePass):
+    """A pass without values that records the kinds of attention: each module that called it -> (window, whether the
+    softmax is changed)."""
 
-REGATHER: ContextVar[bool] = ContextVar("regather", default=True)
-"""Whether backward gathers keys again. A recomputed layer does so anyway."""
+    kinds: dict[nn.Module, tuple[int, bool]]
+
+    def mask(self, module: nn.Module, window: int, changed: bool, device: torch.device) -> None:
+        self.kinds[module] = window, changed
+
+
+class PassHolder:
+    """The forward pass that is being computed, also where backward computes it again. regather: whether backward
+    gathers keys again; a recomputed layer does so anyway.
+
+    A plain object, because the compiler cannot read a `ContextVar`. Passes of one process do not run at the same time:
+    the thread that calls backward waits for the threads in which layers are computed again.
+    """
+
+    current: StagePass
+    regather = True
+
+
+PASS = PassHolder()
 
 
 @contextlib.contextmanager
 def use_pass(current: StagePass, regather: bool = True) -> Iterator[None]:
     """Context in which code belongs to a pass."""
-    tokens = PASS.set(current), REGATHER.set(regather)
+    before = dict(vars(PASS))
+    PASS.current, PASS.regather = current, regather
     try:
         yield
     finally:
-        PASS.reset(tokens[0])
-        REGATHER.reset(tokens[1])
+        vars(PASS).clear()
+        vars(PASS).update(before)
 
 
 def attend_in_pass(
@@ -119,10 +143,9 @@ def attend_in_pass(
             f"{type(module).__name__.removeprefix(CodeModule.__name__)} passes {', '.join(unknown)} to attention, "
             "which model.code=transformers does not support"
         )
-    current, window, cap = PASS.get(), sliding_window or 0, softcap or 0.0
-    current.calls += 1
-    mask = current.mask(window, bool(cap) or s_aux is not None, query.device)
-    if current.context is not None and not REGATHER.get():
+    current, window, cap = PASS.current, sliding_window or 0, softcap or 0.0
+    mask = current.mask(module, window, bool(cap) or s_aux is not None, query.device)
+    if current.context is not None and not PASS.regather:
         mask = without_regather(mask)
     scale, width = query.shape[-1] ** -0.5 if scaling is None else scaling, value.shape[-1]
     kernel = ATTENTION_BACKENDS.get(type(mask))
@@ -172,18 +195,21 @@ class CodeModule(DeclaredModule):
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
-        return value.to_local() if isinstance(value, DTensor) and self.active else value
+        return value.to_local() if isinstance(value, DTensor) and (self.active or is_compiling()) else value
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
-        current, kind = PASS.get(), self.kind
+        current, kind = PASS.current, self.kind
         group = current.group if kind else None
         if group is not None:
             arguments, named = self.gather(current, group, arguments, named)
-        self.active = True
-        try:
+        if is_compiling():  # what is recomputed must not change any object
             output = super().forward(*arguments, **named)  # of the module's own class
-        finally:
-            self.active = False
+        else:
+            self.active = True
+            try:
+                output = super().forward(*arguments, **named)
+            finally:
+                self.active = False
         if group is None:
             return output
         first, *rest = output if isinstance(output, tuple) else (output,)
@@ -216,18 +242,18 @@ class CodeLinear(CodeModule):
 
     deferred: DeferredGrads
     number: Tensor | None
-    multiply = staticmethod(matmul)
+    multiply: Multiply = matmul
 
     def defer(self, deferred: DeferredGrads) -> None:
         """From now on this layer may defer its weight gradient, to `deferred`."""
         self.deferred, self.number = deferred, number_layer(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        bias, group = None if self.bias is None else self.local("bias"), PASS.get().group
+        bias, group = None if self.bias is None else self.local("bias"), PASS.current.group
         if bias is not None and group is not None and self.declared["weight"].cut == 1:
             bias = bias / group.size  # the block's output is a sum over ranks, to which each rank adds its bias
         numbers = [] if self.number is None else [self.number]
-        (y,) = column_parallel(x.flatten(0, -2), [self.local("weight")], [bias], None, numbers)
+        (y,) = column_parallel(x.flatten(0, -2), [self.local("weight")], [bias], None, numbers, self.multiply)
         return y.view(*x.shape[:-1], -1)
 
 
@@ -239,6 +265,7 @@ class CodeLayer(CodeModule):
     tile = 0
     run_tile: Callable
     keep: Callable
+    caches = True
 
     def prepare(self, last: bool) -> None:
         """last: whether it is the last layer of its stage."""
@@ -246,10 +273,16 @@ class CodeLayer(CodeModule):
         self.run = self.run_tile = self.run_body
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
-        current = PASS.get()
+        current = PASS.current
         x = arguments[0] if arguments else named.pop("hidden_states")
-        with self.keep(x):
-            output = self.run(x, current, arguments[1:], named)
+        with self.keep(x), use_pass(current, regather=self.recompute is None):
+            try:
+                with error_on_graph_break(True):
+                    output = self.run(x, current, arguments[1:], named)
+            except Unsupported as error:
+                report_break(kind_of(self).__name__, str(error).partition("\n")[0])
+                self.run = self.run_body
+                output = self.run(x, current, arguments[1:], named)
         if self.last:
             current.result = output[0] if isinstance(output, tuple) else output
         return output
@@ -258,10 +291,21 @@ class CodeLayer(CodeModule):
         work = partial(self.body, current=current, arguments=arguments, named=named)
         return work(x) if self.recompute is None else self.recompute(work, x)
 
+    feed = run_body
+
     def body(self, x: Tensor, current: StagePass, arguments: tuple, named: dict[str, Any]) -> Any:
-        """The layer's own code. Backward may run it again after other passes have begun, hence the explicit pass."""
+        """The layer's own code. Backward may run it again after other passes have begun, hence the explicit pass. What
+        is compiled computes that again by itself, and must not change any object."""
+        if is_compiling():
+            return super().forward(x, *arguments, **named)
         with use_pass(current, regather=self.recompute is None):
             return super().forward(x, *arguments, **named)
+
+
+@cache
+def report_break(kind: str, reason: str) -> None:
+    """Says once that layers of a kind are not compiled."""
+    warnings.warn(f"compile=true: layers of {kind} run without compilation: {reason}", stacklevel=2)
 
 
 @cache
@@ -288,7 +332,7 @@ class Elsewhere(nn.Module):
                 setattr(self, name, value)
 
     def forward(self, *arguments: Any, **named: Any) -> Tensor:
-        current = PASS.get()
+        current = PASS.current
         return current.hidden if current.result is None else current.result
 
 
@@ -309,6 +353,7 @@ class CodeStage(Transformer):
         self.context: ContextGroup | None = None
         causal = build_code(spec)
         base, code = base_of(causal), causal._init_weights
+        kinds = try_attention(causal)
         # The base model is no child: its own modules would have second names.
         self.__dict__["base"] = base
         if self.first or (self.last and spec.tied):
@@ -322,6 +367,8 @@ class CodeStage(Transformer):
             layer.prepare(index == layers.stop - 1)
             for name, kind in spec.layer(index).code["blocks"].items():
                 layer.get_submodule(name).kind = kind
+        own = {module for index in layers for module in base.layers[index].modules()}
+        self.attention_kinds = dict.fromkeys(kind for module, kind in kinds.items() if module in own)
         for index in set(range(spec.depth)) - set(layers):
             base.layers[index] = Elsewhere(base.layers[index])
         # The padding token's row is not trained by looking it up, as in `nn.Embedding`.
@@ -355,7 +402,7 @@ class CodeStage(Transformer):
     ) -> Any:
         """See `Stage`."""
         if cache is not None:
-            raise NotImplementedError("a model that runs by transformers' code does not generate here")
+            return self.extend(tokens, hidden, cache)
         length = tokens.shape[1]
         positions = (
             document_positions(documents) if documents is not None else torch.arange(length, device=tokens.device)[None]
@@ -366,20 +413,39 @@ class CodeStage(Transformer):
             targets = None if targets is None else targets[:, own]
         shape = tuple(tokens.shape)
         x: Any = self.embed(tokens, positions) if self.first else hidden
-        # Blocks see [batch, length, width]. Ranks that share tokens have no whole sequences between blocks.
-        x = x.view(*shape, -1) if self.group is None else x[None]
         current = StagePass(x, shape, documents, length, self.group, self.context)
+        for kind in self.attention_kinds:  # before the layers, because compiled ones must not make a mask each
+            current.mask(self, *kind, tokens.device)
+        x = self.run_layers(current, positions)
+        if not self.last:
+            return x
+        x, report = split_report(self.head(x, None if targets is None else targets.flatten()))
+        x = x.view(*shape, -1) if targets is None else (x[0], x[1].view(shape).sum(1))
+        return join_reports(x, {"head": report})
+
+    def run_layers(self, current: StagePass, positions: Tensor) -> Tensor:
+        """What the head reads, or the next stage: [tokens / t, width]."""
+        # Blocks see [batch, length, width]. Ranks that share tokens have no whole sequences between blocks.
+        x = current.hidden
+        current.hidden = x = x.view(*current.shape, -1) if self.group is None else x[None]
         with use_pass(current):
-            x = self.base(inputs_embeds=x, position_ids=positions.expand(shape), use_cache=False).last_hidden_state
+            output = self.base(inputs_embeds=x, position_ids=positions.expand(current.shape), use_cache=False)
         if not self.last:
             # What the code does behind its last layer belongs to the last stage. A copy, because FSDP warns of stages
             # that return views.
             assert current.result is not None
             return current.result.flatten(0, 1).clone()
-        x = x.flatten(0, 1) if self.head_scale == 1 else x.flatten(0, 1) * self.head_scale
-        x, report = split_report(self.head(x, None if targets is None else targets.flatten()))
-        x = x.view(*shape, -1) if targets is None else (x[0], x[1].view(shape).sum(1))
-        return join_reports(x, {"head": report})
+        x = output.last_hidden_state.flatten(0, 1)
+        return x if self.head_scale == 1 else x * self.head_scale
+
+    def extend(self, tokens: Tensor, hidden: Tensor | None, cache: KVCache) -> Tensor:
+        """See `Transformer.extend`. The cache keeps what the attention function is given."""
+        shape = tuple(tokens.shape)
+        entered = cache.enter(shape)
+        x = self.embed(tokens, entered.positions) if self.first else hidden
+        current = StagePass(x, shape, None, shape[1], self.group, None, entered)
+        x = self.run_layers(current, entered.positions)
+        return self.read_last(x, entered) if self.last else x
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         x = super().embed(tokens, positions)
@@ -389,23 +455,28 @@ class CodeStage(Transformer):
         return torch.where((tokens == self.padding)[:, None], x.detach(), x)
 
 
-def try_attention(causal: PreTrainedModel) -> None:
-    """Runs the layers without values, on the meta device, to see what they ask of attention. Raises
-    `UnsupportedAttention`. Experts are left out, because their number of tokens is not known."""
+def try_attention(causal: PreTrainedModel) -> dict[nn.Module, tuple[int, bool]]:
+    """Runs the layers without values, on the meta device, to see what they ask of attention. Returns the kind of
+    attention of each module that calls it, see `TrialPass`. Raises `UnsupportedAttention`. Experts are left out,
+    because their number of tokens is not known."""
     base = base_of(causal)
-    for module in base.modules():
-        if any(parameter.dim() == 3 for parameter in module.parameters(recurse=False)):
-            module.forward = lambda x, *_, **__: x
+    experts = [one for one in base.modules() if any(own.dim() == 3 for own in one.parameters(recurse=False))]
+    for module in experts:
+        module.forward = lambda x, *_, **__: x
     x = torch.empty(1, 4, causal.get_output_embeddings().in_features, device="meta")
-    current, positions = StagePass(x, (1, 4), None, 4, None, None), torch.arange(4, device="meta")[None]
+    current, positions = TrialPass(x, (1, 4), None, 4, None, None), torch.arange(4, device="meta")[None]
+    current.kinds = {}
     # What else the meta device cannot do, the code may do elsewhere.
     with use_pass(current), contextlib.suppress(RuntimeError, NotImplementedError, TypeError, ValueError):
         base(inputs_embeds=x, position_ids=positions, use_cache=False)
-        if current.calls < len(base.layers):
+        if len(current.kinds) < len(base.layers):
             raise UnsupportedAttention(
-                f"{len(base.layers) - current.calls} of its layers mix tokens without the attention function of "
+                f"{len(base.layers) - len(current.kinds)} of its layers mix tokens without the attention function of "
                 "transformers, by which documents are masked"
             )
+    for module in experts:
+        del module.forward
+    return current.kinds
 
 
 def base_of(causal: PreTrainedModel) -> nn.Module:

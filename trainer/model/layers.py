@@ -480,6 +480,11 @@ class Layer(nn.Module):
         self.keep: Callable[..., AbstractContextManager] = keep_here
 
     @property
+    def caches(self) -> bool:
+        """Whether attention can keep keys."""
+        return self.attention.caches
+
+    @property
     def recomputes_attention(self) -> bool:
         """Whether backward runs attention again."""
         return self.recompute is not None

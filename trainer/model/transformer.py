@@ -14,7 +14,7 @@ from trainer.config import ConfigError
 from trainer.config.model import AdapterSpec, ModelSpec
 from trainer.distributed.collectives import ReduceScatterSum, TensorGroup
 from trainer.model.attention import build_mask, cap_score, document_starts
-from trainer.model.cache import KVCache
+from trainer.model.cache import CachedPass, KVCache
 from trainer.model.context_attention import ContextGroup, without_regather
 from trainer.model.experts import GroupedLinear, Sequences
 from trainer.model.initial import DeclaredModule
@@ -286,8 +286,10 @@ class Transformer(nn.Module):
             rotary, kind = self.kinds[index]
             rotation = None if rotary is None else rotations[rotary]
             x, _ = split_report(layer(x, shape, rotation, entered.mask(index, *kind)))
-        if not self.last:
-            return x
+        return self.read_last(x, entered, self.norm) if self.last else x
+
+    def read_last(self, x: Tensor, entered: CachedPass, norm: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """The logits that follow each row's last token, see `extend`. norm: the final one, where x is not normed."""
         group = self.group
         if entered.contexts and group is None:
             x = entered.last(x)
@@ -295,7 +297,7 @@ class Transformer(nn.Module):
         # for the head.
         elif entered.contexts:
             x = group.own(entered.last(group.wait(group.gather(x))))
-        logits = self.head(self.norm(x))
+        logits = self.head(x if norm is None else norm(x))
         return logits if group is None else whole_vocabulary(group, logits, self.spec.vocab_size)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ from trainer.distributed.mesh import World
 from trainer.hf.stages import make_stage
 from trainer.model.experts import WideLinear
 from trainer.model.initial import DeclaredModule, parameter_infos
-from trainer.model.layers import Linear
 from trainer.model.linear import DeferredGrads
 from trainer.model.loss import loss_terms
 from trainer.model.stage import Make, Stage, compile_function
@@ -159,7 +158,7 @@ def multiply_in_float8(
     chosen = float8_linears(precision, spec)
     by_recipe = {recipe: Float8Multiply(recipe, casts) for recipe in {one.recipe for one in chosen.values()}}
     for name, module in model.named_modules():
-        if name in chosen and isinstance(module, Linear):
+        if name in chosen and hasattr(module, "multiply"):
             module.multiply = by_recipe[chosen[name].recipe]
 
 
@@ -180,7 +179,7 @@ def keep_buffers(model: Stage, device: torch.device) -> None:
     parameters are offloaded. In a lower precision rotary frequencies would be rounded, which changes the angles more
     the longer a sequence is; a model that was cast has rounded them already."""
     for module in model.modules():
-        if isinstance(module, Linear) and module.row_scale is not None:
+        if getattr(module, "row_scale", None) is not None:
             module.row_scale = module.row_scale.to(device)
         if hasattr(module, "reset_buffers"):
             for name, buffer in module.named_buffers(recurse=False):

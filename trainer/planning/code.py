@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from trainer.config import Config, ParallelConfig
 from trainer.config.fields import list_divisors
 from trainer.config.model import CodeSpec, ModelSpec
-from trainer.planning.parameters import float8_setting, layer_specs
+from trainer.planning.parameters import layer_specs
 from trainer.planning.plan import Feature, Plan
 from trainer.planning.recompute import MATMULS, SaveEntry, parse_entry
 
@@ -58,17 +58,12 @@ def check_code_settings(config: Config, spec: ModelSpec | None, plan: Plan, node
     if not isinstance(spec, CodeSpec):
         return
     activation, given = config.activation, {}
-    given["compile=true"] = (config.compile, "compile=false")
-    narrow, plain = float8_setting(config.precision)
-    given[narrow] = (bool(narrow), plain)
     given["run.cuda_graphs=true"] = (config.run.cuda_graphs, "run.cuda_graphs=false")
     given[f"activation.mode={activation.mode}"] = (
         activation.mode == "auto",
         "activation=full, or activation=selective",
     )
     given[f"activation.tile={activation.tile}"] = (bool(activation.tile), "activation.tile=0")
-    samples = config.eval.generate.every
-    given[f"eval.generate.every={samples}"] = (bool(samples), "eval.generate.every=0, and generate with an export")
     if activation.mode == "selective":
         for entry in activation.save:
             given[f"activation.save={entry}"] = (

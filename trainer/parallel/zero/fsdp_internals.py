@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
 
-from trainer.model.layers import Linear
 from trainer.model.stage import Stage, compile_function
 from trainer.parallel.zero.copy_engine import CopyEngineShards, copy_together, wait_for_event
 from trainer.precision.products import E4M3, Float8Multiply, scale_of
@@ -457,9 +456,8 @@ def gather_in_float8(model: nn.Module, dtype: torch.dtype, wide: Collection[nn.P
     narrow = {
         module.weight
         for module in model.modules()
-        if isinstance(module, Linear)
-        and isinstance(module.multiply, Float8Multiply)
-        and not (module.multiply.rowwise or module.weight.dtype is E4M3)
+        if isinstance(multiply := getattr(module, "multiply", None), Float8Multiply)
+        and not (multiply.rowwise or module.weight.dtype is E4M3)
     }
     for unit in fsdp_units(model):
         sizes = sharded_sizes(unit)
