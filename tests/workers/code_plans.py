@@ -52,6 +52,7 @@ def config_of(case: dict[str, Any]) -> Config:
         parallel__tp=case.get("tp", 1),
         parallel__pp=case.get("pp", 1),
         parallel__cp=case.get("cp", 1),
+        parallel__ep=case.get("ep", 1),
         parallel__zero__stage=case.get("stage", 0),
         parallel__shard=case.get("shard", -1),
         precision__compute=case.get("precision", "fp32"),

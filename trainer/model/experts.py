@@ -435,6 +435,20 @@ def spread_groups(values: Tensor, ends: Tensor, rows: int) -> Tensor:
     return values[torch.searchsorted(ends[:-1], torch.arange(rows, device=ends.device, dtype=ends.dtype), right=True)]
 
 
+def project_rows(
+    x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, weights: Tensor | None, number: Tensor | None
+) -> Tensor:
+    """x_e W_e^T + w b_e of each expert's rows: [rows, outputs].
+
+    x: [rows, inputs], sorted by expert. weight: [experts, outputs, inputs]; bias: [experts, outputs]. ends: see
+    `grouped_matmul`. weights: [rows], factors on the bias, or None for one. number: of the layer, where its weight
+    gradient may be deferred."""
+    numbers = [] if number is None else [number]
+    (weight,) = detach_weights([weight], numbers)
+    y = GroupedProduct.apply(x, weight, ends, *numbers)
+    return y if bias is None else GroupedBias.apply(y, bias, weights, ends)
+
+
 class GroupedLinear(DeclaredModule):
     """One projection of all experts. weight: [experts, outputs, inputs]; bias: [experts, outputs]. axes: those of
     (outputs, inputs)."""
@@ -463,17 +477,19 @@ class GroupedLinear(DeclaredModule):
             self.deferred, self.number = deferred, number_layer(self)
 
     def forward(self, x: Tensor, ends: Tensor, weights: Tensor | None = None) -> Tensor:
-        """x: [rows, inputs], sorted by expert. ends: see `grouped_matmul`. weights: [rows], factors on the bias, or
-        None for one."""
-        numbers = [] if self.number is None else [self.number]
-        (weight,) = detach_weights([self.local("weight")], numbers)
-        y = GroupedProduct.apply(x, weight, ends, *numbers)
-        if not self.biased:
-            return y
-        return GroupedBias.apply(y, self.local("bias"), weights, ends)
+        """x, ends, weights and result: see `project_rows`."""
+        bias = self.local("bias") if self.biased else None
+        return project_rows(x, self.local("weight"), bias, ends, weights, self.number)
 
 
-class Experts(nn.Module):
+class RoutedExperts(nn.Module):
+    """The experts of a layer, as stacks of parameters. dispatch: how tokens reach them; the plan sets it where ranks
+    share experts."""
+
+    dispatch = Dispatch()
+
+
+class Experts(RoutedExperts):
     """The experts of a layer: down(gate_hidden(gate(x), up(x))) each."""
 
     def __init__(
@@ -486,7 +502,6 @@ class Experts(nn.Module):
     ):
         super().__init__()
         self.count, self.gate_hidden = spec.count, gate_hidden
-        self.dispatch = Dispatch()  # set by the plan, where ranks share experts
         self.gate = GroupedLinear(spec, width, inner, ("inner", "embed"), bias=bias)
         self.up = GroupedLinear(spec, width, inner, ("inner", "embed"), bias=bias)
         self.down = GroupedLinear(spec, inner, width, ("embed", "inner"), residual=True, bias=bias)

@@ -18,7 +18,7 @@ from trainer.distributed.collectives import AllReduceSum, GatherTokens
 from trainer.model.attention import causal_attention, pad_heads
 from trainer.model.cache import CachedMask, attend_cached
 from trainer.model.context_attention import SharedMask, attend_together
-from trainer.model.experts import Experts, Router, Sequences, WideLinear
+from trainer.model.experts import Experts, RoutedExperts, Router, Sequences, WideLinear
 from trainer.model.initial import DeclaredModule
 from trainer.model.linear import Adapter, DeferredGrads, column_parallel, number_layer, row_parallel
 from trainer.model.rotary import rotate_heads, rotate_pairs
@@ -529,7 +529,7 @@ class ExpertUnit(nn.Module):
     """What an engine shards of a layer's experts, where their ranks are others than those of the layer. It runs the
     layer's body, so the engine's hooks act where those of the layer do: outside of what is recomputed or compiled."""
 
-    def __init__(self, layer: Layer, experts: Experts):
+    def __init__(self, layer: Any, experts: RoutedExperts):
         super().__init__()
         self.experts, self.layers = experts, (layer,)  # a tuple, which does not make the layer a child
 

@@ -23,9 +23,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from trainer.config import ActivationConfig, ConfigError
 from trainer.distributed.collectives import TensorGroup
-from trainer.model.experts import Experts, Router
+from trainer.model.experts import RoutedExperts
 from trainer.model.initial import parameter_infos
-from trainer.model.layers import Mixture
 from trainer.model.stage import Stage
 from trainer.planning.recompute import ALL, MATMULS, SaveEntry, entry_problems, saved_in
 
@@ -180,10 +179,12 @@ def apply_recompute(model: Stage, config: ActivationConfig, backend: type[Tensor
         return
     layers = {int(index): layer for index, layer in model.layers.items()}
     if config.mode == "selective" and config.modules:
-        for name, module in named_submodules(model, list(layers.values())).items():
-            if any(fnmatchcase(name, pattern) for pattern in config.modules):
-                # Replacing the class keeps module and parameter names, which a wrapper module would change.
-                module.__class__ = recomputing_class(type(module))
+        for layer in layers.values():
+            routed = chooses_experts(layer)
+            for name, module in named_submodules(model, [layer]).items():
+                if any(fnmatchcase(name, pattern) for pattern in config.modules):
+                    # Replacing the class keeps module and parameter names, which a wrapper module would change.
+                    module.__class__ = recomputing_class(type(module), routed)
         return
     # One object for all layers that save the same: the compiler makes a graph for each object.
     policies: dict[tuple, partial] = {}
@@ -192,12 +193,17 @@ def apply_recompute(model: Stage, config: ActivationConfig, backend: type[Tensor
         entries = saved_in(config.save, index) if config.mode == "selective" else ()
         if any(entry.name == ALL for entry in entries):
             continue
-        names, routed = linear_names(layer), any(isinstance(module, Mixture) for module in layer.modules())
+        names, routed = linear_names(layer), chooses_experts(layer)
         if (entries, names, routed) not in policies:
             policies[entries, names, routed] = policy_of(entries, names, backend, routed)
         layer.recompute = policies[entries, names, routed]
         if store is not None:
             layer.keep = partial(store.keep, index)
+
+
+def chooses_experts(layer: nn.Module) -> bool:
+    """Whether a layer sends tokens to experts."""
+    return any(isinstance(module, RoutedExperts) for module in layer.modules())
 
 
 def policy_of(
@@ -274,10 +280,10 @@ def named_submodules(model: Stage, layers: list[nn.Module]) -> dict[str, nn.Modu
 
 
 @cache
-def recomputing_class(kind: type[nn.Module]) -> type[nn.Module]:
+def recomputing_class(kind: type[nn.Module], routed: bool) -> type[nn.Module]:
     """`kind` with its forward recomputed in backward. One class for all modules of a kind, so that the compiler makes
-    one graph for them."""
-    recompute = recompute_unrouted if issubclass(kind, Mixture | Router | Experts) else recompute_all
+    one graph for them. routed: see `policy_of`."""
+    recompute = recompute_unrouted if routed else recompute_all
 
     class Recomputed(kind):
         recomputed = True
@@ -368,8 +374,12 @@ def selective_contexts(rules: Rules) -> Any:
 NOTHING_SAVED = partial(selective_contexts, {})
 
 ROUTED = ("choose_experts", "count_by_sequence", "exchange_counts", "order_arrivals", "select_choices")
-ROUTING: Rules = {getattr(torch.ops.trainer, name).default: ((-1, 1, ()),) for name in ROUTED}
-"""Saves the choice of experts and the counts, sizes and orders that follow from it. Chosen again, a token could go to
+ROUTING: Rules = {
+    operator: ((-1, 1, ()),)
+    for operator in (torch.ops.aten.topk.default, *(getattr(torch.ops.trainer, name).default for name in ROUTED))
+}
+"""Saves the choice of experts and the counts, sizes and orders that follow from it. transformers' routers choose by
+`topk`. Chosen again, a token could go to
 another expert, because scores that are nearly equal are not computed to the same bits by every kernel. Counts and sizes
 would be sent again, and the host would wait for them."""
 
