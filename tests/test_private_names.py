@@ -81,6 +81,12 @@ PRIVATE = [
         "transformers/integrations/moe.py",
         "what experts of transformers compute between their two products",
     ),
+    Private(
+        "_python_dispatch",
+        ("parallel/recompute.py",),
+        "torch.utils",
+        "the mode in which recompute saves what foreign routers choose",
+    ),
     Private("_parameters", ("hf/code.py",), "torch/nn/modules", "a module's tensors, replaced in a shallow copy"),
     Private(
         "_make_subclass",

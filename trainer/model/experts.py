@@ -62,6 +62,21 @@ def _(scores: Tensor, top_k: int, groups: int, top_groups: int, best: int) -> Te
     return scores.new_empty((*scores.shape[:-1], top_k), dtype=torch.int64)
 
 
+@torch.library.custom_op("trainer::choose_largest", mutates_args=())
+def choose_largest(
+    scores: Tensor, count: int, dimension: int = -1, largest: bool = True, ordered: bool = True
+) -> Tensor:
+    """The numbers that `topk` finds, as an operator whose result recompute can save, see `choose_experts`."""
+    return scores.topk(count, dimension, largest, ordered).indices
+
+
+@choose_largest.register_fake
+def _(scores: Tensor, count: int, dimension: int = -1, largest: bool = True, ordered: bool = True) -> Tensor:
+    shape = list(scores.shape)
+    shape[dimension] = count
+    return scores.new_empty(shape, dtype=torch.int64)
+
+
 def count_choices(keys: Tensor, size: int) -> Tensor:
     """How often each number below `size` is in `keys`: int64 [size]."""
     # Not `bincount`, which makes the host wait for the device, and has no fixed shape for the compiler.
