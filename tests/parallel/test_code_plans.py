@@ -32,6 +32,14 @@ TWO: list[dict[str, Any]] = [
     {"model": "exaone4", "tp": 2, "precision": "fp16"},
     {"model": "cohere2", "stage": 3, "settings": {"parallel__zero__offload": True, "optimizer__ema__decay": 0.9}},
     {"model": "cohere2", "tp": 2, "settings": {"loss__tile": 5, "loss__chunk": 3}},
+    # Experts that ranks share.
+    {"model": "mixtral", "ep": 2, "recompute": "full"},
+    {"model": "gpt_oss", "ep": 2, "tp": 2, "recompute": "selective"},
+    {"model": "qwen3_moe", "ep": 2, "stage": 3, "settings": {"parallel__ep_dispatch": "alltoall"}},
+    {"model": "deepseek_v3", "ep": 2, "cp": 2, "stage": 2, "settings": {"parallel__ep_dispatch": "allgather"}},
+    {"model": "olmoe", "ep": 2, "stage": 1, "settings": {"parallel__ep_dispatch": "shared_memory"}},
+    {"model": "gpt_oss", "ep": 2, "stage": 3, "precision": "bf16", "recompute": "modules"},
+    {"model": "gpt_oss", "pp": 2, "schedule": "zb_v"},
 ]
 FOUR: list[dict[str, Any]] = [
     *(
@@ -44,6 +52,10 @@ FOUR: list[dict[str, Any]] = [
     {"model": "qwen3", "pp": 2, "stage": 2, "schedule": "interleaved", "micro_batches": 4},
     {"model": "deepseek_v3", "tp": 4},
     {"model": "cohere2", "cp": 2, "tp": 2},
+    {"model": "gpt_oss", "ep": 2, "pp": 2, "schedule": "zb_v", "stage": 1, "recompute": "full"},
+    {"model": "qwen3_moe", "ep": 4, "tp": 2, "stage": 3, "recompute": "selective"},
+    {"model": "olmoe", "ep": 2, "tp": 2, "pp": 2, "schedule": "zb_h1", "optimizer": "muon"},
+    {"model": "deepseek_v3", "ep": 2, "stage": 3, "shard": 2, "recompute": "full"},
 ]
 LIMITS = {"fp32": (1e-6, 1e-5), "fp16": (2e-4, 3e-2), "bf16": (2e-3, 1.5e-1)}
 """The largest relative errors of the loss and of a gradient by the type that forward and backward compute in. Those of

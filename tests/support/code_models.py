@@ -61,12 +61,20 @@ row-parallel layers and tied weights (llama), norms of heads (qwen3), soft caps 
 (mixtral), latent attention, shared experts and buffers that are weights (deepseek_v3), packed matrices (phi3), a scaled
 head and kinds of layers by place (cohere2), windows in some layers only (exaone4)."""
 
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": dict(EXPERTS, num_experts=12),
+    "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2),
+    "olmoe": dict(num_experts=4, num_experts_per_tok=2),
+}
+"""More types with experts: more of them than ten, whose files are in no alphabetic order (qwen3_moe), transposed stacks
+with biases (gpt_oss), weights that are not normalised (olmoe)."""
+
 
 def small_values(name: str, **changes: Any) -> dict[str, Any]:
     """The complete config.json of a small model."""
     known = CONFIG_MAPPING[name]().to_dict()
     sizes = {key: value for key, value in SIZES.items() if key in known}
-    return AutoConfig.for_model(name, **{**sizes, **MODELS.get(name, {}), **changes}).to_dict()
+    return AutoConfig.for_model(name, **{**sizes, **(MODELS | MIXTURES).get(name, {}), **changes}).to_dict()
 
 
 COMMON: dict[str, Any] = {

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -519,19 +519,28 @@ def adapt_tree(root: nn.Module, code: Callable, table: dict[str, ParameterInfo])
 
 
 @torch.no_grad()
-def fill_alone(code: Callable[[nn.Module], None], module: nn.Module) -> dict[str, Tensor]:
+def fill_alone(
+    code: Callable[[nn.Module], None], module: nn.Module, shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> dict[str, Tensor]:
     """The module's own parameters and buffers in fp32 on the CPU, as the model's own `_init_weights` fills them; NaN
-    where it leaves one as it was."""
+    where it leaves one as it was. shapes: of those that are filled, where others than all as they are."""
     alone = object.__new__(type(module))  # FSDP's classes construct a module when they are copied
     alone.__dict__ |= module.__dict__
+
+    def empty_tensor(name: str, like: Tensor) -> Tensor:
+        if shapes is None or name in shapes:
+            return torch.full(shapes[name] if shapes else like.shape, torch.nan)
+        return torch.empty_like(like, device="meta")
+
     empty = [
-        {name: None if one is None else torch.full(one.shape, torch.nan) for name, one in some.items()}
+        {name: None if one is None else empty_tensor(name, one) for name, one in some.items()}
         for some in (module._parameters, module._buffers)
     ]
     alone.__dict__["_parameters"] = {n: None if one is None else nn.Parameter(one) for n, one in empty[0].items()}
     alone.__dict__["_buffers"] = empty[1]
     code(alone)
     found = {**alone._parameters, **alone._buffers}
+    found = {name: value for name, value in found.items() if shapes is None or name in shapes}
     if any(value is not None and value.isnan().any() for value in found.values()):
         with contextlib.suppress(TypeError):  # some modules are filled by their constructor, if it needs no arguments
             fresh = kind_of(module)()
