@@ -13,6 +13,8 @@ from support.code_models import MODELS
 from support.launch import launch
 
 SCHEDULES = ("zb_v", "1f1b", "interleaved", "zb_h1")
+ADAPTER: dict[str, Any] = {"rank": 3, "alpha": 3.0}
+ATTENTION = ADAPTER | {"targets": ["*.self_attn.*"]}
 TWO: list[dict[str, Any]] = [
     *({"model": name, "tp": 2} for name in MODELS),
     *({"model": name, "pp": 2, "schedule": "zb_v"} for name in ("llama", "cohere2", "deepseek_v3")),
@@ -40,6 +42,17 @@ TWO: list[dict[str, Any]] = [
     {"model": "olmoe", "ep": 2, "stage": 1, "settings": {"parallel__ep_dispatch": "shared_memory"}},
     {"model": "gpt_oss", "ep": 2, "stage": 3, "precision": "bf16", "recompute": "modules"},
     {"model": "gpt_oss", "pp": 2, "schedule": "zb_v"},
+    # Adapters.
+    {"model": "llama", "tp": 2, "recompute": "full", "adapter": ADAPTER | {"trained": ["*norm*", "embedding.weight"]}},
+    {"model": "gemma2", "stage": 3, "recompute": "selective", "adapter": ADAPTER | {"scale": "root"}},
+    {"model": "phi3", "pp": 2, "schedule": "zb_v", "adapter": ADAPTER},
+    {
+        "model": "deepseek_v3",
+        "tp": 2,
+        "ep": 2,
+        "adapter": ADAPTER | {"targets": ["*.self_attn.*", "*.shared_experts.*"]},
+    },
+    {"model": "mixtral", "pp": 2, "schedule": "zb_v", "adapter": ATTENTION | {"trained": ["*.experts.*"]}},
 ]
 FOUR: list[dict[str, Any]] = [
     *(
@@ -56,6 +69,8 @@ FOUR: list[dict[str, Any]] = [
     {"model": "qwen3_moe", "ep": 4, "tp": 2, "stage": 3, "recompute": "selective"},
     {"model": "olmoe", "ep": 2, "tp": 2, "pp": 2, "schedule": "zb_h1", "optimizer": "muon"},
     {"model": "deepseek_v3", "ep": 2, "stage": 3, "shard": 2, "recompute": "full"},
+    {"model": "gemma2", "tp": 2, "pp": 2, "schedule": "zb_v", "recompute": "full", "adapter": ADAPTER},
+    {"model": "qwen3_moe", "ep": 2, "tp": 2, "stage": 3, "recompute": "selective", "adapter": ATTENTION},
 ]
 LIMITS = {"fp32": (1e-6, 1e-5), "fp16": (2e-4, 3e-2), "bf16": (2e-3, 1.5e-1)}
 """The largest relative errors of the loss and of a gradient by the type that forward and backward compute in. Those of

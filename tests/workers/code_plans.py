@@ -23,6 +23,7 @@ from support.launch import fork, leave
 from support.reference import random_batch, rows, settings
 
 from trainer.config import Config
+from trainer.config.model import AdapterSpec
 from trainer.data.batches import MicroBatch
 from trainer.distributed.mesh import World, join_world, local_device
 from trainer.hf.accepted import CodeFacts, code_spec, plain_values
@@ -76,6 +77,8 @@ def errors_of(case: dict[str, Any], worlds: dict[tuple, World], references: dict
     """The relative errors of loss and gradients; on rank 0."""
     facts = CodeFacts(**case["facts"]) if "facts" in case else None
     spec = code_spec(plain_values(case.get("values") or small_values(case["model"])), facts)
+    if "adapter" in case:
+        spec.adapter = AdapterSpec(**case["adapter"])
     if (size := sum(info.size for info in declare_parameters(spec).values())) > MOST:
         raise ValueError(f"{size} parameters are no small copy")
     config, processes = config_of(case), dist.get_world_size()

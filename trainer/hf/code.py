@@ -32,10 +32,10 @@ from trainer.model.cache import KVCache
 from trainer.model.context_attention import ContextGroup, without_regather
 from trainer.model.experts import RoutedExperts, project_rows
 from trainer.model.initial import DeclaredModule
-from trainer.model.layers import ATTENTION_BACKENDS, ExpertUnit
+from trainer.model.layers import ATTENTION_BACKENDS, AdaptableLinear, ExpertUnit
 from trainer.model.linear import DeferredGrads, column_parallel, number_layer
 from trainer.model.stage import join_reports, keep_here, split_report
-from trainer.model.transformer import Embedding, Head, Transformer, document_positions
+from trainer.model.transformer import Embedding, Head, Transformer, adapt_model, document_positions
 from trainer.planning.parameters import ParameterInfo, layer_tables, outer_tables
 from trainer.precision.products import Multiply, matmul
 
@@ -237,23 +237,18 @@ class CodeModule(DeclaredModule):
                 buffer.copy_(filled[name])
 
 
-class CodeLinear(CodeModule):
+class CodeLinear(CodeModule, AdaptableLinear):
     """An `nn.Linear` of transformers. Its weight gradient may be deferred."""
 
-    deferred: DeferredGrads
-    number: Tensor | None
     multiply = staticmethod(matmul)
-
-    def defer(self, deferred: DeferredGrads) -> None:
-        """From now on this layer may defer its weight gradient, to `deferred`."""
-        self.deferred, self.number = deferred, number_layer(self)
 
     def forward(self, x: Tensor) -> Tensor:
         bias, group = None if self.bias is None else self.local("bias"), PASS.get().group
         if bias is not None and group is not None and self.declared["weight"].cut == 1:
             bias = bias / group.size  # the block's output is a sum over ranks, to which each rank adds its bias
         numbers = [] if self.number is None else [self.number]
-        (y,) = column_parallel(x.flatten(0, -2), [self.local("weight")], [bias], None, numbers)
+        adapters = [] if self.adapter_scale is None else [self.local_adapter()]
+        (y,) = column_parallel(x.flatten(0, -2), [self.local("weight")], [bias], None, numbers, adapters=adapters)
         return y.view(*x.shape[:-1], -1)
 
 
@@ -369,8 +364,7 @@ def adapt_module(module: nn.Module, role: type[CodeModule], code: Callable, info
     """Makes a module of transformers a `CodeModule`, in place. infos: its own parameters."""
     kinds: list[Any] = [type(module), role]
     module.__class__ = adapt_class(*kinds)
-    module.__dict__ |= {"declared": infos, "part": None, "kind": None, "active": False, "code": code}
-    module.__dict__ |= {"number": None, "stacks": {}}
+    module.__dict__ |= {"declared": infos, "part": None, "kind": None, "active": False, "code": code, "stacks": {}}
 
 
 class Elsewhere(nn.Module):
@@ -434,6 +428,8 @@ class CodeStage(Transformer):
             if name not in ("layers", "norm", "embed_tokens"):
                 adapt_tree(module, code, {})
                 self.add_module(name, module)
+        if spec.adapter.rank:
+            adapt_model(self, spec.adapter)
         self.tie()
 
     def defer(self, deferred: DeferredGrads) -> None:

@@ -22,7 +22,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from trainer.config.model import CodeSpec
 from trainer.hf.code import build_code, check_filled, fill_alone
-from trainer.hf.weights import BUFFERS, STORED, StoredTensors, format_names, write_files
+from trainer.hf.weights import BUFFERS, STORED, CheckpointEntry, StoredTensors, format_names, write_files
 from trainer.model.initial import name_seed
 from trainer.planning.parameters import ParameterInfo, declare_parameters, router_shapes
 from trainer.util.reading import shorten_foreign
@@ -35,6 +35,12 @@ def code_name(name: str, prefix: str) -> str:
     """The name that transformers has for a parameter or buffer of ours. prefix: name of the base model."""
     first, _, rest = name.partition(".")
     return f"lm_head.{rest}" if first == "head" else f"{prefix}.{OUTER[first]}.{rest}"
+
+
+def list_code_entries(spec: CodeSpec, infos: Mapping[str, ParameterInfo]) -> list[CheckpointEntry]:
+    """The parameters of a model, without adapters, by the names of the code."""
+    prefix = build_code(spec).base_model_prefix
+    return [CheckpointEntry(code_name(name, prefix), (name,)) for name, info in infos.items() if not info.adapter]
 
 
 def number_parts(name: str) -> list[tuple[int, str]]:
@@ -132,7 +138,8 @@ class CodeWeights(StoredTensors):
             target, pattern = rename_source_key(stored, renamings, converters, self.prefix, expected)
             group = self.groups.setdefault(target, ConvertedTensors(by_pattern[pattern] if pattern else None))
             group.stored.append((stored, pattern))
-        shapes = {code_name(name, self.prefix): tuple(info.shape) for name, info in self.infos.items()}
+        own = {name: info for name, info in self.infos.items() if not info.adapter}
+        shapes = {code_name(name, self.prefix): tuple(info.shape) for name, info in own.items()}
         shapes |= {code_name(name, self.prefix): shape for name, shape in router_shapes(self.spec).items()}
         found: dict[str, tuple[int, ...]] = {}
         for target, group in self.groups.items():

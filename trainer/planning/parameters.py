@@ -431,11 +431,14 @@ def find_adapter_problems(spec: ModelSpec) -> Iterator[str]:
     linears = {name.removesuffix(".weight"): info for name, info in plain.items() if info.role == "matrix"}
     experts = [name for name, info in linears.items() if not can_adapt(info) and matches_any(name, adapter.targets)]
     if experts:
-        dense = [name.split(".", 2)[2] for name, info in linears.items() if can_adapt(info)]
-        blocks = dict.fromkeys(f"*.{name.rpartition('.')[0]}.*" for name in dense if "experts" not in name)
+        fixed = [name for name, info in linears.items() if not can_adapt(info)]
+        usable: dict[str, None] = {}
+        for name in [name.split(".", 2)[2] for name, info in linears.items() if can_adapt(info)]:
+            ways = [f"*.{name.rpartition('.')[0]}.*", f"*.{name}"]  # a block, or a layer of it beside a router
+            usable |= dict.fromkeys([way for way in ways if not any(fnmatchcase(one, way) for one in fixed)][:1])
         yield (
             f"model.adapter.targets={adapter.targets} match {experts[0]}: experts and routers get no adapters; set "
-            f"model.adapter.targets=[{','.join(blocks)}] or a part of it"
+            f"model.adapter.targets=[{','.join(usable)}] or a part of it"
         )
     names = {"targets": [name for name, info in linears.items() if can_adapt(info)], "trained": list(plain)}
     for setting, patterns in given.items():
