@@ -75,6 +75,18 @@ PRIVATE = [
         "transformers.modeling_utils.PreTrainedModel",
         "initial weights and buffers of one module of a model that runs by transformers' code",
     ),
+    Private(
+        "_apply_gate",
+        ("hf/code.py",),
+        "transformers/integrations/moe.py",
+        "what experts of transformers compute between their two products",
+    ),
+    Private(
+        "_python_dispatch",
+        ("parallel/recompute.py",),
+        "torch.utils",
+        "the mode in which recompute saves what foreign routers choose",
+    ),
     Private("_parameters", ("hf/code.py",), "torch/nn/modules", "a module's tensors, replaced in a shallow copy"),
     Private(
         "_make_subclass",

@@ -13,6 +13,8 @@ from support.code_models import MODELS
 from support.launch import launch
 
 SCHEDULES = ("zb_v", "1f1b", "interleaved", "zb_h1")
+ADAPTER: dict[str, Any] = {"rank": 3, "alpha": 3.0}
+ATTENTION = ADAPTER | {"targets": ["*.self_attn.*"]}
 TWO: list[dict[str, Any]] = [
     *({"model": name, "tp": 2} for name in MODELS),
     *({"model": name, "pp": 2, "schedule": "zb_v"} for name in ("llama", "cohere2", "deepseek_v3")),
@@ -44,6 +46,25 @@ TWO: list[dict[str, Any]] = [
         "changes": {"head_dim": 16, "intermediate_size": 64},
     },
     {"model": "qwen3", "float8": "rowwise_with_gw_hp", "pp": 2, "schedule": "zb_v"},
+    # Experts that ranks share.
+    {"model": "mixtral", "ep": 2, "recompute": "full"},
+    {"model": "gpt_oss", "ep": 2, "tp": 2, "recompute": "selective"},
+    {"model": "qwen3_moe", "ep": 2, "stage": 3, "settings": {"parallel__ep_dispatch": "alltoall"}},
+    {"model": "deepseek_v3", "ep": 2, "cp": 2, "stage": 2, "settings": {"parallel__ep_dispatch": "allgather"}},
+    {"model": "olmoe", "ep": 2, "stage": 1, "settings": {"parallel__ep_dispatch": "shared_memory"}},
+    {"model": "gpt_oss", "ep": 2, "stage": 3, "precision": "bf16", "recompute": "full"},
+    {"model": "gpt_oss", "pp": 2, "schedule": "zb_v"},
+    # Adapters.
+    {"model": "llama", "tp": 2, "recompute": "full", "adapter": ADAPTER | {"trained": ["*norm*", "embedding.weight"]}},
+    {"model": "gemma2", "stage": 3, "recompute": "selective", "adapter": ADAPTER | {"scale": "root"}},
+    {"model": "phi3", "pp": 2, "schedule": "zb_v", "adapter": ADAPTER},
+    {
+        "model": "deepseek_v3",
+        "tp": 2,
+        "ep": 2,
+        "adapter": ADAPTER | {"targets": ["*.self_attn.*", "*.shared_experts.*"]},
+    },
+    {"model": "mixtral", "pp": 2, "schedule": "zb_v", "adapter": ATTENTION | {"trained": ["*.experts.*"]}},
 ]
 FOUR: list[dict[str, Any]] = [
     *(
@@ -57,6 +78,12 @@ FOUR: list[dict[str, Any]] = [
     {"model": "deepseek_v3", "tp": 4},
     {"model": "cohere2", "cp": 2, "tp": 2},
     {"model": "cohere2", "compile": 2, "tp": 2, "stage": 3, "recompute": "selective", "precision": "bf16"},
+    {"model": "gpt_oss", "ep": 2, "pp": 2, "schedule": "zb_v", "stage": 1, "recompute": "full"},
+    {"model": "qwen3_moe", "ep": 4, "tp": 2, "stage": 3, "recompute": "selective"},
+    {"model": "olmoe", "ep": 2, "tp": 2, "pp": 2, "schedule": "zb_h1", "optimizer": "muon"},
+    {"model": "deepseek_v3", "ep": 2, "stage": 3, "shard": 2, "recompute": "full"},
+    {"model": "gemma2", "tp": 2, "pp": 2, "schedule": "zb_v", "recompute": "full", "adapter": ADAPTER},
+    {"model": "qwen3_moe", "ep": 2, "tp": 2, "stage": 3, "recompute": "selective", "adapter": ATTENTION},
 ]
 """compile: the number of kinds of layers, each of which makes one graph, however many micro-batches there are."""
 LIMITS = {"fp32": (1e-6, 1e-5), "fp16": (2e-4, 3e-2), "bf16": (2e-3, 1.5e-1)}

@@ -15,7 +15,7 @@ from trainer.data.batches import MicroBatch
 from trainer.hf.code_weights import code_name
 from trainer.model.initial import name_seed
 from trainer.model.loss import IGNORE
-from trainer.planning.parameters import ParameterInfo, declare_parameters
+from trainer.planning.parameters import ADAPTER_NAMES, DOWN, UP, ParameterInfo, declare_parameters
 
 SIZES: dict[str, Any] = dict(
     vocab_size=61,
@@ -61,12 +61,20 @@ row-parallel layers and tied weights (llama), norms of heads (qwen3), soft caps 
 (mixtral), latent attention, shared experts and buffers that are weights (deepseek_v3), packed matrices (phi3), a scaled
 head and kinds of layers by place (cohere2), windows in some layers only (exaone4)."""
 
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": dict(EXPERTS, num_experts=12),
+    "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2),
+    "olmoe": dict(num_experts=4, num_experts_per_tok=2),
+}
+"""More types with experts: more of them than ten, whose files are in no alphabetic order (qwen3_moe), transposed stacks
+with biases (gpt_oss), weights that are not normalised (olmoe)."""
+
 
 def small_values(name: str, **changes: Any) -> dict[str, Any]:
     """The complete config.json of a small model."""
     known = CONFIG_MAPPING[name]().to_dict()
     sizes = {key: value for key, value in SIZES.items() if key in known}
-    return AutoConfig.for_model(name, **{**sizes, **MODELS.get(name, {}), **changes}).to_dict()
+    return AutoConfig.for_model(name, **{**sizes, **(MODELS | MIXTURES).get(name, {}), **changes}).to_dict()
 
 
 COMMON: dict[str, Any] = {
@@ -134,14 +142,23 @@ def drawn_weight(name: str, info: ParameterInfo) -> Tensor:
 
 
 def train_transformers(spec: CodeSpec, batches: list[MicroBatch]) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradient of each parameter, by our names, of one process of transformers with eager attention. Documents
-    are computed one by one, so that they need no mask."""
+    """Loss and gradient of each trained parameter, by our names, of one process of transformers with eager attention.
+    Documents are computed one by one, so that they need no mask. Adapters are a part of the weights W + scale B A: the
+    gradients of A and B follow from that of the sum."""
     config = AutoConfig.for_model(**spec.transformers["config"])
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
     infos, own = declare_parameters(spec), dict(model.named_parameters())
+    modules = [name.removesuffix(DOWN) for name in infos if name.endswith(f".{DOWN}")]
+    pairs = {one: [drawn_weight(one + end, infos[one + end]) for end in ADAPTER_NAMES] for one in modules}
     with torch.no_grad():
         for name, info in infos.items():
-            own[code_name(name, model.base_model_prefix)].copy_(drawn_weight(name, info))
+            if info.adapter:
+                continue
+            value = drawn_weight(name, info)
+            if (module := name.removesuffix("weight")) in pairs:
+                down, up = pairs[module]
+                value = value + spec.adapter.factor * up @ down
+            own[code_name(name, model.base_model_prefix)].copy_(value)
     valid = sum(int((batch.targets != IGNORE).sum()) for batch in batches)
     total = 0.0
     for batch in batches:
@@ -154,4 +171,10 @@ def train_transformers(spec: CodeSpec, batches: list[MicroBatch]) -> tuple[float
                 loss = F.cross_entropy(logits, targets[here], ignore_index=IGNORE, reduction="sum") / valid
                 loss.backward()
                 total += loss.item()
-    return total, {name: own[code_name(name, model.base_model_prefix)].grad for name in infos}
+    found = {
+        name: own[code_name(name, model.base_model_prefix)].grad for name, info in infos.items() if not info.adapter
+    }
+    for module, (down, up) in pairs.items():
+        scaled = spec.adapter.factor * found[f"{module}weight"]
+        found |= {module + DOWN: up.t() @ scaled, module + UP: scaled @ down.t()}
+    return total, {name: gradient for name, gradient in found.items() if infos[name].trained}

@@ -28,6 +28,7 @@ from support.reference import random_batch, rows, settings
 from torch._dynamo.utils import counters
 
 from trainer.config import Config, Float8Config
+from trainer.config.model import AdapterSpec
 from trainer.data.batches import MicroBatch
 from trainer.distributed.mesh import World, join_world, local_device
 from trainer.hf.accepted import CodeFacts, code_spec, plain_values
@@ -56,6 +57,7 @@ def config_of(case: dict[str, Any]) -> Config:
         parallel__tp=case.get("tp", 1),
         parallel__pp=case.get("pp", 1),
         parallel__cp=case.get("cp", 1),
+        parallel__ep=case.get("ep", 1),
         parallel__zero__stage=case.get("stage", 0),
         parallel__shard=case.get("shard", -1),
         precision__compute=case.get("precision", "fp32"),
@@ -82,6 +84,8 @@ def errors_of(case: dict[str, Any], worlds: dict[tuple, World], references: dict
     facts = CodeFacts(**case["facts"]) if "facts" in case else None
     values = case.get("values") or small_values(case["model"], **case.get("changes", {}))
     spec = code_spec(plain_values(values), facts)
+    if "adapter" in case:
+        spec.adapter = AdapterSpec(**case["adapter"])
     if (size := sum(info.size for info in declare_parameters(spec).values())) > MOST:
         raise ValueError(f"{size} parameters are no small copy")
     config, processes = config_of(case), dist.get_world_size()

@@ -71,7 +71,7 @@ def passes(experts: Experts, x: Tensor, chosen: Tensor, weights: Tensor, again: 
         return output
 
     left_out: list[Tensor] = []
-    result = recompute_unrouted(body, x) if again else body(x)
+    result = recompute_unrouted()(body, x) if again else body(x)
     result.backward(torch.linspace(-1, 1, result.numel(), dtype=torch.float64).view_as(result))
     parameters = [layer.weight for layer in (experts.gate, experts.up, experts.down)]
     return [left_out[0], result.detach(), *(one.grad for one in (x, weights, *parameters))]

@@ -94,7 +94,7 @@ def open_base(saved: Any, spec: ModelSpec) -> tuple[Callable[[str], Tensor], Pat
             )
         infos, drawn = declare_parameters(spec), InitialWeights(spec, saved["seed"], torch.device(saved["device"]))
         return lambda name: drawn(name, infos[name]).cpu(), None
-    from trainer.hf import HFWeights
+    from trainer.hf.adapters import stored_weights
 
     folder = Path(saved["from_hf"])
     if not (folder / "config.json").is_file():
@@ -106,4 +106,4 @@ def open_base(saved: Any, spec: ModelSpec) -> tuple[Callable[[str], Tensor], Pat
             f"the adapters belong to the model in {on_one_line(str(folder))}, whose weights have changed since; "
             "restore them"
         )
-    return HFWeights(folder, spec).tensor, folder
+    return stored_weights(folder, spec).tensor, folder

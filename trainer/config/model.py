@@ -571,8 +571,9 @@ class CodeSpec(ModelSpec):
     config: the whole config.json. layers: for each layer the number of its table. tables: the distinct layers. Each has
     `parameters`, name within the layer -> fields of `ParameterInfo`; `buffers`, name -> shape of those that checkpoints
     hold; `attention`, the name of that block; and `blocks`, name of a block whose tokens tensor-parallel ranks gather
-    -> "cut" (each rank has a part of its weights) or "whole" (each rank computes all of it). head_scale: factor on the
-    hidden states that the head reads. tp, pp: whether the code may be divided so.
+    -> "cut" (each rank has a part of its weights) or "whole" (each rank computes all of it). A layer with experts has
+    `shared`, whether ranks can share them. head_scale: factor on the hidden states that the head reads. tp, pp: whether
+    the code may be divided so.
     """
 
     family: str = option("", "type of the model in transformers")

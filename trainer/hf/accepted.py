@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from trainer.config import ConfigError
 from trainer.config.fields import assign_fields
 from trainer.config.model import CodeSpec
-from trainer.hf.code import UnsupportedAttention, base_of, build_model, try_attention
+from trainer.hf.code import UnsupportedAttention, base_of, build_model, can_share, try_attention
 from trainer.hf.config import format_option, window_pattern
 from trainer.planning.parameters import ParameterInfo
 
@@ -263,7 +263,9 @@ def layer_code(layer: nn.Module, path: str, plan: dict[str, str], top_k: int) ->
             ]
     kept = {name for name, _ in layer.named_buffers()} & set(layer.state_dict())
     buffers = {name: list(buffer.shape) for name, buffer in layer.named_buffers() if name in kept}
-    return {"parameters": parameters, "buffers": buffers, "blocks": blocks, "attention": attention}
+    stacked = [module for module in layer.modules() if any(p.dim() == 3 for p in module.parameters(recurse=False))]
+    shared = {"shared": len(stacked) == 1 and can_share(stacked[0])} if stacked else {}
+    return {"parameters": parameters, "buffers": buffers, "blocks": blocks, "attention": attention} | shared
 
 
 def mixture_info(module: nn.Module, name: str, parameter: nn.Parameter, top_k: int) -> ParameterInfo:

@@ -130,6 +130,15 @@ def match_module(patterns: Mapping[str, Any] | None, module: str, default: float
     return default
 
 
+def list_modules(spec: ModelSpec, infos: Mapping[str, ParameterInfo]) -> list[CheckpointEntry]:
+    """The parameters of a model, without adapters, by the names that PEFT has for them."""
+    if not isinstance(spec, CodeSpec):
+        return list_entries(spec, infos)
+    from trainer.hf.code_weights import list_code_entries
+
+    return list_code_entries(spec, infos)
+
+
 class PeftWeights:
     """The tensors of an adapter by the names of this project, and the `AdapterSpec` that they belong to.
 
@@ -144,7 +153,7 @@ class PeftWeights:
         stored = self.read_tensors()
         self.settings: dict[str, tuple[int, float]] = {}
         trained: list[str] = []
-        for entry in list_entries(spec, self.infos):
+        for entry in list_modules(spec, self.infos):
             module = entry.theirs.removesuffix(".weight")
             pair = [stored.pop(f"{PREFIX}{module}.lora_{letter}.weight", None) for letter in "AB"]
             whole = stored.pop(PREFIX + entry.theirs, None)
@@ -244,11 +253,6 @@ def join_adapters(spec: ModelSpec, given: AdapterSpec) -> AdapterSpec:
     """The adapters of a model that is read, of which a folder may hold some (`spec.adapter`) and settings may ask for
     some (`given`). Raises `ConfigError` where they are others."""
     stored = spec.adapter
-    if isinstance(spec, CodeSpec) and given.rank:
-        raise ConfigError(
-            f"model.adapter.rank={given.rank}: {spec.family} runs by transformers' own code, whose layers take no "
-            "adapters here; set model.adapter.rank=0, or train a model whose family the project's own blocks know"
-        )
     if not stored.rank:
         return given
     if not given.rank:
@@ -307,7 +311,7 @@ def write_adapter(
     def store(name: str, value: Tensor) -> None:
         tensors[PREFIX + name] = value.detach().cpu().to(dtype).contiguous()
 
-    for entry in list_entries(spec, infos):
+    for entry in list_modules(spec, infos):
         module, _, kind = entry.theirs.rpartition(".")
         parts = [name.removesuffix(".weight") for name in entry.ours]
         chosen = [part for part in parts if f"{part}.{DOWN}" in infos]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -24,6 +24,7 @@ from torch._dynamo.exc import Unsupported
 from torch.compiler import is_compiling
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trainer.config import ConfigError
@@ -32,17 +33,21 @@ from trainer.distributed.collectives import GatherTokens, ReduceScatterSum, Tens
 from trainer.model.attention import build_mask, causal_attention, pad_heads
 from trainer.model.cache import CachedPass, KVCache
 from trainer.model.context_attention import ContextGroup, without_regather
+from trainer.model.experts import RoutedExperts, project_rows
 from trainer.model.initial import DeclaredModule
-from trainer.model.layers import ATTENTION_BACKENDS
+from trainer.model.layers import ATTENTION_BACKENDS, AdaptableLinear, ExpertUnit
 from trainer.model.linear import DeferredGrads, column_parallel, number_layer
 from trainer.model.stage import join_reports, keep_here, split_report
-from trainer.model.transformer import Embedding, Head, Transformer, document_positions
+from trainer.model.transformer import Embedding, Head, Transformer, adapt_model, document_positions
 from trainer.planning.parameters import ParameterInfo, layer_tables, outer_tables
 from trainer.precision.products import Multiply, matmul
 
 ATTENTION = "trainer"
 """The name of `attend_in_pass` among transformers' attention functions. It has no mask function, so the code makes no
 masks."""
+
+EXPERTS = "trainer"
+"""The name of `run_experts` among transformers' experts functions."""
 
 KNOWN = frozenset(
     ("dropout", "position_ids", "is_causal", "use_cache", "cache_position", "output_attentions", "output_hidden_states")
@@ -159,6 +164,16 @@ def attend_in_pass(
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend_in_pass)
 
 
+def run_experts(module: CodeExperts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """An experts function of transformers. hidden_states and result: [tokens, width]. top_k_index, top_k_weights: the
+    experts of each token and the weights of their outputs, [tokens, top_k]."""
+    count = module.declared["down_proj"].shape[0]
+    return module.dispatch.run(hidden_states, top_k_index, top_k_weights, count, module.compute).output
+
+
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS, run_experts)
+
+
 def build_code(spec: CodeSpec) -> PreTrainedModel:
     """The model of transformers for a spec, on the meta device, with the attention function of this project."""
     return build_model(spec.transformers["config"])
@@ -169,9 +184,10 @@ def build_model(values: dict[str, Any], attention: str = ATTENTION) -> PreTraine
     values = {key: value for key, value in values.items() if key not in ("dtype", "torch_dtype", "auto_map")}
     config = AutoConfig.for_model(**copy.deepcopy(values))
     config.use_cache = False
+    implementations = {"attn_implementation": attention, "experts_implementation": EXPERTS}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
+            config, dtype=torch.float32, trust_remote_code=False, **implementations
         )
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -237,24 +253,88 @@ class CodeModule(DeclaredModule):
                 buffer.copy_(filled[name])
 
 
-class CodeLinear(CodeModule):
+class CodeLinear(CodeModule, AdaptableLinear):
     """An `nn.Linear` of transformers. Its weight gradient may be deferred."""
 
-    deferred: DeferredGrads
-    number: Tensor | None
-    multiply: Multiply = matmul
-
-    def defer(self, deferred: DeferredGrads) -> None:
-        """From now on this layer may defer its weight gradient, to `deferred`."""
-        self.deferred, self.number = deferred, number_layer(self)
+    multiply = staticmethod(matmul)
 
     def forward(self, x: Tensor) -> Tensor:
         bias, group = None if self.bias is None else self.local("bias"), PASS.current.group
         if bias is not None and group is not None and self.declared["weight"].cut == 1:
             bias = bias / group.size  # the block's output is a sum over ranks, to which each rank adds its bias
         numbers = [] if self.number is None else [self.number]
-        (y,) = column_parallel(x.flatten(0, -2), [self.local("weight")], [bias], None, numbers, self.multiply)
+        adapters = [] if self.adapter_scale is None else [self.local_adapter()]
+        (y,) = column_parallel(x.flatten(0, -2), [self.local("weight")], [bias], None, numbers, self.multiply, adapters)
         return y.view(*x.shape[:-1], -1)
+
+
+class CodeExperts(CodeModule, RoutedExperts):
+    """Stacks of experts of transformers that its experts interface runs. Their weight gradients may be deferred."""
+
+    foreign = True
+    stacks: dict[str, ExpertStack]
+
+    def defer(self, deferred: DeferredGrads) -> None:
+        """From now on the stacks may defer their weight gradients, to `deferred`."""
+        for name, parameter in self.named_parameters(recurse=False):
+            if parameter.dim() == 3 and parameter.requires_grad:
+                self.stacks[name] = ExpertStack(self, name, deferred)
+
+    def matrices(self, name: str) -> Tensor:
+        """What this rank holds of a stack: [experts, outputs, inputs]."""
+        stack = self.local(name)
+        return TransposedStack.apply(stack) if self.is_transposed else stack
+
+    def project(self, name: str, x: Tensor, ends: Tensor, weights: Tensor | None = None) -> Tensor:
+        """The products with a stack, see `project_rows`."""
+        bias = self.local(f"{name}_bias") if self.has_bias else None
+        number = self.stacks[name].number if name in self.stacks else None
+        return project_rows(x, self.matrices(name), bias, ends, weights, number)
+
+    def compute(self, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        """See `Experts.compute`."""
+        hidden = self.project("gate_up_proj" if self.has_gate else "up_proj", rows, ends)
+        hidden = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
+        if self.has_post_expert_norm:  # its output is not linear in what `down_proj` reads
+            output = self.post_expert_norm(self.project("down_proj", hidden, ends))
+            return (output * weights[:, None]).to(rows.dtype)
+        return self.project("down_proj", (hidden * weights[:, None]).to(rows.dtype), ends, weights)
+
+
+class TransposedStack(torch.autograd.Function):
+    """[experts, inputs, outputs] -> [experts, outputs, inputs]; unlike `mT`, differentiable inside of an operator's own
+    implementation too."""
+
+    @staticmethod
+    def forward(ctx: Any, stack: Tensor) -> Tensor:
+        return stack.mT
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.mT
+
+
+class ExpertStack:
+    """A stack of matrices of `experts`, as the operators of linear layers know a layer."""
+
+    def __init__(self, experts: CodeExperts, name: str, deferred: DeferredGrads):
+        self.experts, self.name, self.deferred = experts, name, deferred
+        self.group: TensorGroup | None = None
+        self.multiply: Multiply = matmul
+        self.number = number_layer(self)
+
+    def local(self, name: str) -> Tensor:
+        return self.experts.matrices(self.name)
+
+
+def runs_by_interface(module: nn.Module) -> bool:
+    """Whether transformers runs a module by an experts function. Its decorator leaves these attributes."""
+    return {"is_transposed", "has_bias", "has_gate", "has_post_expert_norm"} <= vars(module).keys()
+
+
+def can_share(module: nn.Module) -> bool:
+    """Whether ranks can share the experts of a module: an experts function runs them, and each parameter is a stack."""
+    return runs_by_interface(module) and len({len(parameter) for parameter in module.parameters()}) == 1
 
 
 class CodeLayer(CodeModule):
@@ -270,6 +350,7 @@ class CodeLayer(CodeModule):
     def prepare(self, last: bool) -> None:
         """last: whether it is the last layer of its stage."""
         self.recompute, self.last, self.keep = None, last, keep_here
+        self.expert_unit: ExpertUnit | None = None
         self.run = self.run_tile = self.run_body
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
@@ -278,11 +359,11 @@ class CodeLayer(CodeModule):
         with self.keep(x), use_pass(current, regather=self.recompute is None):
             try:
                 with error_on_graph_break(True):
-                    output = self.run(x, current, arguments[1:], named)
+                    output = (self.expert_unit or self.run)(x, current, arguments[1:], named)
             except Unsupported as error:
                 report_break(kind_of(self).__name__, str(error).partition("\n")[0])
                 self.run = self.run_body
-                output = self.run(x, current, arguments[1:], named)
+                output = (self.expert_unit or self.run)(x, current, arguments[1:], named)
         if self.last:
             current.result = output[0] if isinstance(output, tuple) else output
         return output
@@ -318,7 +399,7 @@ def adapt_module(module: nn.Module, role: type[CodeModule], code: Callable, info
     """Makes a module of transformers a `CodeModule`, in place. infos: its own parameters."""
     kinds: list[Any] = [type(module), role]
     module.__class__ = adapt_class(*kinds)
-    module.__dict__ |= {"declared": infos, "part": None, "kind": None, "active": False, "code": code, "number": None}
+    module.__dict__ |= {"declared": infos, "part": None, "kind": None, "active": False, "code": code, "stacks": {}}
 
 
 class Elsewhere(nn.Module):
@@ -385,11 +466,13 @@ class CodeStage(Transformer):
             if name not in ("layers", "norm", "embed_tokens"):
                 adapt_tree(module, code, {})
                 self.add_module(name, module)
+        if spec.adapter.rank:
+            adapt_model(self, spec.adapter)
         self.tie()
 
     def defer(self, deferred: DeferredGrads) -> None:
         for module in self.modules():
-            if isinstance(module, CodeLinear):
+            if isinstance(module, CodeLinear | CodeExperts):
                 module.defer(deferred)
 
     def forward(
@@ -489,23 +572,33 @@ def adapt_tree(root: nn.Module, code: Callable, table: dict[str, ParameterInfo])
     for path, module in list(root.named_modules()):
         own = {name: table[f"{path}.{name}" if path else name] for name, _ in module.named_parameters(recurse=False)}
         if path or own or module._buffers or not list(module.children()):
-            adapt_module(module, CodeLinear if type(module) is nn.Linear else CodeModule, code, own)
+            role = CodeLinear if type(module) is nn.Linear else CodeExperts if runs_by_interface(module) else CodeModule
+            adapt_module(module, role, code, own)
 
 
 @torch.no_grad()
-def fill_alone(code: Callable[[nn.Module], None], module: nn.Module) -> dict[str, Tensor]:
+def fill_alone(
+    code: Callable[[nn.Module], None], module: nn.Module, shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> dict[str, Tensor]:
     """The module's own parameters and buffers in fp32 on the CPU, as the model's own `_init_weights` fills them; NaN
-    where it leaves one as it was."""
+    where it leaves one as it was. shapes: of those that are filled, where others than all as they are."""
     alone = object.__new__(type(module))  # FSDP's classes construct a module when they are copied
     alone.__dict__ |= module.__dict__
+
+    def empty_tensor(name: str, like: Tensor) -> Tensor:
+        if shapes is None or name in shapes:
+            return torch.full(shapes[name] if shapes else like.shape, torch.nan)
+        return torch.empty_like(like, device="meta")
+
     empty = [
-        {name: None if one is None else torch.full(one.shape, torch.nan) for name, one in some.items()}
+        {name: None if one is None else empty_tensor(name, one) for name, one in some.items()}
         for some in (module._parameters, module._buffers)
     ]
     alone.__dict__["_parameters"] = {n: None if one is None else nn.Parameter(one) for n, one in empty[0].items()}
     alone.__dict__["_buffers"] = empty[1]
     code(alone)
     found = {**alone._parameters, **alone._buffers}
+    found = {name: value for name, value in found.items() if shapes is None or name in shapes}
     if any(value is not None and value.isnan().any() for value in found.values()):
         with contextlib.suppress(TypeError):  # some modules are filled by their constructor, if it needs no arguments
             fresh = kind_of(module)()

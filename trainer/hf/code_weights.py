@@ -6,6 +6,7 @@ table of conversions joins and splits them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from trainer.config.model import CodeSpec
 from trainer.hf.code import build_code, check_filled, fill_alone
-from trainer.hf.weights import BUFFERS, STORED, StoredTensors, format_names, write_files
+from trainer.hf.weights import BUFFERS, STORED, CheckpointEntry, StoredTensors, format_names, write_files
 from trainer.model.initial import name_seed
 from trainer.planning.parameters import ParameterInfo, declare_parameters, router_shapes
 from trainer.util.reading import shorten_foreign
@@ -36,9 +37,21 @@ def code_name(name: str, prefix: str) -> str:
     return f"lm_head.{rest}" if first == "head" else f"{prefix}.{OUTER[first]}.{rest}"
 
 
+def list_code_entries(spec: CodeSpec, infos: Mapping[str, ParameterInfo]) -> list[CheckpointEntry]:
+    """The parameters of a model, without adapters, by the names of the code."""
+    prefix = build_code(spec).base_model_prefix
+    return [CheckpointEntry(code_name(name, prefix), (name,)) for name, info in infos.items() if not info.adapter]
+
+
+def number_parts(name: str) -> list[tuple[int, str]]:
+    """A key that sorts names by the numbers in them: experts.2 comes before experts.10."""
+    return [(int(part) if part.isdecimal() else -1, part) for part in name.split(".")]
+
+
 class CodeInitialWeights:
     """Fresh weights by the `_init_weights` of transformers' code. Each module is drawn whole by itself, seeded by its
-    name, so they are equal under all plans."""
+    name, and each expert of a stack by the stack's name and the number of the expert. So they are equal under all
+    plans, and a rank draws the experts that it holds without the others."""
 
     def __init__(self, spec: CodeSpec, seed: int):
         self.causal, self.seed = build_code(spec), seed
@@ -46,13 +59,26 @@ class CodeInitialWeights:
 
     def __call__(self, name: str, info: ParameterInfo) -> Tensor:
         """The whole fp32 parameter `name`, on the CPU."""
+        if info.stacked:
+            return self.experts(name, info, range(info.shape[0]))
         module, _, key = code_name(name, self.causal.base_model_prefix).rpartition(".")
         return self.draw_module(module)[key]
 
-    def draw(self, module: str) -> dict[str, Tensor]:
+    def experts(self, name: str, info: ParameterInfo, numbers: range) -> Tensor:
+        """Some of a stack of experts, without the others: [len(numbers), ...]."""
+        module, _, key = code_name(name, self.causal.base_model_prefix).rpartition(".")
+        shapes = {key: (1, *info.shape[1:])}
+        drawn = [self.draw(module, f"{module}.{key}/{number}", shapes)[key] for number in numbers]
+        return torch.cat([torch.empty(0, *info.shape[1:]), *drawn])  # a rank may hold none
+
+    def draw(
+        self, module: str, seed: str = "", shapes: Mapping[str, tuple[int, ...]] | None = None
+    ) -> dict[str, Tensor]:
+        """The tensors of a module. seed: a name, by default the module's. shapes: of those that are drawn, by default
+        all as they are."""
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(name_seed(self.seed, module))
-            drawn = fill_alone(self.causal._init_weights, self.causal.get_submodule(module))
+            torch.manual_seed(name_seed(self.seed, seed or module))
+            drawn = fill_alone(self.causal._init_weights, self.causal.get_submodule(module), shapes)
         check_filled(drawn, module)
         return drawn
 
@@ -74,6 +100,15 @@ class ConvertedTensors:
             converter.add_tensor(target, name, pattern, read(name))
         made = converter.convert(target, model=causal, config=causal.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+    def choose_experts(self, numbers: range, count: int) -> ConvertedTensors | None:
+        """What makes some of `count` experts, or None where files do not hold them one by one."""
+        places, chosen = Counter[str | None](), ConvertedTensors(self.converter)
+        for name, pattern in self.stored:  # in the order of the experts
+            if places[pattern] in numbers:
+                chosen.stored.append((name, pattern))
+            places[pattern] += 1
+        return chosen if {*places.values()} == {count} else None
 
 
 class CodeWeights(StoredTensors):
@@ -99,11 +134,12 @@ class CodeWeights(StoredTensors):
         converters = [one for one in mapping if isinstance(one, WeightConverter)]
         by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
         expected = self.causal.state_dict()
-        for stored in sorted(self.files):
+        for stored in sorted(self.files, key=number_parts):  # experts are stacked in this order
             target, pattern = rename_source_key(stored, renamings, converters, self.prefix, expected)
             group = self.groups.setdefault(target, ConvertedTensors(by_pattern[pattern] if pattern else None))
             group.stored.append((stored, pattern))
-        shapes = {code_name(name, self.prefix): tuple(info.shape) for name, info in self.infos.items()}
+        own = {name: info for name, info in self.infos.items() if not info.adapter}
+        shapes = {code_name(name, self.prefix): tuple(info.shape) for name, info in own.items()}
         shapes |= {code_name(name, self.prefix): shape for name, shape in router_shapes(self.spec).items()}
         found: dict[str, tuple[int, ...]] = {}
         for target, group in self.groups.items():
@@ -139,6 +175,15 @@ class CodeWeights(StoredTensors):
         """The whole fp32 parameter `name`."""
         return self.tensor("embedding.weight" if self.spec.tied and name == "head.weight" else name)
 
+    def experts(self, name: str, info: ParameterInfo, numbers: range) -> Tensor:
+        """Some of a stack of experts; where files hold them one by one, the others are not read."""
+        target = code_name(name, self.prefix)
+        group = self.groups[self.group_of[target]]
+        chosen = group.choose_experts(numbers, info.shape[0]) if numbers else None
+        if chosen is None:
+            return self(name, info)[numbers.start : numbers.stop]
+        return chosen.make(self.group_of[target], self.read_stored, self.causal)[target].float()
+
     def tensor(self, name: str) -> Tensor:
         """A parameter, or a buffer that checkpoints hold, in fp32."""
         name = code_name(name, self.prefix)
@@ -146,7 +191,10 @@ class CodeWeights(StoredTensors):
         return made[name if name in made else self.head].float()
 
     def make(self, target: str) -> dict[str, Tensor]:
-        return self.groups[target].make(target, lambda name: self.open(self.files[name]).get_tensor(name), self.causal)
+        return self.groups[target].make(target, self.read_stored, self.causal)
+
+    def read_stored(self, name: str) -> Tensor:
+        return self.open(self.files[name]).get_tensor(name)
 
 
 def write_code_weights(

@@ -57,12 +57,6 @@ def spec_from_hf(folder: str | Path, notes: list[str] | None = None, code: str =
     path = folder / "config.json"
     if holds_adapter(folder):
         base = spec_from_hf(find_base(folder), notes, code)
-        if isinstance(base, CodeSpec):
-            raise ConfigError(
-                f"model.from_hf={folder}: {ADAPTER}: the model of this adapter runs by transformers' own code, whose "
-                "layers take no adapters here; merge the adapter into its model (peft: merge_and_unload, then "
-                "save_pretrained)"
-            )
         return replace(base, adapter=PeftWeights(folder, base).adapter)
     if not path.is_file():
         raise ConfigError(
@@ -133,6 +127,11 @@ def starting_weights(folder: str | Path, spec: ModelSpec, seed: int) -> tuple[We
     if isinstance(spec, CodeSpec) and not any(one.name.endswith((*stored, ".index.json")) for one in path.iterdir()):
         from trainer.hf.code_weights import CodeInitialWeights
 
+        if spec.adapter.rank:
+            raise ConfigError(
+                f"model.adapter.rank={spec.adapter.rank}: there are no weights in model.from_hf={folder}, and adapters "
+                "stand beside trained ones; give a folder with weights, or set model.adapter.rank=0"
+            )
         return CodeInitialWeights(spec, seed), []
     return open_weights(folder, spec, InitialWeights(spec, seed, torch.device("cpu")) if spec.adapter.rank else None)
 
@@ -157,7 +156,9 @@ def model_from_hf(model: ModelConfig) -> ModelConfig | CodeSpec:
     """The model that `model.from_hf` names, extended as `model.extend` says. Raises `ConfigError`."""
     spec = extend_spec(spec_from_hf(str(model.from_hf), code=model.code), model.extend)
     adapter = join_adapters(spec, model.adapter)
-    return spec if isinstance(spec, CodeSpec) else ModelConfig(**{**vars(spec), "adapter": adapter})
+    if isinstance(spec, CodeSpec):
+        return replace(spec, adapter=adapter)
+    return ModelConfig(**{**vars(spec), "adapter": adapter})
 
 
 def complete_config(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:

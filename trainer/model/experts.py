@@ -63,6 +63,21 @@ def _(scores: Tensor, top_k: int, groups: int, top_groups: int, best: int) -> Te
     return scores.new_empty((*scores.shape[:-1], top_k), dtype=torch.int64)
 
 
+@register_operator("choose_largest")
+def choose_largest(
+    scores: Tensor, count: int, dimension: int = -1, largest: bool = True, ordered: bool = True
+) -> Tensor:
+    """The numbers that `topk` finds, as an operator whose result recompute can save, see `choose_experts`."""
+    return scores.topk(count, dimension, largest, ordered).indices
+
+
+@torch.library.register_fake("trainer::choose_largest")
+def _(scores: Tensor, count: int, dimension: int = -1, largest: bool = True, ordered: bool = True) -> Tensor:
+    shape = list(scores.shape)
+    shape[dimension] = count
+    return scores.new_empty(shape, dtype=torch.int64)
+
+
 def count_choices(keys: Tensor, size: int) -> Tensor:
     """How often each number below `size` is in `keys`: int64 [size]."""
     # Not `bincount`, which makes the host wait for the device, and has no fixed shape for the compiler. Counts are
@@ -488,6 +503,20 @@ def spread_groups(values: Tensor, ends: Tensor, rows: int) -> Tensor:
     return values[torch.searchsorted(ends[:-1], torch.arange(rows, device=ends.device, dtype=ends.dtype), right=True)]
 
 
+def project_rows(
+    x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, weights: Tensor | None, number: Tensor | None
+) -> Tensor:
+    """x_e W_e^T + w b_e of each expert's rows: [rows, outputs].
+
+    x: [rows, inputs], sorted by expert. weight: [experts, outputs, inputs]; bias: [experts, outputs]. ends: see
+    `grouped_matmul`. weights: [rows], factors on the bias, or None for one. number: of the layer, where its weight
+    gradient may be deferred."""
+    numbers = [] if number is None else [number]
+    (weight,) = detach_weights([weight], numbers)
+    y = GroupedProduct.apply(x, weight, ends, *numbers)
+    return y if bias is None else GroupedBias.apply(y, bias, weights, ends)
+
+
 class GroupedLinear(DeclaredModule):
     """One projection of all experts. weight: [experts, outputs, inputs]; bias: [experts, outputs]. axes: those of
     (outputs, inputs). With an adapter (`adapt`) each expert has matrices A and B of its own."""
@@ -523,19 +552,23 @@ class GroupedLinear(DeclaredModule):
             self.add_parameter(name, info)
 
     def forward(self, x: Tensor, ends: Tensor, weights: Tensor | None = None) -> Tensor:
-        """x: [rows, inputs], sorted by expert. ends: see `grouped_matmul`. weights: [rows], factors on the bias, or
-        None for one."""
-        numbers = [] if self.number is None else [self.number]
-        (weight,) = detach_weights([self.local("weight")], numbers)
-        y = GroupedProduct.apply(x, weight, ends, *numbers)
-        if self.adapter_scale is not None:
-            y = y + GroupedAdapter.apply(x, self.local(DOWN), self.local(UP), ends, self.adapter_scale)
-        if not self.biased:
+        """x, ends, weights and result: see `project_rows`."""
+        bias = self.local("bias") if self.biased else None
+        y = project_rows(x, self.local("weight"), bias, ends, weights, self.number)
+        if self.adapter_scale is None:
             return y
-        return GroupedBias.apply(y, self.local("bias"), weights, ends)
+        return y + GroupedAdapter.apply(x, self.local(DOWN), self.local(UP), ends, self.adapter_scale)
 
 
-class Experts(nn.Module):
+class RoutedExperts(nn.Module):
+    """The experts of a layer, as stacks of parameters. dispatch: how tokens reach them; the plan sets it where ranks
+    share experts. foreign: whether transformers' code chooses among them."""
+
+    dispatch = Dispatch()
+    foreign = False
+
+
+class Experts(RoutedExperts):
     """The experts of a layer: down(gate_hidden(gate(x), up(x))) each."""
 
     def __init__(
@@ -548,7 +581,6 @@ class Experts(nn.Module):
     ):
         super().__init__()
         self.count, self.gate_hidden = spec.count, gate_hidden
-        self.dispatch = Dispatch()  # set by the plan, where ranks share experts
         self.gate = GroupedLinear(spec, width, inner, ("inner", "embed"), bias=bias)
         self.up = GroupedLinear(spec, width, inner, ("inner", "embed"), bias=bias)
         self.down = GroupedLinear(spec, inner, width, ("embed", "inner"), residual=True, bias=bias)

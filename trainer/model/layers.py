@@ -18,7 +18,7 @@ from trainer.distributed.collectives import AllReduceSum, GatherTokens
 from trainer.model.attention import causal_attention, pad_heads
 from trainer.model.cache import CachedMask, attend_cached
 from trainer.model.context_attention import SharedMask, attend_together
-from trainer.model.experts import Experts, Router, Sequences, WideLinear
+from trainer.model.experts import Experts, RoutedExperts, Router, Sequences, WideLinear
 from trainer.model.initial import DeclaredModule
 from trainer.model.linear import Adapter, DeferredGrads, column_parallel, number_layer, row_parallel
 from trainer.model.rotary import rotate_heads, rotate_pairs
@@ -99,7 +99,33 @@ def gate_hidden(activation: str, gate: Tensor, up: Tensor) -> Tensor:
     return clamped_swiglu(gate, up) if activation == "clamped_swiglu" else ACTIVATIONS[activation](gate) * up
 
 
-class Linear(DeclaredModule):
+class AdaptableLinear(DeclaredModule):
+    """A linear layer with a `weight` [outputs, inputs], which may defer its weight gradient, and with an adapter
+    (`adapt`) adds scale (x A^T) B^T to its output."""
+
+    deferred: DeferredGrads | None = None
+    number: Tensor | None = None
+    adapter_scale: float | None = None
+
+    def adapt(self, rank: int, scale: float) -> None:
+        """Puts an adapter beside the matrix. scale: factor on its output."""
+        self.adapter_scale = scale
+        for name, info in declare_adapter(self.declared["weight"], rank).items():
+            self.add_parameter(name, info)
+
+    def defer(self, deferred: DeferredGrads) -> None:
+        """From now on this layer may defer weight gradients, to `deferred`. Those of an adapter are too small for it,
+        and a frozen matrix has none."""
+        if self.adapter_scale is None and self.weight.requires_grad:
+            self.deferred, self.number = deferred, number_layer(self)
+
+    def local_adapter(self) -> Adapter | None:
+        if self.adapter_scale is None:
+            return None
+        return Adapter(self.local(DOWN), self.local(UP), self.adapter_scale)
+
+
+class Linear(AdaptableLinear):
     """y = x W^T + b with W: [outputs, inputs]. axes: the logical axes of (outputs, inputs). units: the number of equal
     parts (heads) into which the outputs may be cut; 0 means rows.
 
@@ -119,10 +145,7 @@ class Linear(DeclaredModule):
     ):
         super().__init__()
         self.by_rows = False
-        self.deferred: DeferredGrads | None = None
-        self.number: Tensor | None = None
         self.multiply: Multiply = matmul
-        self.adapter_scale: float | None = None
         self.row_scale: Tensor | None = None
         self.declare("weight", (outputs, inputs), axes, "matrix", residual, units)
         self.bias = None
@@ -131,25 +154,8 @@ class Linear(DeclaredModule):
             del self.bias
             self.declare("bias", (outputs,), axes[:1], "bias", units=units)
 
-    def adapt(self, rank: int, scale: float) -> None:
-        """Puts an adapter beside the matrix. scale: factor on its output."""
-        self.adapter_scale = scale
-        for name, info in declare_adapter(self.declared["weight"], rank).items():
-            self.add_parameter(name, info)
-
-    def defer(self, deferred: DeferredGrads) -> None:
-        """From now on this layer may defer weight gradients, to `deferred`. Those of an adapter are too small for it,
-        and a frozen matrix has none."""
-        if self.adapter_scale is None and self.weight.requires_grad:
-            self.deferred, self.number = deferred, number_layer(self)
-
     def local_bias(self) -> Tensor | None:
         return None if self.bias is None else self.local("bias")
-
-    def local_adapter(self) -> Adapter | None:
-        if self.adapter_scale is None:
-            return None
-        return Adapter(self.local(DOWN), self.local(UP), self.adapter_scale)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.by_rows:
@@ -544,7 +550,7 @@ class ExpertUnit(nn.Module):
     """What an engine shards of a layer's experts, where their ranks are others than those of the layer. It runs the
     layer's body, so the engine's hooks act where those of the layer do: outside of what is recomputed or compiled."""
 
-    def __init__(self, layer: Layer, experts: Experts):
+    def __init__(self, layer: Any, experts: RoutedExperts):
         super().__init__()
         self.experts, self.layers = experts, (layer,)  # a tuple, which does not make the layer a child
 

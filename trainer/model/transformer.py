@@ -18,7 +18,7 @@ from trainer.model.cache import CachedPass, KVCache
 from trainer.model.context_attention import ContextGroup, without_regather
 from trainer.model.experts import GroupedLinear, Sequences
 from trainer.model.initial import DeclaredModule
-from trainer.model.layers import Block, Layer, Linear, Norm
+from trainer.model.layers import AdaptableLinear, Block, Layer, Linear, Norm
 from trainer.model.linear import DeferredGrads, column_parallel
 from trainer.model.loss import LossSettings, Term, linear_cross_entropy
 from trainer.model.rotary import Rotary
@@ -103,8 +103,8 @@ class Head(DeclaredModule):
 
 def adapt_model(model: nn.Module, adapter: AdapterSpec) -> None:
     """Freezes the parameters of a model but those that `adapter.trained` names, and puts adapters beside its linear
-    layers, by their names, as `planning.parameters.adapt_table` does. Raises `ConfigError` where a matched matrix of a
-    registered block is no `Linear`."""
+    layers, by their names, as `planning.parameters.adapt_table` does. Raises `ConfigError` where the module of a chosen
+    matrix is no `AdaptableLinear`."""
     for name, module in model.named_modules():
         if not isinstance(module, DeclaredModule):
             continue
@@ -115,11 +115,11 @@ def adapt_model(model: nn.Module, adapter: AdapterSpec) -> None:
         if weight is None or not can_adapt(weight):
             continue
         adapted = matches_any(name, adapter.targets)
-        if not isinstance(module, Linear | GroupedLinear) and (adapted or module.declared["weight"].float8):
+        if not isinstance(module, AdaptableLinear | GroupedLinear) and (adapted or module.declared["weight"].float8):
             setting = f"targets={adapter.targets} match" if adapted else f"weights={adapter.weights}:"
             raise ConfigError(
-                f"model.adapter.{setting} {name}, whose class {type(module).__name__} is no "
-                f"trainer.model.layers.Linear; set {'other patterns' if adapted else 'model.adapter.weights=compute'}"
+                f"model.adapter.{setting} {name}, whose class {type(module).__name__} is no linear layer "
+                f"(trainer.model.layers.Linear); set {'other patterns' if adapted else 'model.adapter.weights=compute'}"
             )
         if adapted:
             module.adapt(adapter.rank, adapter.factor)

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from trainer.config import ActivationConfig, ConfigError
 from trainer.distributed.collectives import TensorGroup
+from trainer.model.experts import RoutedExperts, choose_largest
 from trainer.model.initial import parameter_infos
-from trainer.model.layers import Mixture
 from trainer.model.stage import Stage
 from trainer.planning.recompute import ALL, MATMULS, SaveEntry, entry_problems, saved_in
 
@@ -180,29 +181,36 @@ def apply_recompute(model: Stage, config: ActivationConfig, backend: type[Tensor
         entries = saved_in(config.save, index) if config.mode == "selective" else ()
         if any(entry.name == ALL for entry in entries):
             continue
-        names, routed = linear_names(layer), any(isinstance(module, Mixture) for module in layer.modules())
-        if (entries, names, routed) not in policies:
-            policies[entries, names, routed] = policy_of(entries, names, backend, routed)
-        layer.recompute = policies[entries, names, routed]
+        key = entries, linear_names(layer), routing_contexts(layer)
+        if key not in policies:
+            policies[key] = policy_of(entries, key[1], backend, key[2])
+        layer.recompute = policies[key]
         if store is not None:
             layer.keep = partial(store.keep, index)
 
 
+def routing_contexts(layer: nn.Module) -> Contexts | None:
+    """What makes the contexts in which a layer is recomputed without choosing experts again; None for a layer without
+    experts."""
+    experts = [module for module in layer.modules() if isinstance(module, RoutedExperts)]
+    return None if not experts else foreign_contexts if experts[0].foreign else selective_contexts
+
+
 def policy_of(
-    entries: Sequence[SaveEntry], names: Sequence[str], backend: type[TensorGroup], routed: bool = False
+    entries: Sequence[SaveEntry], names: Sequence[str], backend: type[TensorGroup], routing: Contexts | None = None
 ) -> Callable:
     """The function that runs a layer with the products `names`, such that backward finds saved what `entries` of
-    `activation.save` name, and what was summed over ranks. routed: whether the layer chooses experts, which backward
-    finds saved too."""
+    `activation.save` name, and what was summed over ranks. routing: `routing_contexts` of the layer. Where it has
+    experts, backward finds their choice saved too."""
     if not entries:
-        return recompute_unrouted if routed else recompute_all
-    rules: Rules = dict(ROUTING) if routed else {}
+        return recompute_unrouted(routing)
+    rules: Rules = dict(ROUTING) if routing else {}
     for number, (operators, every, places) in enumerate(
         [*(rule_of(entry, names) for entry in entries), recompute_reductions(backend)]
     ):
         for operator in operators:
             rules[operator] = (*rules.get(operator, ()), (number, every, places))
-    return partial(recompute_all, context_fn=partial(selective_contexts, rules))
+    return partial(recompute_all, context_fn=partial(routing or selective_contexts, rules))
 
 
 def recompute_all(function: Callable, *arguments: Any, **keywords: Any) -> Any:
@@ -251,6 +259,9 @@ def linear_names(layer: nn.Module) -> tuple[str, ...]:
         name.removesuffix(".weight") for name, info in infos.items() if info.role == "matrix" and not info.adapter
     )
 
+
+Contexts = Callable[["Rules"], Any]
+"""Makes the contexts of a forward pass and of its recomputation from rules."""
 
 Rules = dict[Any, tuple[tuple[int, int, tuple[int, ...]], ...]]
 """Operator -> the rules that apply to it: (number, n, places). Every n-th call of the rule's operators is saved, or
@@ -316,11 +327,44 @@ def selective_contexts(rules: Rules) -> Any:
 
 NOTHING_SAVED = partial(selective_contexts, {})
 
-ROUTED = ("choose_experts", "count_by_sequence", "exchange_counts", "order_arrivals", "select_choices")
+ROUTED = (
+    *("choose_experts", "choose_largest", "count_by_sequence", "exchange_counts", "order_arrivals", "select_choices"),
+)
 ROUTING: Rules = {getattr(torch.ops.trainer, name).default: ((-1, 1, ()),) for name in ROUTED}
 """Saves the choice of experts and the counts, sizes and orders that follow from it. Chosen again, a token could go to
 another expert, because scores that are nearly equal are not computed to the same bits by every kernel. Counts and sizes
 would be sent again, and the host would wait for them."""
 
-recompute_unrouted = partial(recompute_all, context_fn=partial(selective_contexts, ROUTING))
-"""`recompute_all` without routing tokens again."""
+
+class SavedChoices(TorchDispatchMode):
+    """A context of selective recompute in which routers of transformers' code find their choice saved. Such code calls
+    `topk`, and may change the values that it returns, so these cannot be saved. Here its numbers are the result of an
+    operator of our own, and its values are taken from the scores again."""
+
+    def __init__(self, context: Any):
+        super().__init__()
+        self.context = context
+
+    def __enter__(self) -> Any:
+        self.context.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.context.__exit__(*error)
+
+    def __torch_dispatch__(self, operator: Any, _: Any, arguments: tuple = (), keywords: dict | None = None) -> Any:
+        if operator is not torch.ops.aten.topk.default:
+            return operator(*arguments, **keywords or {})
+        numbers = choose_largest(*arguments)
+        return arguments[0].gather(arguments[2] if len(arguments) > 2 else -1, numbers), numbers
+
+
+def foreign_contexts(rules: Rules) -> tuple[SavedChoices, ...]:
+    """`selective_contexts` for a layer of transformers' code that chooses experts."""
+    return tuple(map(SavedChoices, selective_contexts(rules)))
+
+
+def recompute_unrouted(routing: Contexts | None) -> Callable:
+    """`recompute_all` without routing tokens again. routing: see `policy_of`."""
+    return partial(recompute_all, context_fn=partial(routing, ROUTING)) if routing else recompute_all

@@ -31,10 +31,16 @@ def check_code(parallel: ParallelConfig, spec: ModelSpec | None, world: int, nod
             f"parallel.tp={parallel.tp} does not divide num_key_value_heads={wrong.kv_heads}, which transformers' code "
             f"cannot share; legal: {', '.join(map(str, legal))}"
         )
-    if parallel.ep > 1:
+    if parallel.ep > 1 and any(not table.get("shared", True) for table in facts["tables"]):
         yield (
-            f"parallel.ep={parallel.ep}: transformers' code holds all experts of a layer on each rank; set "
-            "parallel.ep=1, and parallel.zero.stage=3 for parameters that do not fit"
+            f"parallel.ep={parallel.ep}: transformers' code of model_type={name} does not run its experts through the "
+            "experts interface of transformers; set parallel.ep=1, and parallel.zero.stage=3 for parameters that do "
+            "not fit"
+        )
+    if parallel.ep > 1 and parallel.ep_capacity:
+        yield (
+            f"parallel.ep_capacity={parallel.ep_capacity:g}: transformers' code does not report the tokens that "
+            "there is no room for; set parallel.ep_capacity=0"
         )
     if parallel.tp_overlap != "off":
         yield (
@@ -63,6 +69,8 @@ def check_code_settings(config: Config, spec: ModelSpec | None, plan: Plan, node
         activation.mode == "auto",
         "activation=full, or activation=selective",
     )
+    weights = spec.adapter.weights
+    given[f"model.adapter.weights={weights}"] = (weights != "compute", "model.adapter.weights=compute")
     given[f"activation.tile={activation.tile}"] = (bool(activation.tile), "activation.tile=0")
     if activation.mode == "selective":
         for entry in activation.save:

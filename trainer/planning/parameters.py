@@ -447,28 +447,30 @@ def find_adapter_problems(spec: ModelSpec) -> Iterator[str]:
         return
     linears = {name.removesuffix(".weight"): info for name, info in plain.items() if info.role == "matrix"}
     chosen = {name: info for name, info in linears.items() if matches_any(name, adapter.targets)}
-    routers = [name for name, info in linears.items() if not can_adapt(info)]
-    if any(name in chosen for name in routers):
-        ends = [f"*.{name.split('.', 2)[2]}" for name, info in linears.items() if can_adapt(info)]
+    # A stack of transformers' code is no `weight` of a module.
+    fixed = [name for name, info in linears.items() if name in plain or not can_adapt(info)]
+    if any(name in chosen for name in fixed):
+        ends = [f"*.{name.split('.', 2)[2]}" for name in linears if name not in fixed]
         blocks = {end: f"{end.rpartition('.')[0]}.*" for end in ends}
         # A dense layer's block has the name of the block that a router is in.
-        free = (end if any(fnmatchcase(one, block) for one in routers) else block for end, block in blocks.items())
-        first = next(name for name in routers if name in chosen)
+        free = (end if any(fnmatchcase(one, block) for one in fixed) else block for end, block in blocks.items())
+        first = next(name for name in fixed if name in chosen)
         yield (
-            f"model.adapter.targets={adapter.targets} match {first}: routers get no adapters; set "
+            f"model.adapter.targets={adapter.targets} match {first}: routers, and experts of transformers' code, get no "
+            "adapters; set "
             f"model.adapter.targets=[{','.join(dict.fromkeys(free))}] or a part of it"
         )
-    stacks = [name for name, info in chosen.items() if info.stacked]
+    stacks = [name for name, info in chosen.items() if info.stacked and name not in fixed]
     if stacks and adapter.rank % EXPERT_ALIGNMENT:
         yield (
             f"model.adapter.rank={adapter.rank} must be a multiple of {EXPERT_ALIGNMENT} for the grouped GEMM of "
             f"{stacks[0]}; set model.adapter.rank={-(-adapter.rank // EXPERT_ALIGNMENT) * EXPERT_ALIGNMENT}, or other "
             "model.adapter.targets"
         )
-    names = {"targets": [name for name, info in linears.items() if can_adapt(info)], "trained": list(plain)}
+    names = {"targets": [name for name in linears if name not in fixed], "trained": list(plain)}
     for setting, patterns in given.items():
         for pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name in [*names[setting], *routers * (setting == "targets")]):
+            if not any(fnmatchcase(name, pattern) for name in [*names[setting], *fixed * (setting == "targets")]):
                 what = "linear layer" if setting == "targets" else "parameter"
                 tied = " (the head is tied to embedding.weight)" * (spec.tied and pattern.startswith("head"))
                 near = ", ".join(get_close_matches(pattern, names[setting], 2, 0.0) or names[setting][:2])

@@ -20,7 +20,7 @@ from trainer.distributed.mesh import World
 from trainer.distributed.p2p import PipelineChannels, stage_edges
 from trainer.distributed.tensors import Fragment
 from trainer.hf.stages import make_stage
-from trainer.model.experts import Experts, Router
+from trainer.model.experts import RoutedExperts, Router
 from trainer.model.initial import InitialWeights, ParameterInfo, Weights, parameter_infos
 from trainer.model.linear import DeferredGrads
 from trainer.model.loss import loss_terms
@@ -257,7 +257,7 @@ class TrainState:
     def exact_dispatch(self, exact: bool) -> Iterator[None]:
         """Context in which ranks have room for all rows of experts that arrive, if `exact`."""
         modules = [module for stage in self.stages.values() for module in stage.modules()]
-        dispatches = {module.dispatch for module in modules if isinstance(module, Experts)}
+        dispatches = {module.dispatch for module in modules if isinstance(module, RoutedExperts)}
         for dispatch in dispatches:
             dispatch.exact = exact
         try:

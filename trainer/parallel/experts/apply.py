@@ -7,8 +7,9 @@ from trainer.config.model import ModelSpec
 from trainer.distributed.collectives import TensorGroup
 from trainer.distributed.mesh import World
 from trainer.model.dispatch import AllGather, AllToAll, SharedDispatch, SharedMemory
-from trainer.model.experts import Experts, GroupedLinear
-from trainer.model.layers import ExpertUnit, Layer
+from trainer.model.experts import RoutedExperts
+from trainer.model.initial import DeclaredModule
+from trainer.model.layers import ExpertUnit
 from trainer.model.stage import Stage
 from trainer.parallel.experts.plan import choose_dispatch
 from trainer.parallel.tensor.apply import shard_parameter
@@ -30,10 +31,9 @@ def share_experts(model: Stage, config: Config, spec: ModelSpec, plan: Plan, wor
     mesh = world.dimensions["ep"]
     group = TensorGroup(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size())
     dispatch = DISPATCH[choose_dispatch(config, spec, plan)](group, config.parallel.ep_capacity)
-    for layer in [module for module in model.modules() if isinstance(module, Layer)]:
-        for module in [*layer.modules()]:
-            if isinstance(module, GroupedLinear):
+    for layer in model.layers.values():
+        for experts in [module for module in layer.modules() if isinstance(module, RoutedExperts)]:
+            for module in [one for one in experts.modules() if isinstance(one, DeclaredModule)]:
                 for name in module.declared:
                     setattr(module, name, shard_parameter(getattr(module, name), 0, mesh))
-            elif isinstance(module, Experts):
-                module.dispatch, layer.expert_unit = dispatch, ExpertUnit(layer, module)
+            experts.dispatch, layer.expert_unit = dispatch, ExpertUnit(layer, experts)
