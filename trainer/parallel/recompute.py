@@ -210,18 +210,28 @@ def policy_of(
     ):
         for operator in operators:
             rules[operator] = (*rules.get(operator, ()), (number, every, places))
-    return partial(recompute_all, context_fn=partial(routing or selective_contexts, rules))
+    return save_by_rules(rules, routing)
 
 
-def recompute_all(function: Callable, *arguments: Any, **keywords: Any) -> Any:
-    """The result of `function`, which backward runs again. keywords: of `torch.utils.checkpoint.checkpoint`.
+def save_by_rules(rules: Rules, routing: Contexts | None) -> Callable:
+    """The function that runs a layer such that backward finds saved what `rules` say. routing: see `policy_of`."""
+    found = partial(recompute_all, context_fn=partial(routing or selective_contexts, rules))
+    if routing is not foreign_contexts:
+        return found
+    # The compiler makes new tensors of values that are changed, so it can save what `topk` returns.
+    return partial(found, compiled=partial(selective_contexts, {**rules, torch.ops.aten.topk.default: ((-1, 1, ()),)}))
+
+
+def recompute_all(function: Callable, *arguments: Any, compiled: Callable | None = None, **keywords: Any) -> Any:
+    """The result of `function`, which backward runs again. compiled: the contexts of compiled code, where they are
+    others. keywords: of `torch.utils.checkpoint.checkpoint`.
 
     Compiled code has a policy even where nothing is to be saved. Without one, torch 2.11 marks only the operators that
     it sees in the function itself, not those inside of an autograd.Function, and saves what these communicate. No layer
     draws random numbers, so no generator state is preserved.
     """
     if torch.compiler.is_compiling():
-        keywords = {"context_fn": NOTHING_SAVED, **keywords}
+        keywords["context_fn"] = compiled or keywords.get("context_fn", NOTHING_SAVED)
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False, **keywords)
 
 
@@ -367,4 +377,4 @@ def foreign_contexts(rules: Rules) -> tuple[SavedChoices, ...]:
 
 def recompute_unrouted(routing: Contexts | None) -> Callable:
     """`recompute_all` without routing tokens again. routing: see `policy_of`."""
-    return partial(recompute_all, context_fn=partial(routing, ROUTING)) if routing else recompute_all
+    return save_by_rules(ROUTING, routing) if routing else recompute_all

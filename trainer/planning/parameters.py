@@ -455,9 +455,9 @@ def find_adapter_problems(spec: ModelSpec) -> Iterator[str]:
         # A dense layer's block has the name of the block that a router is in.
         free = (end if any(fnmatchcase(one, block) for one in fixed) else block for end, block in blocks.items())
         first = next(name for name in fixed if name in chosen)
+        kind = "experts of transformers' code" if first in plain else "routers"
         yield (
-            f"model.adapter.targets={adapter.targets} match {first}: routers, and experts of transformers' code, get no "
-            "adapters; set "
+            f"model.adapter.targets={adapter.targets} match {first}: {kind} get no adapters; set "
             f"model.adapter.targets=[{','.join(dict.fromkeys(free))}] or a part of it"
         )
     stacks = [name for name, info in chosen.items() if info.stacked and name not in fixed]
