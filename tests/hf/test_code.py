@@ -607,7 +607,6 @@ def test_a_run_resumes_and_its_export_is_a_model_of_transformers(tmp_path):
     [
         (["model.extend={max_length: 128}"], "model.extend"),
         (["activation.tile=8"], "activation.tile=8"),
-        (["model.adapter={rank: 2, weights: fp8}"], "model.adapter.weights=fp8"),
     ],
 )
 def test_a_run_that_the_code_cannot_follow_leaves_nothing(tmp_path, settings, message):
