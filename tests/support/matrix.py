@@ -187,7 +187,7 @@ OFFLOADED = {
         {"stage": 1},
         {"stage": 2},
         {"stage": 3, "micro_batches": 1},
-        {"stage": 3, "sum_on_host": True},
+        {"stage": 3},
         {"stage": 2, "precision": "bf16", "reduce": "bf16"},
     ],
     4: [
