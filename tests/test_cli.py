@@ -118,7 +118,7 @@ def test_pages(capsys, tmp_path):
         for field in dataclasses.fields(SourceConfig):
             assert f"data.sources.NAME.{field.name}={json.dumps(getattr(SourceConfig(), field.name))}" in page
     assert "in documents; whole number;\n    range [0, inf)" in page
-    for section in ("model.pattern", "model.overrides", "precision.types.rules", "sweep.slurm", "parallel.pipeline"):
+    for section in ("model.pattern", "model.overrides", "precision.types.rules", "parallel.pipeline"):
         code, page, _ = main(capsys, "--help", section)
         assert code == 0 and page.count(f"{section}.") >= 5, section
     assert all(len(line) <= 120 for line in main(capsys, "--help", "model")[1].splitlines())
@@ -293,7 +293,7 @@ def test_wheel_ships_the_configurations_the_templates_and_the_script_for_slurm(t
         wheel.extractall(site)
     shipped = {path.relative_to(site / "trainer" / "configs") for path in site.rglob("*.yaml")}
     assert shipped == {path.relative_to(ROOT / "configs") for path in (ROOT / "configs").rglob("*.yaml")}
-    assert (site / "trainer/launch/slurm/train.sbatch").read_text() == SCRIPT.read_text(), "which sweeps submit"
+    assert (site / "trainer/launch/slurm/train.sbatch").read_text() == SCRIPT.read_text()
     modules = {path.relative_to(site) for path in (site / "trainer").rglob("*.py")}
     assert modules == {path.relative_to(ROOT) for path in (ROOT / "trainer").rglob("*.py")}
     for name in ("trainer/pages/templates", "trainer/pages/vendor"):

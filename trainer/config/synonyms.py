@@ -107,6 +107,10 @@ ABSENT = {
     **dict.fromkeys(("dropout", "attention_dropout", "hidden_dropout"), "there is no dropout"),
     **dict.fromkeys(("early_stopping", "patience"), "a callback can end a run: docs/extending.md has one"),
     "rampup_batch_size": "the global batch is the same in every step",
+    **dict.fromkeys(
+        ("launcher", "slurm"),
+        "trials are processes of this machine; on Slurm a job array trains a list of runs: docs/cluster.md",
+    ),
     "label_smoothing_factor": "there is no label smoothing",
 }
 """Name elsewhere -> what is true here, where there is no such setting."""
