@@ -303,7 +303,7 @@ def test_wheel_ships_the_configurations_the_templates_and_the_script_for_slurm(t
     assert done.returncode == 0 and "name: debug" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("words", ["--help model", "tune --help", "--schema", "--cfg job +config=debug"])
+@pytest.mark.parametrize("words", ["--help model", "tune --help", "--cfg job +config=debug"])
 def test_a_page_into_a_closed_pipe_is_quiet(words):
     done = subprocess.run(
         f"set -o pipefail; {sys.executable} -m trainer {words} | true",
