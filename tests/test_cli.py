@@ -28,7 +28,6 @@ from trainer.commands.grammar import DTYPES, RecipeOptions
 from trainer.config import ConfigError, SourceConfig, typed
 from trainer.config.fields import CONFIGS
 from trainer.config.synonyms import REMOVED, SETTINGS
-from trainer.sweep.local import SCRIPT
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.filterwarnings("ignore:Unable to enable fault handler")  # captured streams have no descriptor
@@ -118,9 +117,9 @@ def test_pages(capsys, tmp_path):
         for field in dataclasses.fields(SourceConfig):
             assert f"data.sources.NAME.{field.name}={json.dumps(getattr(SourceConfig(), field.name))}" in page
     assert "in documents; whole number;\n    range [0, inf)" in page
-    for section in ("model.pattern", "model.overrides", "precision.types.rules", "sweep.slurm", "parallel.pipeline"):
+    for section in ("model.pattern", "model.overrides", "precision.types.rules", "parallel.pipeline"):
         code, page, _ = main(capsys, "--help", section)
-        assert code == 0 and page.count(f"{section}.") >= 5, section
+        assert code == 0 and page.count(f"{section}.") >= 4, section
     assert all(len(line) <= 120 for line in main(capsys, "--help", "model")[1].splitlines())
     code, shown, _ = main(capsys, "--cfg", "job", "+config=debug")
     assert code == 0 and "dir: runs/${run.name}" in shown
@@ -268,10 +267,10 @@ def test_torchrun_never_meets_a_part_of_an_error(training, capsys, tmp_path, mon
     assert main(capsys, "+config=debug")[0] == 1 and seen == [("RuntimeError: boom", False)]
 
 
-def test_wheel_ships_the_configurations_the_templates_and_the_script_for_slurm(tmp_path):
+def test_wheel_ships_the_configurations_and_the_templates(tmp_path):
     for name in ("pyproject.toml", "setup.py"):
         shutil.copy(ROOT / name, tmp_path)
-    for name in ("trainer", "configs", "launch"):
+    for name in ("trainer", "configs"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     built = python(
         "-m",
@@ -293,7 +292,6 @@ def test_wheel_ships_the_configurations_the_templates_and_the_script_for_slurm(t
         wheel.extractall(site)
     shipped = {path.relative_to(site / "trainer" / "configs") for path in site.rglob("*.yaml")}
     assert shipped == {path.relative_to(ROOT / "configs") for path in (ROOT / "configs").rglob("*.yaml")}
-    assert (site / "trainer/launch/slurm/train.sbatch").read_text() == SCRIPT.read_text(), "which sweeps submit"
     modules = {path.relative_to(site) for path in (site / "trainer").rglob("*.py")}
     assert modules == {path.relative_to(ROOT) for path in (ROOT / "trainer").rglob("*.py")}
     for name in ("trainer/pages/templates", "trainer/pages/vendor"):
@@ -303,7 +301,7 @@ def test_wheel_ships_the_configurations_the_templates_and_the_script_for_slurm(t
     assert done.returncode == 0 and "name: debug" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("words", ["--help model", "tune --help", "--schema", "--cfg job +config=debug"])
+@pytest.mark.parametrize("words", ["--help model", "tune --help", "--cfg job +config=debug"])
 def test_a_page_into_a_closed_pipe_is_quiet(words):
     done = subprocess.run(
         f"set -o pipefail; {sys.executable} -m trainer {words} | true",

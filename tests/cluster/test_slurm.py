@@ -72,18 +72,6 @@ def test_what_lacks_memory_is_not_tried_again():
     assert decided("failed", progress=True, reason=memory) == decided("failed", progress=False, reason="no") == "again"
 
 
-def test_how_a_job_ended_can_be_known_later(tmp_path):
-    begin = ["+config=debug", f"run.dir={tmp_path}"], {"SLURM_JOB_ID": "7"}
-    job.begin_job(1, 2, *begin)
-    assert job.end_job(tmp_path, "7", 137, False, "RUNNING", retries=3).startswith("again")
-    assert job.read_end(tmp_path, "7") is None
-    decision = job.end_job(tmp_path, "7", 137, False, "CANCELLED", retries=3)
-    assert job.read_end(tmp_path, "7") == job.JobEnd(143, 137, decision.partition(" ")[2]) and "CANCELLED" in decision
-    assert job.read_end(tmp_path, "8") is None
-    job.begin_job(1, 2, *begin)
-    assert job.read_end(tmp_path, "7") is None, "somebody has requeued the job"
-
-
 def checkpoint(folder: Path, step: int, age: float) -> None:
     """age: seconds that the clock has been set back since the job's start, which must change nothing."""
     path = folder / "checkpoints" / f"step-{step:08d}"

@@ -1,15 +1,13 @@
-"""What packages of the user register: their settings are ours in overrides, recipes, help, schema and errors."""
+"""What packages of the user register: their settings are ours in overrides, recipes, help and errors."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jsonschema import Draft7Validator
 from omegaconf import OmegaConf
 from support.registries import forgotten, package
 
@@ -17,7 +15,6 @@ from trainer.commands import train
 from trainer.config import ConfigError, typed
 from trainer.config.compose import import_modules
 from trainer.config.fields import describe_outside
-from trainer.config.json_schema import json_schema
 from trainer.planning.resolve import compose
 from trainer.sweep.plan import expand_sweep, make_trials
 
@@ -61,7 +58,6 @@ def test_settings_are_typed_and_complete(tmp_path, mine):
     assert config.callbacks == {"early": early, "bare": {}} and isinstance(config.callbacks["early"]["share"], float)
     resolved = OmegaConf.to_container(OmegaConf.create(typed.to_yaml(config)))
     assert typed.build_typed(resolved, found := {}) == config and not found, "config.yaml of the run says all"
-    assert Draft7Validator(json_schema()).is_valid(typed.to_plain(config))
     assert "early" not in compose(["imports=[good]", "callbacks.early={}", "~callbacks.early"]).callbacks
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "mine.yaml").write_text(
@@ -113,17 +109,12 @@ def test_ranges_are_those_of_the_schema(patience, share):
     assert typed.out_of_range(config) == wanted
 
 
-def test_help_and_schema_know_them(capsys, mine):
+def test_help_knows_them(capsys, mine):
     assert train.main(["--help", "callbacks", "imports=[good]"]) == 0
     page = capsys.readouterr().out
     assert 'callbacks.early.watch="loss"\n    what is watched; one of loss, eval_loss' in page
     assert "callbacks.early.patience=3\n    evaluations without a lower loss; in evaluations; whole number;" in page
     assert train.main(["--help", "imports=[good]"]) == 0 and "callbacks" in capsys.readouterr().out
-    assert train.main(["--schema", "imports=[good]"]) == 0
-    recipe = Draft7Validator(json.loads(capsys.readouterr().out))
-    assert recipe.is_valid({"callbacks": {"early": {"patience": 2}, "bare": {}}})
-    for wrong in ({"erly": {}}, {"early": {"patience": 0}}, {"early": {"watch": "x"}}, {"bare": {"x": 1}}, {"bare": 1}):
-        assert not recipe.is_valid({"callbacks": wrong}), wrong
     assert train.main(["--help", "callbacks", "imports=[bad.name.]"]) == 2
     assert "bad.name." in capsys.readouterr().err
 

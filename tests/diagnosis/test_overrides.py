@@ -148,10 +148,9 @@ def test_only_what_is_legal_and_of_use_is_offered_to_a_run_without_memory():
     assert not any("parallel.tp" in text or "stage=2" in text or text == "parallel.zero.stage=1" for text in alone)
     two = every_way(compose(["+config=debug"], world_size=2), 2)
     assert {"parallel.zero.stage=2", "parallel.zero.stage=3", "parallel.tp=2"} <= set(two)
-    assert not any("sum_on_host" in text for text in two)
     given = ["+config=debug", "parallel=zero3_offload", "activation=full", "batch.micro_size=1"]
     rest = every_way(compose([*given, "batch.accumulation=4"], world_size=2), 2)
-    assert "parallel.zero.sum_on_host=true" in rest and not any("micro" in one or "mode=full" in one for one in rest)
+    assert not any("micro" in one or "mode=full" in one for one in rest)
 
 
 def test_what_the_machine_of_is_not_known_is_offered_unpredicted():

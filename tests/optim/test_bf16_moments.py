@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import trainer.optim.optimizer
 from trainer.config import ConfigError, OptimizerConfig
 from trainer.optim.optimizer import Optimizer, ParameterPolicy
 from trainer.planning.parameters import DECAYS, SLOWEST_IN_BF16
@@ -21,7 +22,6 @@ def moments_of(name: str, state: torch.dtype, decay: float, steps: int) -> dict[
     config = OptimizerConfig(name=name, beta1=0.9, beta2=decay)
     if name == "sgd":
         config.beta1 = decay
-    config.muon.momentum = decay
     weight, generator = nn.Parameter(torch.zeros(40, 50)), torch.Generator().manual_seed(0)
     optimizer = Optimizer({"w": weight}, {"w": ParameterPolicy(name, state, 0.0, 1.0)}, config)
     mean = 1 + torch.rand(40, 50, generator=generator)
@@ -35,7 +35,8 @@ def moments_of(name: str, state: torch.dtype, decay: float, steps: int) -> dict[
 
 @pytest.mark.parametrize("name", list(DECAYS))
 @pytest.mark.parametrize("decay", [0.8, 0.9, 0.95, 0.98, SLOWEST_IN_BF16])
-def test_accepted_decays_forget_as_in_fp32(name: str, decay: float) -> None:
+def test_accepted_decays_forget_as_in_fp32(name: str, decay: float, monkeypatch) -> None:
+    monkeypatch.setattr(trainer.optim.optimizer, "MOMENTUM", decay)
     steps = int(12 / (1 - decay)) if name != "muon" else int(6 / (1 - decay))
     found, expected = (moments_of(name, state, decay, steps) for state in (torch.bfloat16, torch.float32))
     for moment, value in expected.items():
@@ -58,7 +59,7 @@ def test_refused_decays_do_not(name: str, decay: float) -> None:
     "state", ["matrix.state_dtype=bf16", "rules={layers.0.feed_forward.up.weight: {state_dtype: bf16}}", None]
 )
 def test_decays_too_near_to_one_are_refused_where_a_moment_in_bf16_has_them(setting, name, decay, state) -> None:
-    given = [*SMALL, f"optimizer={name}", "optimizer.muon.momentum=0.9", "optimizer.beta1=0.9", "optimizer.beta2=0.9"]
+    given = [*SMALL, f"optimizer={name}", "optimizer.beta1=0.9", "optimizer.beta2=0.9"]
     given += [f"{setting}={decay}", *([f"precision.types.{state}"] if state else [])]
     if state is None or setting not in DECAYS[name] or decay <= SLOWEST_IN_BF16:
         assert compose(given, world_size=1).optimizer.name == name

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import given
@@ -11,6 +13,7 @@ from support.reference import tiny_spec
 from support.registries import forgotten, package
 from torch import nn
 
+import trainer.precision.scaler
 from trainer.config import Config, ConfigError, LearningRateConfig, OptimizerConfig, PrecisionConfig, TypePolicy
 from trainer.config.compose import import_modules
 from trainer.model.initial import parameter_infos
@@ -158,21 +161,22 @@ def test_schedule_shape(schedule, warmup, decay, final, steps):
 
 @given(st.lists(st.booleans(), max_size=40), st.integers(1, 5))
 def test_scaler_follows_torch_amp(overflows, interval):
-    ours = GradScaler(PrecisionConfig(compute="fp16", loss_scale=1024.0, growth_interval=interval), torch.device("cpu"))
-    theirs = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=interval)
-    weight = nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([weight], lr=0.0)
-    for overflow in overflows:
-        theirs.scale(weight.sum()).backward()
-        weight.grad.fill_(float("inf") if overflow else 1.0)
-        theirs.step(optimizer)
-        theirs.update()
-        ours.update(scalar(overflow))
-    if overflows:
-        assert ours.state_dict() == pytest.approx(theirs.state_dict())
-    again = GradScaler(PrecisionConfig(compute="fp16"), torch.device("cpu"))
-    again.load_state_dict(ours.state_dict())
-    assert again.state_dict()["scale"] == ours.state_dict()["scale"]
+    with patch.object(trainer.precision.scaler, "GROWTH_INTERVAL", interval):
+        ours = GradScaler(PrecisionConfig(compute="fp16", loss_scale=1024.0), torch.device("cpu"))
+        theirs = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=interval)
+        weight = nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([weight], lr=0.0)
+        for overflow in overflows:
+            theirs.scale(weight.sum()).backward()
+            weight.grad.fill_(float("inf") if overflow else 1.0)
+            theirs.step(optimizer)
+            theirs.update()
+            ours.update(scalar(overflow))
+        if overflows:
+            assert ours.state_dict() == pytest.approx(theirs.state_dict())
+        again = GradScaler(PrecisionConfig(compute="fp16"), torch.device("cpu"))
+        again.load_state_dict(ours.state_dict())
+        assert again.state_dict()["scale"] == ours.state_dict()["scale"]
 
 
 def test_scaler_is_idle_outside_fp16():

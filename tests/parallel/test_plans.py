@@ -149,18 +149,6 @@ REFUSED = [  # processes, settings, words of the refusal, a legal neighbour that
         ["parallel.zero.offload=true", "stage=1, 2 or 3"],
         {"offload": True, "pp": 2, "stage": 1},
     ),
-    (
-        4,
-        {"sum_on_host": True, "offload": True, "stage": 1},
-        ["sum_on_host=true", "stage=2 or 3"],
-        {"sum_on_host": True, "offload": True, "stage": 2},
-    ),
-    (
-        4,
-        {"sum_on_host": True, "offload": True, "stage": 3, "shard": 2},
-        ["sum_on_host=true", "parallel.shard=-1"],
-        {"sum_on_host": True, "offload": True, "stage": 3},
-    ),
     (2, {"tp": 0}, ["parallel.tp=0 must be at least 1"], {"tp": 1}),
     (2, {"pp": 0}, ["parallel.pp=0 must be at least 1"], {"pp": 1}),
     (
@@ -223,18 +211,6 @@ REFUSED = [  # processes, settings, words of the refusal, a legal neighbour that
     (2, {"pp": 2, "schedule": "nowhere.csv"}, ["nowhere.csv", "cannot read"], {"pp": 2, "schedule": "gpipe"}),
     (
         2,
-        {"pp": 2, "schedule": "interleaved", "group_size": 9},
-        ["group_size=9", "legal: 2 to 4"],
-        {"pp": 2, "schedule": "interleaved", "group_size": 4},
-    ),
-    (
-        2,
-        {"pp": 2, "schedule": "zb_h1", "group_size": 2},
-        ["group_size=2 has no meaning", "leave it out"],
-        {"pp": 2, "schedule": "zb_h1"},
-    ),
-    (
-        2,
         {"pp": 2, "split": [3, 3]},
         ["parallel.pipeline.split=[3,3]", "model.depth=5", "[3,2]"],
         {"pp": 2, "split": [3, 2]},
@@ -248,10 +224,9 @@ def problems(world: int, node: int = 0, length: int = 16, **changes) -> list[str
     where = {
         "stage": "zero__stage",
         "offload": "zero__offload",
-        "sum_on_host": "zero__sum_on_host",
         "collectives": "zero__collectives",
         "engine": "zero__engine",
-        **{name: f"pipeline__{name}" for name in ("schedule", "chunks", "group_size", "split")},
+        **{name: f"pipeline__{name}" for name in ("schedule", "chunks", "split")},
     }
     config, spec = (
         settings(**{f"parallel__{where.get(name, name)}": value for name, value in changes.items()}),

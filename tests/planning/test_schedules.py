@@ -52,12 +52,8 @@ def built(draw, names=tuple(TEMPLATES), most_ranks: int = 8) -> Schedule:
     """A template's schedule, of any legal size."""
     name, ranks = draw(st.sampled_from(names)), draw(st.integers(1, most_ranks))
     microbatches = draw(st.integers(1, 3 * ranks + 2))
-    chunks, group_size = None, None
-    if name == "interleaved":
-        chunks = draw(st.integers(1, 4))
-        if ranks <= microbatches and draw(st.booleans()):
-            group_size = draw(st.integers(ranks, microbatches))
-    return build_schedule(name, ranks, microbatches, chunks, group_size)
+    chunks = draw(st.integers(1, 4)) if name == "interleaved" else None
+    return build_schedule(name, ranks, microbatches, chunks)
 
 
 def unit(schedule: Schedule):
@@ -335,9 +331,6 @@ def test_interleaving_divides_the_bubble(ranks, chunks):
         assert max(peak_activations(plan)) == pytest.approx(p if v == 1 else min(m, p * (1 + (p - 1) / (p * v))))
     for m in range(p, 4 * p):  # groups of unequal size cost memory, not time
         assert excess(build_schedule("interleaved", p, m, chunks)) == pytest.approx(3 * (p - 1) / v)
-    wide = build_schedule("interleaved", p, 4 * p, chunks, group_size=2 * p)
-    assert unit(wide).bubble == pytest.approx((p - 1) / (4 * v * p + p - 1))
-    assert max(peak_activations(wide)) >= max(peak_activations(build_schedule("interleaved", p, 4 * p, chunks)))
 
 
 def test_one_rank_takes_one_micro_batch_after_the_other():
@@ -387,17 +380,6 @@ def test_orders_equal_torchs_where_torch_is_right(ranks, microbatches):
         (("zb_v", 4, 8, 3), "parallel.pipeline.chunks=3: schedule=zb_v places 2 on each rank; legal: 2, or"),
         (("zb_v", 4, 8, 0), "parallel.pipeline.chunks=0: schedule=zb_v places 2 on each rank; legal: 2$"),
         (("interleaved", 4, 8, 0), "parallel.pipeline.chunks=0 must be at least 1"),
-        (
-            ("interleaved", 4, 8, 2, 3),
-            "parallel.pipeline.group_size=3: .* parallel.pp=4 ranks .* 8 micro-batches; legal: 4 to 8",
-        ),
-        (("interleaved", 4, 8, 2, 9), "parallel.pipeline.group_size=9: .*; legal: 4 to 8"),
-        (("interleaved", 4, 4, 2, 5), "parallel.pipeline.group_size=5: .*; legal: 4$"),
-        (("interleaved", 4, 3, 2, 4), "parallel.pipeline.group_size=4: .*; legal: 3$"),
-        (
-            ("zb_h1", 4, 8, None, 4),
-            "parallel.pipeline.group_size=4 has no meaning for schedule=zb_h1; leave it out, or use .*interleaved",
-        ),
     ],
 )
 def test_refusals_name_the_setting_and_a_legal_value(arguments, message):

@@ -364,12 +364,6 @@ def slurm_status(folder: Path) -> File:
     )
 
 
-def slurm_end(folder: Path) -> File:
-    return written(folder / "slurm" / "17-end.json", json.dumps({"code": 1, "last": 137, "why": "no"})), (
-        lambda: job.read_end(folder, "17")
-    )
-
-
 def wandb_id(folder: Path) -> File:
     return written(folder / "wandb-id", "0123abcd"), lambda: saved_run_id(folder / "wandb-id")
 
@@ -484,7 +478,6 @@ KINDS: dict[str, Callable[[Path], File]] = {
         rank_report,
         slurm_record,
         slurm_status,
-        slurm_end,
         wandb_id,
         evaluations,
         page_starts,

@@ -14,14 +14,13 @@ import time
 from pathlib import Path
 
 import pytest
-from support.cluster import Cluster, missing, wait_for
+from support.cluster import wait_for
 from support.launch import warm_python
 
 import trainer
 from trainer.commands import train
 from trainer.config import ConfigError
 from trainer.config.typed import to_yaml
-from trainer.sweep import main as run_sweep
 from trainer.sweep.plan import expand_sweep, make_trials, name_trials
 from trainer.sweep.results import trial_outcome
 from trainer.util.machine import missing_memory
@@ -133,10 +132,6 @@ def test_processes_are_the_plans_or_the_machines():
         2,
     ]
     assert {trial.processes for trial in trials("+config=debug", "lr.peak=1,2", "sweep.processes=2")} == {2}
-    jobs = "sweep.launcher=slurm", "sweep.slurm={nodes: 2, gpus_per_node: 4}"
-    assert [trial.processes for trial in trials("+config=debug", "parallel=zero1,zero3", *jobs)] == [8, 8]
-    legal, across = trials("+config=debug", "parallel.tp=2,4", *jobs, "sweep.processes=4")
-    assert not legal.refusal and "spans nodes of 2 processes" in across.refusal[0]
     few, many = trials("+config=debug", "parallel.dp=2,4", gpus=2)
     assert not few.refusal and "4 processes need as many GPUs, and there are 2" in many.refusal[0]
 
@@ -155,11 +150,11 @@ def test_processes_are_the_plans_or_the_machines():
         ),
         (["lr.peak=1,2", "++lr.peak=3,4"], ["lr.peak has several values twice"]),
         (
-            ["sweep.paralel=1", "sweep.sort=lr", "sweep.slurm.nodes=0", "sweep.parallel=1,2"],
+            ["sweep.paralel=1", "sweep.sort=lr", "sweep.processes=0", "sweep.parallel=1,2"],
             [
                 "'sweep.parallel'",
                 "sweep.sort=lr is not one of",
-                "sweep.slurm.nodes=0 must be at least 1",
+                "sweep.processes=0 must be at least 1",
                 "sweep.parallel=1,2",
             ],
         ),
@@ -173,14 +168,6 @@ def test_processes_are_the_plans_or_the_machines():
         (["lr.peak=range(0,inf)"], ["without end"]),
         (["run.seed=range(3,0)"], ["fits nothing"]),
         (["run.seed=range(0,200)", "run.steps=range(100,0,-1)"], ["more than 10000 trials"]),
-        (["sweep.launcher=slurm", "sweep.parallel=2", "lr.peak=1,2"], ["sweep.parallel=2: Slurm decides"]),
-        (
-            ["sweep.slurm={partition: gpu, nodes: 1, options: {mem: 100}}", "sweep.wait=false", "lr.peak=1,2"],
-            [
-                "sweep.wait=False, sweep.slurm.partition=gpu, sweep.slurm.options.mem=100: trials run on this "
-                "machine; set sweep.launcher=slurm"
-            ],
-        ),
         (["+config=nothing", "lr.peak=1,2"], ["config=nothing"]),
         (["lr.peak=1,2", "--cfg", "job"], ["--cfg shows the settings of one run"]),
     ],
@@ -252,11 +239,7 @@ def test_outcomes(tmp_path):
     assert trial_outcome(put(tmp_path / "c", log=told), 2) == ("refused", "a=1 is wrong; b=2 too")
     assert trial_outcome(put(tmp_path / "d", log="Fatal\n\n"), 134) == ("failed", "Fatal")
     assert trial_outcome(put(tmp_path / "e", {"status": "stopped"}), 1)[0] == "stopped"
-    assert (
-        trial_outcome(put(tmp_path / "f", {"status": "done"}), None)[0]
-        == trial_outcome(tmp_path / "f", 0, requested="stopped")[0]
-        == "done"
-    )
+    assert trial_outcome(put(tmp_path / "f", {"status": "done"}), 0, requested="stopped")[0] == "done"
     late = put(tmp_path / "g", {"status": "failed", "reason": "OutOfMemoryError: CUDA out of memory"})
     assert trial_outcome(late, 1, requested="timeout")[0] == "out_of_memory"
 
@@ -496,159 +479,3 @@ def is_worker(pid: int, folder: Path) -> bool:
         )
     except OSError:
         return False
-
-
-def fake_slurm(folder: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> None:
-    """Slurm's commands, as shell scripts."""
-    for name, script in scripts.items():
-        (folder / name).write_text(f"#!/bin/bash\n{script}\n")
-        (folder / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-
-
-def test_no_trial_is_submitted_twice(tmp_path, monkeypatch):
-    """Whatever ends the sweep: a refusal of the second job, a death that leaves an old result, a hangup."""
-    calls, queue = tmp_path / "calls", tmp_path / "queue"
-    submit = f"echo >>{calls}; n=$(wc -l <{calls}); [ $n != 2 ] || {{ echo no such partition >&2; exit 1; }}; echo $n"
-    fake_slurm(tmp_path, monkeypatch, sbatch=submit, squeue=f"cat {queue}", scontrol="")
-    arguments = ["+config=debug", "lr.peak=1e-3,2e-3", f"sweep.dir={tmp_path / 'sweep'}", "sweep.launcher=slurm"]
-    with pytest.raises(ConfigError, match="peak-0.002 cannot be submitted: no such partition; see sweep.slurm"):
-        run_sweep(arguments)
-    path = tmp_path / "sweep" / "results.jsonl"
-    assert {name: line["status"] for name, line in lines(path.parent).items()} == {"peak-0.001": "submitted"}
-
-    path.write_text(
-        path.read_text().replace('"submitted"', '"failed"')
-    )  # of an earlier job; the sweep died before it wrote anew
-    with pytest.raises(ConfigError, match="squeue does not answer"):
-        run_sweep(arguments)
-    queue.write_text("1\n3\n")
-    with pytest.raises(ConfigError, match="holds this trial with other settings"):
-        run_sweep([*arguments, "run.steps=7"])
-    assert run_sweep([*arguments, "sweep.wait=false"]) == 0
-    assert {(line["status"], line["reason"]) for line in lines(path.parent).values()} == {
-        ("submitted", None),
-        ("submitted", "job 3"),
-    }
-
-    before = signal.signal(signal.SIGHUP, lambda *_: pytest.fail("a hangup outside the waiting"))
-    (tmp_path / "squeue").write_text(
-        f"#!/bin/bash\ncat {queue}\n[ -e {queue}.waiting ] && kill -HUP $PPID\ntouch {queue}.waiting\n"
-    )
-    try:
-        assert run_sweep(arguments) == 0
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    assert len(calls.read_text().splitlines()) == 3 and {line["status"] for line in lines(path.parent).values()} == {
-        "submitted"
-    }
-
-
-def test_a_job_asks_for_what_its_trial_has(tmp_path, monkeypatch):
-    """The script of any run, without its request for whole nodes; options of one's own come last, and win."""
-    note = f'printf "%s\\n" "$@" >{tmp_path}/asked; env >{tmp_path}/environment; echo 7'
-    keep = f'for word; do [[ "$word" != *.sbatch ]] || cp "$word" {tmp_path}/script; done'
-    fake_slurm(tmp_path, monkeypatch, sbatch=f"{note}; {keep}", squeue="echo 7", scontrol="")
-    folder = tmp_path / "100%"
-    wanted = "{nodes: 2, gpus_per_node: 4, time_minutes: 10, memory_gib: 1.5, options: {constraint: h200, qos: low}}"
-    arguments = ["+config=debug", "run.seed=1,2", f"sweep.dir={folder}", "sweep.launcher=slurm", "sweep.wait=false"]
-    assert run_sweep([*arguments, f"sweep.slurm={wanted}"]) == 0
-    asked = (tmp_path / "asked").read_text().splitlines()
-    for option in ("--nodes=2", "--gpus-per-node=4", "--time=10", "--signal=B:USR1@150", "--mem=1536M", "--qos=low"):
-        assert option in asked, asked
-    assert f"--output={tmp_path}/100%%/seed-2/log.txt" in asked and "--constraint=h200" in asked
-    assert asked[-4:-2] == ["+config=debug", "run.seed=2"]
-    assert "TRAINER_PROCESSES=4" in (tmp_path / "environment").read_text().splitlines()
-    script, own = (tmp_path / "script").read_text(), (ROOT / "launch/slurm/train.sbatch").read_text()
-    left_out = set(own.splitlines()) - set(script.splitlines())
-    assert left_out == {"#SBATCH --exclusive", "#SBATCH --mem=0"}
-
-
-@pytest.mark.parametrize(
-    "end, state, log, status, reason",
-    [
-        ({"code": 0, "last": 1, "why": "the run is done"}, "", "", "done", None),
-        ({"code": 1, "last": 137, "why": "giving up"}, "", "", "out_of_memory", "a process was killed, probably by"),
-        ({"code": 1, "last": 1, "why": "3 starts in a row"}, "", "Fatal", "failed", "Fatal; 3 starts in a row"),
-        ({"code": 3, "last": 3, "why": "a node is not fit"}, "", "n1: no GPU", "failed", "n1: no GPU; a node is not"),
-        ({"code": 143, "last": 137, "why": "Slurm ends it"}, "CANCELLED", "", "stopped", "Slurm ends it"),
-        (None, "JobState=FAILED ExitCode=2:0", "configuration error: a=1 is wrong", "refused", "a=1 is wrong"),
-        (None, "JobState=CANCELLED ExitCode=0:15", "", "stopped", "Slurm ended the job (CANCELLED)"),
-        (None, "JobState=OUT_OF_MEMORY ExitCode=0:125", "", "out_of_memory", "lack of host memory"),
-        (None, "", "Fatal", "failed", "Slurm ended the job (why is forgotten); Fatal"),
-    ],
-)
-def test_outcomes_of_jobs(tmp_path, monkeypatch, end, state, log, status, reason):
-    """By what the job has noted, else by what Slurm still knows."""
-    fake_slurm(tmp_path, monkeypatch, sbatch="echo 7", squeue="", scontrol=f'echo "JobId=7 {state}"')
-    arguments = ["+config=debug", f"sweep.dir={tmp_path}", "sweep.launcher=slurm"]
-    (tmp_path / "sbatch").write_text(
-        f"#!/bin/bash\nmkdir -p {tmp_path}/single/slurm\necho {log!r} >{tmp_path}/single/log.txt\n"
-        + (f"echo {json.dumps(json.dumps(end))} >{tmp_path}/single/slurm/7-end.json\n" if end else "")
-        + "echo 7\n"
-    )
-    run_sweep(arguments)
-    found = lines(tmp_path)["single"]
-    assert found["status"] == status and (found["reason"] or "").startswith(reason or "") or reason in found["reason"]
-
-
-# A real Slurm
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    if why := missing():
-        pytest.skip(why)
-    cluster = Cluster()
-    try:
-        yield cluster
-    finally:
-        cluster.stop()
-
-
-def test_trials_as_jobs(cluster, tmp_path):
-    """Two nodes each: submitted and left alone, collected later; killed and started again; cancelled."""
-    own = {"SLURM_CONF": cluster.environment["SLURM_CONF"], "TRAINER_FREE_GIB": "0.1"}
-    jobs = {"environment": {**own, "TRAINER_PYTHON": sys.executable}}
-    arguments = [
-        "+config=debug",
-        f"sweep.dir={tmp_path}",
-        "sweep.launcher=slurm",
-        "sweep.slurm={nodes: 2, time_minutes: 30, options: {mem: 100}}",
-    ]
-    code, out, error = finish(
-        sweep(*arguments, "parallel=zero3", "model.vocab_size=257,1000000000000", "sweep.wait=false", **jobs)
-    )
-    assert (
-        code == 0
-        and {line["status"] for line in lines(tmp_path).values()} == {"submitted"}
-        and "2 jobs go on by themselves" in out
-    ), error
-    code, out, error = finish(sweep(*arguments, "parallel=zero3", "model.vocab_size=257,1000000000000", **jobs))
-    found = lines(tmp_path)
-    assert code == 0 and ": submitted" not in out, (out, error)
-    assert [(line["status"], line["processes"]) for line in found.values()] == [("done", 2), ("out_of_memory", 2)]
-    assert (
-        found["vocab_size-257"]["loss"] > 1
-        and "the model's states do not fit" in found["vocab_size-1000000000000"]["reason"]
-    )
-    log = (tmp_path / "vocab_size-257" / "log.txt").read_text()
-    assert "preflight: " in log and "the run is done" in log
-
-    jobs["environment"]["TRAINER_PREFLIGHT"] = "0"
-    long = ["run.seed=7", "sweep.name=long", "run.steps=100000", "checkpoint.every=10"]
-    process, run = sweep(*arguments, *long, **jobs), tmp_path / "single"
-    wait_for(lambda: any((run / "checkpoints").glob("step-*0/manifest.json")), 120, "checkpoint")
-    [victim] = cluster.processes("RANK=1")
-    os.kill(victim, signal.SIGKILL)
-    wait_for(lambda: "resumed from" in (run / "log.txt").read_text(), 180, "start after the kill")
-    wait_for(lambda: last_status(run) == "running", 60, "start")
-    [job] = [number for number in cluster.ask("squeue", "-h", "-o", "%A", "-t", "running").split()]
-    assert cluster.job(job)["Restarts"] == "0" and "starting it on the same nodes" in (run / "log.txt").read_text()
-    cluster.ask("scancel", "--user=root")
-    code, out, error = finish(process)
-    assert code == 75 and lines(tmp_path)["single"]["status"] == "stopped", (out, error)
-
-
-def last_status(folder: Path) -> str:
-    return json.loads((folder / "status.json").read_text())["status"]

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from support.reference import random_batch, settings, tiny_spec
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
+import trainer.precision.scaler
 from trainer.config import Float8Config
 from trainer.distributed.mesh import join_world
 from trainer.distributed.tensors import local_values
@@ -92,10 +93,11 @@ def test_an_infinity_in_fp8_skips_the_step(step, recipe):
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("optimizer", ["adamw", "lion", "sgd", "muon"])
-def test_a_step_without_targets_changes_nothing(step, optimizer, precision):
+def test_a_step_without_targets_changes_nothing(step, optimizer, precision, monkeypatch):
     """No weight, moment, average or loss scale; the number of updates, and with it the learning rate, stands still."""
     changes = {"optimizer__name": optimizer, "optimizer__ema__decay": 0.5, "precision__compute": precision}
-    train, state, batches = step(torch.device("cpu"), **changes, precision__growth_interval=2)
+    monkeypatch.setattr(trainer.precision.scaler, "GROWTH_INTERVAL", 2)
+    train, state, batches = step(torch.device("cpu"), **changes)
     assert train()["found_inf"].item() == 0
     before = {name: local_values(tensor).clone() for name, tensor in state.tensors().items()}
     scale, targets = state.scaler.state_dict(), [batch.targets.clone() for batch in batches]

@@ -1,4 +1,4 @@
-"""`trainer tune`: searches whose jobs a stand-in for Slurm answers at once, and one that trains on two processes."""
+"""`trainer tune`: searches whose trials are answered at once, and one that trains on two processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 from math import log
 from pathlib import Path
 
@@ -21,52 +20,42 @@ from trainer.commands.tune import main
 from trainer.config import typed
 from trainer.observe.metrics import STEP
 from trainer.planning.resolve import compose
+from trainer.sweep import local
+from trainer.sweep.results import clear_trial, note_start, trial_outcome
 
 ROOT = Path(__file__).parents[2]
-
-SBATCH = """#!{python} -IS
-import json, pathlib, sys
-words = sys.argv[1:]
-folder = pathlib.Path(next(word for word in words if word.startswith("run.dir=")).split("=", 1)[1].strip('"'))
-calls = folder.parent / "calls"
-number = 1 + (len(calls.read_text().splitlines()) if calls.exists() else 0)
-with open(calls, "a") as file:
-    file.write(folder.name + "\\n")
-ends = json.loads(pathlib.Path({ends!r}).read_text())
-fault = ends.get(str(number))
-step = {step} | {{"step": 9, "loss": 6.0, "tokens_per_second": 1.0, "memory_gib": 1.5}}
-step["step_seconds_p50"] = 2.0 / number
-(folder / "slurm").mkdir(parents=True, exist_ok=True)
-status = {{"status": "failed", "reason": fault}} if fault else {{"status": "done"}}
-(folder / "status.json").write_text(json.dumps(status))
-(folder / "metrics.jsonl").write_text("" if fault else 2 * (json.dumps(step) + "\\n"))
-end = {{"code": int(bool(fault)), "last": int(bool(fault)), "why": "giving up"}}
-(folder / "slurm" / (str(number) + "-end.json")).write_text(json.dumps(end))
-print(number)
-"""
-"""Answers a job at once: each is faster than the one before, and some end as a file says."""
 
 SMALL = ["+config=debug", "parallel.pp=1", "activation.mode=none"]
 """Sixteen plans on two processes."""
 
 
 @pytest.fixture
-def slurm(tmp_path, monkeypatch):
-    """Words for a search whose jobs end at once; `faults` by number of the job."""
-    for name, text in {
-        "sbatch": SBATCH.format(python=sys.executable, ends=str(tmp_path / "ends.json"), step=dict.fromkeys(STEP)),
-        "squeue": "#!/bin/sh\n",
-        "scontrol": "#!/bin/sh\n",
-    }.items():
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.delenv("TRAINER_RETRIES", raising=False)
+def answered(tmp_path, monkeypatch):
+    """Words for a search whose trials end at once, each faster than the one before; `faults` by number of the trial."""
+    faulty: dict[int, str] = {}
+
+    def run_locally(trials, sweep, config_dir, gpus, on_end, say) -> None:
+        for trial in trials:
+            clear_trial(trial.folder)
+            note_start(trial)
+            with open(tmp_path / "tune" / "calls", "a+") as calls:
+                calls.write(trial.name + "\n")
+                calls.seek(0)
+                number = len(calls.readlines())
+            fault = faulty.get(number)
+            step = dict.fromkeys(STEP) | {"step": 9, "loss": 6.0, "tokens_per_second": 1.0, "memory_gib": 1.5}
+            step["step_seconds_p50"] = 2.0 / number
+            status = {"status": "failed", "reason": fault} if fault else {"status": "done"}
+            (trial.folder / "status.json").write_text(json.dumps(status))
+            (trial.folder / "metrics.jsonl").write_text("" if fault else 2 * (json.dumps(step) + "\n"))
+            on_end(trial, *trial_outcome(trial.folder, int(bool(fault))))
+
+    monkeypatch.setattr(local, "run_locally", run_locally)
 
     def words(*more: str, faults: dict[int, str] | None = None) -> list[str]:
-        (tmp_path / "ends.json").write_text(json.dumps(faults or {}))
-        jobs = ["sweep.launcher=slurm", "sweep.processes=2", f"sweep.dir={tmp_path / 'tune'}"]
-        return [*SMALL, "hardware=cpu", *jobs, *more]
+        faulty.clear()
+        faulty.update(faults or {})
+        return [*SMALL, "hardware=cpu", "sweep.processes=2", f"sweep.dir={tmp_path / 'tune'}", *more]
 
     return words
 
@@ -75,21 +64,21 @@ def lines(folder: Path) -> list[dict]:
     return list(map(json.loads, (folder / "trials.jsonl").read_text().splitlines()))
 
 
-def test_whatever_becomes_of_trials_is_a_result(slurm, tmp_path, capsys):
+def test_whatever_becomes_of_trials_is_a_result(answered, tmp_path, capsys):
     """Out of memory, a crash and a hang count; the budget may grow later; what the folder was begun with may not
     change."""
     faults = {1: "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", 3: "RuntimeError: a defect"}
     folder = tmp_path / "tune"
-    assert main(slurm("budget=1", faults=faults)) == 1  # no trial has a time
+    assert main(answered("budget=1", faults=faults)) == 1  # no trial has a time
     assert "best" not in capsys.readouterr().out and not (folder / "config").exists()
     before = {one["plan"]: one for one in json.loads((folder / "search.json").read_text())["foretold"]}
-    assert main(slurm("budget=4", faults=faults)) == 0
+    assert main(answered("budget=4", faults=faults)) == 0
     shown = capsys.readouterr().out
     assert f"page: {folder / 'report.html'}" in shown
     assert "debug-tune: 16 plans, 1 of 4 trials" in shown and "ended: budget=4 trials are measured" in shown
     found = lines(folder)
     assert [line["status"] for line in found] == ["out_of_memory", "done", "failed", "done"]
-    assert found[2]["reason"] == "a defect; giving up" and found[0]["step_seconds_p50"] is None
+    assert found[2]["reason"] == "a defect" and found[0]["step_seconds_p50"] is None
     assert all(line["predicted_seconds"] > 0 and line["predicted_memory_gib"] > 0 for line in found)
     # The machine is many times slower than predicted, which the second trial shows.
     assert found[1]["expected_seconds"] == pytest.approx(found[1]["predicted_seconds"])
@@ -101,8 +90,8 @@ def test_whatever_becomes_of_trials_is_a_result(slurm, tmp_path, capsys):
 
     search, page = json.loads((folder / "search.json").read_text()), (folder / "report.html").read_text()
     assert search["best"] == found[3]["trial"] and search["ended"] == "ended: budget=4 trials are measured"
-    start, words = search["command"].split(" launch/slurm/train.sbatch ")
-    assert start == "sbatch --nodes 1 --gpus-per-node 2" and compose(shlex.split(words), folder, 2) == again
+    start, words = search["command"].split(" --processes 2 ")
+    assert start == "trainer train" and compose(shlex.split(words), folder, 2) == again
     told = {one["plan"]: one for one in search["foretold"]}
     assert len(told) == 16 and all(one["low"] < one["expected"] < one["high"] for one in told.values())
     tried = [told[line["trial"]] for line in found]
@@ -117,21 +106,21 @@ def test_whatever_becomes_of_trials_is_a_result(slurm, tmp_path, capsys):
     assert f"{found[3]['trial']}</p>" in page and page.index("out of memory</td>") < page.index("failed</td>")
 
     (folder / "trials.jsonl").write_text((folder / "trials.jsonl").read_text().replace('"failed"', '"timeout"'))
-    assert main(slurm("budget=5")) == 0
+    assert main(answered("budget=5")) == 0
     assert [line["trial"] for line in lines(folder)][:4] == [line["trial"] for line in found]
     assert len((folder / "calls").read_text().splitlines()) == len(lines(folder)) == 5
     capsys.readouterr()
-    assert main(slurm("budget=6", "optimizer.weight_decay=0.2", "steps=12")) == 2
+    assert main(answered("budget=6", "optimizer.weight_decay=0.2", "steps=12")) == 2
     refusal = capsys.readouterr().err
     assert "steps=12, then 10" in refusal and "settings.optimizer.weight_decay=0.2, then" in refusal
     assert len((folder / "calls").read_text().splitlines()) == 5
 
 
-def test_values_of_other_settings_are_tried_where_they_are_allowed(slurm, tmp_path, capsys):
+def test_values_of_other_settings_are_tried_where_they_are_allowed(answered, tmp_path, capsys):
     """Where a plan turns out to be refused with them, it is passed over."""
     kept = ["parallel.tp=1", "parallel.zero.stage=1", "batch.micro_size=2", "activation.offload=true"]
     values = ["activation.mode=none,full", "precision.compute=fp32,bf16", "allow=[precision.compute]"]
-    words = [word for word in slurm() if not word.startswith("activation")]
+    words = [word for word in answered() if not word.startswith("activation")]
     assert main([*words, *kept, *values, "budget=3"]) == 0
     found = {line["trial"]: line for line in lines(tmp_path / "tune")}
     assert {name: line["status"] for name, line in found.items()} == {
@@ -152,7 +141,6 @@ def test_values_of_other_settings_are_tried_where_they_are_allowed(slurm, tmp_pa
         (["engine=random"], "unknown setting 'engine'"),
         (["hardware=cpu", "sweep.parallel=2"], "trials that run beside others are slowed down"),
         (["hardware=cpu", "parallel.tp=3"], "no plan that is tried has the given parallel.tp"),
-        (["sweep.launcher=slurm", "sweep.wait=false"], "hardware=... is needed under sweep.launcher=slurm"),
         (["hardware=cpu", "batch.micro_sizes=3"], "did you mean 'batch.micro_size'"),
         (["hardware=cpu", "allow=[precision]"], "allow=[precision] allows nothing"),
         (["hardware=cpu", "optimizer=adamw,sgd"], "optimizer.name has several values, and changes the numbers"),

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from trainer.parity.compare import coarsest_tolerance, compare_runs, judge_plan,
 from trainer.parity.watch import StateRecorder
 from trainer.planning.features import resolve_plan
 from trainer.planning.plan import BatchPlan
+from trainer.precision import scaler
 from trainer.precision.products import DTYPES
 from trainer.training.out_of_memory import memory_breakdown
 from trainer.training.state import TrainState
@@ -230,6 +232,7 @@ def optimizers() -> dict[str, Any]:
     return found_in
 
 
+@patch.object(scaler, "GROWTH_INTERVAL", 2)
 def overflows(cases: list[dict[str, Any]], victims: tuple[int, int, int, int]) -> list[dict[str, Any]]:
     """fp16 under both engines: one rank's gradient of one parameter is infinite in a step, each victim in turn; a step
     without any target; then the loss alone."""
@@ -246,7 +249,6 @@ def overflows(cases: list[dict[str, Any]], victims: tuple[int, int, int, int]) -
                 case | {"compute": "fp16"},
                 parallel__zero__engine=engine,
                 precision__loss_scale=1024.0,
-                precision__growth_interval=2,
                 optimizer__clip_norm=0.0,
             )
             state, steps = build(config, case)

@@ -38,7 +38,7 @@ def local(tensor):
 
 
 def find(nodes, world, identity="run", launchers=(), any_launch=True):
-    return find_in_memory(nodes, identity, True, launchers, any_launch, world)
+    return find_in_memory(nodes, identity, launchers, any_launch, world)
 
 
 def check_loads(nodes, world, mesh, step, label):

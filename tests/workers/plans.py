@@ -233,7 +233,6 @@ def config_of(case: Case, folder: Path) -> Config:
         parallel__zero__stage=case["stage"],
         parallel__shard=case.get("shard", -1),
         parallel__zero__offload=case.get("offload", False),
-        parallel__zero__sum_on_host=case.get("sum_on_host", False),
         parallel__zero__engine=case.get("engine", "torch"),
         parallel__zero__collectives=case.get("collectives", "nccl"),
         precision__compute="bf16" if "float8" in case and torch.cuda.is_available() else case["precision"],

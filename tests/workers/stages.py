@@ -39,7 +39,6 @@ PLANS = [
     (1, 2, {}),
     (3, 2, {}),
     *((stage, -1, {"zero__offload": True}) for stage in (1, 2, 3)),
-    (3, -1, {"zero__offload": True, "zero__sum_on_host": True}),
     (3, 2, {"zero__offload": True}),
     (2, -1, CODEC),
     (3, -1, CODEC),

@@ -342,12 +342,12 @@ def choose_newest(listings: Iterable[MemoryCheckpoint]) -> MemoryCheckpoint | No
 
 
 def find_in_memory(
-    nodes: MemoryNodes, identity: str | None, verify: bool, launchers: Sequence[str], any_launch: bool, world: World
+    nodes: MemoryNodes, identity: str | None, launchers: Sequence[str], any_launch: bool, world: World
 ) -> tuple[int, Path] | None:
     """The newest in-memory checkpoint of the run: its step, and its folder on this node, which has the manifest from
     then on, but not all files (`fetch_files`). All ranks call it together.
 
-    identity: of the run. verify: whether to compare checksums, of which each rank takes its share. Unless `any_launch`,
+    identity: of the run. Each rank compares its share of the checksums. Unless `any_launch`,
     only what one of `launchers` has started counts."""
     if not nodes.available:
         return None
@@ -364,7 +364,7 @@ def find_in_memory(
         path = step_folder(nodes.folder, newest.step)
         found = [next((listing for listing in listings if listing[:2] == newest[:2]), None) for listings in everyone]
         own = found[nodes.rank]
-        mine = sorted(own.present)[nodes.own.index(nodes.rank) :: len(nodes.own)] if own is not None and verify else []
+        mine = sorted(own.present)[nodes.own.index(nodes.rank) :: len(nodes.own)] if own is not None else []
         if not any(world.gather(remove_damaged(path, mine))):
             break
     source = next(rank for rank, listing in enumerate(found) if listing is not None)

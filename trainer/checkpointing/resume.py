@@ -53,19 +53,17 @@ def find_start(
             "set another run.dir"
         ) from None
     if setting.resume == "auto":
-        return find_resume(setting.resume, folder, setting.verify, proven, store)
+        return find_resume(setting.resume, folder, True, proven, store)
     checkpoints, read = list_everywhere(folder, store), store.read_manifest if store else read_manifest
     own = {step: path for step, path in checkpoints.items() if set(launchers) & known_launchers(path, read)}
-    newest, warnings = choose_whole(setting.resume, own, setting.verify, proven, store)
+    newest, warnings = choose_whole(setting.resume, own, True, proven, store)
     if newest is None and setting.resume != "none":
         good = [path for step, path in checkpoints.items() if proven is None or step <= proven]
         since = itertools.takewhile(lambda path: read_beginning(path, read) in (setting.resume, None), good)
-        newest, damages = find_whole(since, setting.verify, store)
+        newest, damages = find_whole(since, True, store)
         note = f"checkpoint.resume={setting.resume} took effect before: the run goes on from {newest}; to begin there "
         warnings = [*describe_damages(damages), note + "again, set another run.name"]
-    return (
-        (newest, warnings) if newest is not None else find_resume(setting.resume, folder, setting.verify, store=store)
-    )
+    return (newest, warnings) if newest is not None else find_resume(setting.resume, folder, True, store=store)
 
 
 ReadManifest = Callable[[Path], dict[str, Any]]

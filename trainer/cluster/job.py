@@ -51,15 +51,6 @@ class JobRecord:
     status: int = 0
 
 
-@dataclass(frozen=True)
-class JobEnd:
-    """How a job has ended. code: its exit code; last: that of its last start; why: in words."""
-
-    code: int
-    last: int
-    why: str
-
-
 def expand_task(arguments: list[str], task: int | None) -> list[str]:
     """The overrides of one task of an array, or of a job without (`task` None).
 
@@ -124,18 +115,6 @@ def read_record(path: Path) -> JobRecord | None:
     except (OSError, ConfigError):
         return None
     return JobRecord(**{name: found[name] for name in shape})
-
-
-def end_of(run_dir: Path, job: str) -> Path:
-    return run_dir / "slurm" / f"{job}-end.json"
-
-
-def read_end(run_dir: Path, job: str) -> JobEnd | None:
-    """How a job has ended; None if it has not, or nobody could say."""
-    try:
-        return JobEnd(**read_json(end_of(run_dir, job), {"code": int, "last": int, "why": str}, "it is left out"))
-    except (OSError, TypeError, ConfigError):
-        return None
 
 
 def next_record(before: JobRecord | None, progress: bool) -> JobRecord:
@@ -226,7 +205,6 @@ def begin_job(
         run_dir.mkdir(parents=True, exist_ok=True)
         path = record_of(run_dir, environment["SLURM_JOB_ID"])
         path.parent.mkdir(exist_ok=True)
-        end_of(run_dir, environment["SLURM_JOB_ID"]).unlink(missing_ok=True)  # somebody has requeued it
         before, known = read_record(path), list_digests(run_dir)
         progress = before is not None and not set(known) <= set(before.known)
         record = replace(next_record(before, progress), known=known, status=read_change(run_dir / "status.json"))
@@ -262,19 +240,13 @@ def format_shell(values: dict[str, str | list[str]]) -> str:
 
 
 def end_job(run_dir: Path, job: str, code: int, told: bool, state: str, retries: int) -> str:
-    """What to do now that a job's start of the run in `run_dir` has ended (see `decide_restart`); notes the end of the
-    job."""
+    """What to do now that a job's start of the run in `run_dir` has ended; see `decide_restart`."""
     record = read_record(record_of(run_dir, job))
     found = read_status(run_dir / "status.json", record.status if record else 0)
     progress = record is not None and not set(list_digests(run_dir)) <= set(record.known)
-    decision = decide_restart(
+    return decide_restart(
         found.get("status"), code, told, state, record or JobRecord(), progress, retries, found.get("reason", "")
     )
-    what, _, why = decision.partition(" ")
-    if record is not None and what.startswith("exit="):
-        ended = JobEnd(int(what.removeprefix("exit=")), code, why)
-        write_atomic(end_of(run_dir, job), json.dumps(asdict(ended)) + "\n")
-    return decision
 
 
 def read_status(path: Path, before: int) -> dict[str, str]:

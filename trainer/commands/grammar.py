@@ -356,7 +356,7 @@ def describe_option(name: str, field: dataclasses.Field, required: list[str]) ->
 
 
 def print_once(text: str, stream: typing.TextIO | None = None) -> int:
-    """Prints on the first rank alone, and is quiet where nobody reads on (`--schema | head`). Returns the exit code."""
+    """Prints on the first rank alone, and is quiet where nobody reads on (`--help | head`). Returns the exit code."""
     if process_rank() == 0:
         with contextlib.suppress(BrokenPipeError):
             print(text, file=stream or sys.stdout, flush=True)

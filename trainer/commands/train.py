@@ -7,7 +7,6 @@ before the configuration is known to be right.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import traceback
@@ -26,15 +25,12 @@ from trainer.util.machine import STOPPED_VARIABLE, SignalHandlers
 class TrainOptions(LaunchOptions, RecipeOptions):
     cfg: str | None = option(None, "prints the composed configuration and stops", ("job",))
     resolve: bool = option(False, "with --cfg: as the run will see it")
-    schema: str | None = option(
-        None, "prints the JSON schema of recipes, or of the files of a section's group (such as model), for editors"
-    )
     multirun: bool = option(False, "the same as trainer sweep")
 
     def count(self) -> int:
         """Pages and sweeps need one process."""
         count = super().count()
-        return 1 if self.cfg or self.multirun or self.schema is not None else count
+        return 1 if self.cfg or self.multirun else count
 
     def list_problems(self) -> Iterator[str]:
         if self.resolve and not self.cfg:
@@ -56,8 +52,6 @@ def run(options: TrainOptions, own: bool = False) -> int:
     """The exit code: what `trainer.training.run.main` returns, or 1 for a crash. own: this process ends with it, so
     that a run may handle its signals from here to the end. Raises `ConfigError`."""
     try:
-        if options.schema is not None:
-            return print_once(format_schema(options))
         if options.cfg and options.multirun:
             raise ConfigError(
                 "--cfg shows the settings of one run; leave --multirun out, and give one value to each setting"
@@ -90,19 +84,6 @@ def leave_before_start(what: str) -> None:
         with contextlib.suppress(OSError):
             os.write(2, f"stopped by {what} before the first step: nothing was trained, nothing is lost\n".encode())
     os._exit(STOPPED)
-
-
-def format_schema(options: TrainOptions) -> str:
-    """The page of `--schema`, with what is registered by the imports that stand beside it."""
-    from trainer.config.compose import gather_values
-    from trainer.config.json_schema import json_schema
-
-    section, overrides = options.schema or "", options.overrides
-    if "=" in section:  # an override behind the option, and no section
-        section, overrides = "", [section, *overrides]
-    if overrides:
-        gather_values(overrides, options.config_dir)
-    return json.dumps(json_schema(section), indent=1)
 
 
 def format_configuration(options: TrainOptions) -> str:

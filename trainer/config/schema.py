@@ -192,11 +192,6 @@ class BatchConfig:
 class ZeroConfig:
     stage: int = option(0, "0 replicates; 1 shards optimizer state; 2 also gradients; 3 also parameters", (0, 1, 2, 3))
     offload: bool = option(False, "keep sharded parameters, gradients and optimizer state in host memory")
-    sum_on_host: bool = option(
-        False,
-        "with offload in stages 2 and 3, add up the micro-batches' gradients in host memory too: 4 bytes less on the "
-        "device for each parameter of the shard, and slow",
-    )
     engine: str = option(
         "torch",
         "what shards and updates: torch (FSDP2), or DeepSpeed: stage 1 under any tp x pp, stages 2 and 3 with data "
@@ -231,12 +226,6 @@ class PipelineConfig:
         None,
         "stages on each rank; null means what the schedule wants (2 for interleaved)",
         unit="stages",
-        range="[1, inf)",
-    )
-    group_size: int | None = option(
-        None,
-        "interleaved: micro-batches that pass a stage before the rank turns to its next one; null means parallel.pp",
-        unit="micro-batches",
         range="[1, inf)",
     )
     split: Any = option(
@@ -424,7 +413,6 @@ class PrecisionConfig:
     reduce: str = option("fp32", "type in which gradients are reduced over ranks", ("fp32", "bf16"))
     matmul: str = option("highest", "fp32 matrix products: highest is exact, high allows TF32", ("highest", "high"))
     loss_scale: float = option(65536.0, "fp16: first loss scale", range="(0, inf)")
-    growth_interval: int = option(2000, "fp16: good steps before the scale grows", unit="steps", range="[1, inf)")
     float8: Float8Config = option(Float8Config(), "products in fp8")
     types: ParameterTypes = option(ParameterTypes(), "parameter-type map")
 
@@ -495,13 +483,6 @@ class LossConfig:
 class MuonConfig:
     """Muon, for parameters whose optimizer it is."""
 
-    momentum: float = option(0.95, "decay of the momentum", range="[0, 1)")
-    adjust_lr: str = option(
-        "match_rms_adamw",
-        "learning rate of a matrix by its shape: match_rms_adamw makes steps as large as AdamW's, so that both share "
-        "lr.peak; original is sqrt(max(1, rows / columns)), for rates some 50 times larger",
-        ("match_rms_adamw", "original"),
-    )
     compute: str = option("bf16", "type of the iteration, and of what travels between ranks for it", ("bf16", "fp32"))
 
 
@@ -555,7 +536,6 @@ class CheckpointConfig:
         "auto (newest valid one of the run, if any), none, or the path or URL of a checkpoint or of a run; what an "
         "earlier run left in run.dir and this one does not go on from is moved to earlier/ in it",
     )
-    verify: bool = option(True, "compare checksums before loading")
     upload: str | None = option(
         None,
         "URL in an object store (s3://BUCKET/runs/NAME) to which complete checkpoints are copied in the background, "
@@ -586,7 +566,6 @@ class GenerateConfig:
     )
     prompts: list[str] = option([""], "texts to continue; an empty one starts a new document")
     tokens: int = option(64, "most tokens of each continuation", unit="tokens", range="[1, inf)")
-    temperature: float = option(0.8, "divides the logits; 0 takes the most likely token", range="[0, inf)")
 
 
 @dataclass

@@ -77,7 +77,6 @@ _NAMES = {
     "precision.matmul": "tf32",
     "precision.reduce": "communication_data_type grad_reduce_in_bf16 mixed_precision_reduce",
     "precision.loss_scale": "initial_loss_scale",
-    "precision.growth_interval": "loss_scale_window",
     "precision.float8.recipe": "fp8 float8 fp8_recipe float8_recipe_name fp8_format",
     "compile": "torch_compile",
     "optimizer.ema.decay": "ema_decay ema_beta use_ema ema",
@@ -109,6 +108,10 @@ ABSENT = {
     **dict.fromkeys(("dropout", "attention_dropout", "hidden_dropout"), "there is no dropout"),
     **dict.fromkeys(("early_stopping", "patience"), "a callback can end a run: docs/extending.md has one"),
     "rampup_batch_size": "the global batch is the same in every step",
+    **dict.fromkeys(
+        ("launcher", "slurm"),
+        "trials are processes of this machine; on Slurm a job array trains a list of runs: docs/cluster.md",
+    ),
     "label_smoothing_factor": "there is no label smoothing",
 }
 """Name elsewhere -> what is true here, where there is no such setting."""
@@ -120,6 +123,12 @@ _SHOW = "it was removed; leave it out and set logging.show"
 REMOVED = {
     "precision.scale_growth": "it was removed: the loss scale doubles; leave it out",
     "precision.scale_backoff": "it was removed: the loss scale halves; leave it out",
+    "precision.growth_interval": "it was removed: the loss scale doubles after 2,000 good steps; leave it out",
+    "parallel.zero.sum_on_host": "it was removed: gradients are added up on the device; leave it out",
+    "parallel.pipeline.group_size": "it was removed: parallel.pp micro-batches pass a stage at a time; leave it out",
+    "optimizer.muon.momentum": "it was removed: the momentum decays by 0.95; leave it out",
+    "optimizer.muon.adjust_lr": "it was removed: steps are as large as AdamW's; leave it out",
+    "checkpoint.verify": "it was removed: checksums are always compared; leave it out",
     "parallel.pipeline.probe_steps": "it was removed: three steps are measured; leave it out",
     "logging.wandb.entity": "it was removed; leave it out and set the environment variable WANDB_ENTITY",
     "logging.wandb.tags": "it was removed; leave it out and set the environment variable WANDB_TAGS",
@@ -130,7 +139,7 @@ REMOVED = {
     "optimizer.muon.nesterov": "it was removed: the momentum is Nesterov's; leave it out",
     "optimizer.muon.steps": "it was removed: the iteration has five steps; leave it out",
     **dict.fromkeys(
-        (f"eval.generate.{name}" for name in ("top_k", "top_p", "stop", "seed")),
+        (f"eval.generate.{name}" for name in ("top_k", "top_p", "stop", "seed", "temperature")),
         "it was removed: `trainer sample` has it; leave it out",
     ),
     "activation.every": "it was removed; leave it out and name the layers that recompute nothing, as "

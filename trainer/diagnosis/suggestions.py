@@ -56,7 +56,6 @@ ON_GPUS = {
     "run.cuda_graphs",
     "activation.offload",
     "parallel.zero.offload",
-    "parallel.zero.sum_on_host",
     "parallel.zero.collectives",
 }
 """Settings that do nothing on CPUs, are refused there, or were never measured to be faster."""
@@ -230,7 +229,7 @@ def format_override(setting: tuple[str, Any]) -> str:
 
 LIGHTER = "automatic recompute", "less recompute"
 LARGER = "larger micro-batches"
-TO_HOST = "inputs in host memory", "states in host memory", "sums in host memory", "states on a disk"
+TO_HOST = "inputs in host memory", "states in host memory", "states on a disk"
 DATA = (
     *("shards by copies", "fewer reductions", "less sharding", "smaller shards"),
     *("reductions in 16 bits", "quantised gradients"),

@@ -26,6 +26,9 @@ from trainer.precision.products import DTYPES
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic polynomial that every step applies to the singular values: steep at zero, near one at one."""
 
+MOMENTUM = 0.95
+"""Decay of the momentum, which is Nesterov's."""
+
 SMALLEST = 1e-7
 """The least norm that a matrix is divided by."""
 
@@ -47,12 +50,11 @@ def orthogonalise_matrix(matrix: Tensor) -> Tensor:
     return x.mT if tall else x
 
 
-def lr_factor(rule: str, shape: Sequence[int]) -> float:
+def lr_factor(shape: Sequence[int]) -> float:
     """What the learning rate is multiplied with for matrices [..., rows, columns], whose orthogonalised update has
-    elements of about 1 / sqrt(max(rows, columns)). match_rms_adamw: steps of 0.2 a unit of learning rate, as AdamW's
-    (arXiv 2502.16982, section 2.2); original: as Jordan et al. have it."""
-    rows, columns = shape[-2:]
-    return 0.2 * math.sqrt(max(rows, columns)) if rule == "match_rms_adamw" else math.sqrt(max(1.0, rows / columns))
+    elements of about 1 / sqrt(max(rows, columns)): steps are 0.2 a unit of learning rate, as AdamW's (arXiv 2502.16982,
+    section 2.2)."""
+    return 0.2 * math.sqrt(max(shape[-2:]))
 
 
 def assign_matrices(shapes: dict[str, Sequence[int]], ranks: int) -> list[list[tuple[str, int]]]:

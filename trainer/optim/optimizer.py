@@ -22,7 +22,7 @@ from trainer.config import ConfigError, LearningRateConfig, OptimizerConfig, Par
 from trainer.config.registry import OPTIMIZERS, SCHEDULES
 from trainer.distributed.mesh import World
 from trainer.distributed.tensors import Fragment, local_values, with_values
-from trainer.optim.muon import Orthogonaliser, lr_factor
+from trainer.optim.muon import MOMENTUM, Orthogonaliser, lr_factor
 from trainer.planning.parameters import ParameterInfo, UpdateSettings, moment_count
 from trainer.precision.products import DTYPES
 
@@ -247,20 +247,20 @@ class Optimizer:
                 second[index].copy_(v[0])
 
     def _muon(self, rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
-        config, applied = self.config.muon, 1 - found_inf
+        applied = 1 - found_inf
 
         # `run` calls `direction` for each matrix, orthogonalises the whole matrices, and hands the parts to `apply`.
         def direction(name: str) -> Tensor:
             moment, (_, gradient) = self.state[name, "momentum_buffer"], self._inputs(name, grad_scale, found_inf)
-            updated = moment.float().lerp(gradient, 1 - config.momentum)
+            updated = moment.float().lerp(gradient, 1 - MOMENTUM)
             moment.copy_(torch.where(found_inf > 0, moment.float(), updated))
-            return gradient.lerp(updated, config.momentum)  # Nesterov momentum
+            return gradient.lerp(updated, MOMENTUM)  # Nesterov momentum
 
         def apply(name: str, part: Tensor) -> None:
             parameter, policy = self.parameters[name], self.policies[name]
             weight, step = local_values(parameter), rate * policy.lr_scale * applied
             weight.mul_(1 - step * policy.weight_decay)
-            weight.sub_(part.to(weight) * (step * lr_factor(config.adjust_lr, parameter.shape)))
+            weight.sub_(part.to(weight) * (step * lr_factor(parameter.shape)))
 
         assert self.orthogonaliser is not None  # made where there is a matrix
         self.orthogonaliser.run(direction, apply)

@@ -15,14 +15,13 @@ from torch import Tensor
 
 from trainer.config import Config, GradCommConfig, PrecisionConfig
 from trainer.config.model import ModelSpec
-from trainer.config.schema import MuonConfig
 from trainer.data.batches import MicroBatch
 from trainer.hf.stages import make_stage
 from trainer.model.experts import MARGIN_POINTS, Router, WideLinear
 from trainer.model.initial import InitialWeights, RoundedWeights, Weights, initialize_model, name_seed, parameter_infos
 from trainer.model.loss import loss_terms
 from trainer.model.stage import Stage, split_report
-from trainer.optim.muon import COEFFICIENTS
+from trainer.optim.muon import COEFFICIENTS, MOMENTUM
 from trainer.optim.optimizer import learning_rate, parameter_policies
 from trainer.parallel.parallelize import multiply_in_float8
 from trainer.parity.routing import Choices, RoutingReplay
@@ -192,7 +191,7 @@ def optimizers_of(model: Stage, config: Config) -> list[torch.optim.Optimizer]:
         )
     betas, eps = (config.optimizer.beta1, config.optimizer.beta2), config.optimizer.eps
     return [
-        ReferenceMuon(some, config.optimizer.muon) if name == "muon" else torch.optim.AdamW(some, betas=betas, eps=eps)
+        ReferenceMuon(some) if name == "muon" else torch.optim.AdamW(some, betas=betas, eps=eps)
         for name, some in by_optimizer.items()
     ]
 
@@ -213,25 +212,22 @@ def losses_of(output: Any, targets: Tensor, config: Config) -> tuple[Tensor, Ten
 class ReferenceMuon(torch.optim.Optimizer):
     """Muon without its iteration: that changes singular values alone, which are changed here one by one, in fp64."""
 
-    def __init__(self, groups: list[dict[str, Any]], config: MuonConfig):
+    def __init__(self, groups: list[dict[str, Any]]):
         super().__init__(groups, {"lr": 0.0})
-        self.config = config
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        config, (a, b, c) = self.config, COEFFICIENTS
+        a, b, c = COEFFICIENTS
         for group in self.param_groups:
             for weight in group["params"]:
                 moment = self.state[weight].setdefault("moment", torch.zeros_like(weight))
-                moment.lerp_(weight.grad, 1 - config.momentum)
-                direction = weight.grad.lerp(moment, config.momentum)
+                moment.lerp_(weight.grad, 1 - MOMENTUM)
+                direction = weight.grad.lerp(moment, MOMENTUM)
                 left, values, right = torch.linalg.svd(direction.double(), full_matrices=False)
                 values /= values.norm(dim=-1, keepdim=True).clamp(min=1e-7)
                 for _ in range(NEWTON_SCHULZ_STEPS):
                     values = a * values + b * values**3 + c * values**5
-                rows, columns = weight.shape[-2:]  # of one matrix, or of each expert's
-                original = max(1.0, rows / columns) ** 0.5
-                factor = original if config.adjust_lr == "original" else 0.2 * max(rows, columns) ** 0.5
+                factor = 0.2 * max(weight.shape[-2:]) ** 0.5  # of one matrix, or of each expert's
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
                 weight.sub_(((left * values[..., None, :]) @ right * (group["lr"] * factor)).to(weight.dtype))
 

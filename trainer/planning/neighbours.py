@@ -121,7 +121,6 @@ def generate_neighbours(config: Config, layout: Layout, moves: Iterable[str], fa
         "inputs in host memory": values("activation.offload", True),
         "states in host memory": [({} if zero.stage else {"parallel.zero.stage": 1}) | {"parallel.zero.offload": True}]
         * (zero.nvme is None),
-        "sums in host memory": values("parallel.zero.sum_on_host", True, where=zero.offload),
         "states on a disk": values(
             "parallel.zero.nvme", "FOLDER", where=zero.nvme is None and zero.engine == "deepspeed"
         ),
@@ -155,7 +154,6 @@ FREE = (
     "precision.reduce",
     "precision.matmul",
     "precision.loss_scale",
-    "precision.growth_interval",
     "precision.float8.",
     "precision.types.matrix.float8",
     "activation.",

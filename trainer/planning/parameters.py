@@ -490,7 +490,7 @@ DECAYS = {
     "adamw": ("optimizer.beta1", "optimizer.beta2"),
     "lion": ("optimizer.beta2",),
     "sgd": ("optimizer.beta1",),
-    "muon": ("optimizer.muon.momentum",),
+    "muon": (),  # 0.95
 }
 """The settings by which the moments of each optimizer of ours decay."""
 

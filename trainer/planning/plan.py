@@ -37,7 +37,6 @@ class Plan:
     offload: bool = False
     engine: str = "torch"
     nvme: bool = False
-    sum_on_host: bool = False
     cp: int = 1
     ep: int = 1
 
@@ -206,7 +205,6 @@ def build_plan(parallel: ParallelConfig, world: int) -> Plan:
         offload=parallel.zero.offload or parallel.zero.nvme is not None,
         engine=parallel.zero.engine,
         nvme=parallel.zero.nvme is not None,
-        sum_on_host=parallel.zero.sum_on_host,
         cp=parallel.cp,
         ep=parallel.ep,
     )

@@ -337,7 +337,7 @@ def sums_on_device(plan: Plan, fp32: bool) -> bool:
     Partial sums are in the type of the reduction (`fp32` or not). With replicas there is no choice; without, only fp32
     is good enough.
     """
-    return plan.offload and plan.stage >= 2 and (plan.replicate > 1 or (fp32 and not plan.sum_on_host))
+    return plan.offload and plan.stage >= 2 and (plan.replicate > 1 or fp32)
 
 
 # Bytes of error feedback: what quantised gradients have left out, which waits on each rank for the next step. FSDP

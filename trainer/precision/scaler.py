@@ -33,13 +33,13 @@ class LossScale(Protocol):
         """Restores the scale from `state`. An empty state changes nothing."""
 
 
-GROWTH, BACKOFF = 2.0, 0.5
-"""Factors of the loss scale after `growth_interval` good steps, and after an overflow, as in torch.amp.GradScaler."""
+GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0, 0.5, 2000
+"""Factors of the loss scale after as many good steps, and after an overflow, as in torch.amp.GradScaler."""
 
 
 class GradScaler:
-    """The loss scale, kept on the device: it is halved after an overflow and doubled after `growth_interval` good steps
-    (Micikevicius et al., arXiv 1710.03740).
+    """The loss scale, kept on the device: it is halved after an overflow and doubled after `GROWTH_INTERVAL` good
+    steps (Micikevicius et al., arXiv 1710.03740).
 
     It differs from torch.amp.GradScaler in what counts as an overflow. The caller passes one `found_inf` that is equal
     on all ranks. torch's scaler looks at local gradients, so ranks with different stages or shards could disagree and
@@ -50,7 +50,6 @@ class GradScaler:
 
     def __init__(self, precision: PrecisionConfig, device: torch.device):
         self.enabled = precision.compute == "fp16"
-        self.growth_interval = precision.growth_interval
         self.value = torch.full((), precision.loss_scale if self.enabled else 1.0, device=device)
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
 
@@ -63,7 +62,7 @@ class GradScaler:
             previous = self.value.clone(), self.growth_tracker.clone()
             # torch's own operator reads and writes device scalars, so the host does not learn here whether the step
             # overflowed.
-            torch._amp_update_scale_(self.value, self.growth_tracker, found_inf, GROWTH, BACKOFF, self.growth_interval)
+            torch._amp_update_scale_(self.value, self.growth_tracker, found_inf, GROWTH, BACKOFF, GROWTH_INTERVAL)
             if held is not None:
                 # Whether to hold is known on the device only, so the update is made first and undone by selection.
                 for value, before in zip((self.value, self.growth_tracker), previous):
@@ -76,7 +75,7 @@ class GradScaler:
             "scale": self.value.item(),
             "growth_factor": GROWTH,
             "backoff_factor": BACKOFF,
-            "growth_interval": self.growth_interval,
+            "growth_interval": GROWTH_INTERVAL,
             "_growth_tracker": self.growth_tracker.item(),
         }
 

@@ -32,14 +32,13 @@ def main(arguments: Sequence[str], config_dir: str | os.PathLike | None = None) 
             "--multirun starts the processes of every trial itself; say trainer sweep, and sweep.processes=N"
         )
     sweep, common, swept = expand_sweep(arguments, config_dir)
-    gpus = local.visible_gpus() if sweep.launcher == "local" else []
+    gpus = local.visible_gpus()
     trials = make_trials(sweep, common, swept, config_dir, len(gpus))
     folder = Path(sweep.dir)
-    as_jobs = sweep.launcher == "slurm"
     descriptor = lock_folder("sweep.dir", folder, "sweep", "sweep.name")
     try:
         results = SweepResults(folder)
-        waiting = to_run(trials, results, as_jobs)
+        waiting = to_run(trials, results)
         print_line(f"sweep {sweep.name}: {_counted(trials, results, waiting)}; results in {results.path}")
         run_trials(waiting, sweep, config_dir, gpus, results)
         mine = [results.lines[trial.name] for trial in trials]
@@ -57,7 +56,7 @@ def run_trials(
     gpus: list[str],
     results: SweepResults,
 ) -> None:
-    """Runs trials to their ends, as processes of this machine or as jobs, and records what becomes of each."""
+    """Runs trials to their ends, and records what becomes of each."""
     reached = set()
 
     def on_end(trial: Trial, status: str, reason: str | None) -> None:
@@ -72,36 +71,25 @@ def run_trials(
             + (f" - {reason}" if reason else "")
         )
 
-    if sweep.launcher == "slurm":
-        local.run_on_slurm(waiting, sweep, config_dir, on_end, print_line)
-    else:
-        local.run_locally(waiting, sweep, config_dir, gpus, on_end, print_line)
+    local.run_locally(waiting, sweep, config_dir, gpus, on_end, print_line)
     for trial in waiting:
         if trial.name not in reached:
-            results.put(trial, "not_started" if trial.job is None else "submitted")
+            results.put(trial, "not_started")
 
 
-def to_run(trials: list[Trial], results: SweepResults, as_jobs: bool) -> list[Trial]:
-    """The trials that earlier starts of the sweep have not finished; `job` is set where a Slurm job of theirs may run.
-
-    Trials that cannot run are recorded as refused. Raises `ConfigError` where a folder holds the results of other
-    settings, and where Slurm does not say which jobs are queued or running."""
-    waiting, problems, queued = [], [], set()
-    if as_jobs and any("job" in read_start(trial) for trial in trials) and (queued := local.queued_jobs()) is None:
-        raise ConfigError("squeue does not answer, and trials of this sweep may have jobs; give the same command later")
+def to_run(trials: list[Trial], results: SweepResults) -> list[Trial]:
+    """The trials that earlier starts of the sweep have not finished. Trials that cannot run are recorded as refused.
+    Raises `ConfigError` where a folder holds the results of other settings."""
+    waiting, problems = [], []
     for trial in trials:
         before, started = results.lines.get(trial.name, {}), read_start(trial)
-        changed, job = changed_since_start(trial, started) if started else [], started.get("job") if as_jobs else None
-        under_way = job in queued
-        if changed and (under_way or before.get("status") in (*FINISHED, "stopped", "timeout", "submitted")):
+        changed = changed_since_start(trial, started) if started else []
+        if changed and before.get("status") in (*FINISHED, "stopped", "timeout"):
             problems.append(
                 f"{trial.folder} holds this trial with other settings ({'; '.join(changed[:3])}); set another "
                 "sweep.name, or remove it"
             )
-        elif under_way or not (started and before.get("status") in FINISHED):
-            # The trial's job counts, unless it has ended and its outcome is recorded. If an earlier start of the sweep
-            # died, the recorded outcome may be that of an earlier job.
-            trial.job = job if under_way or before.get("status", "submitted") == "submitted" else None
+        elif not (started and before.get("status") in FINISHED):
             if started:  # it resumes what it has saved, whatever the recipe says, but not under other settings
                 trial.overrides.append(f"checkpoint.resume={'none' if changed else 'auto'}")
             waiting.append(trial)

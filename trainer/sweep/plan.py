@@ -30,30 +30,6 @@ MOST = 10_000  # trials of a sweep: more is a slip of the pen
 
 
 @dataclass
-class SlurmConfig:
-    """What each trial's job asks for."""
-
-    time_minutes: int = option(
-        60,
-        "time limit of a job; a trial that reaches it saves, is requeued and goes on",
-        unit="minutes",
-        range="[1, inf)",
-    )
-    nodes: int = option(1, "nodes of a trial", range="[1, inf)")
-    gpus_per_node: int = option(0, "GPUs of each node", range="[0, inf)")
-    cpus_per_node: int | None = option(None, "cores of each node; null leaves it to the cluster", range="[1, inf)")
-    memory_gib: float | None = option(
-        None, "host memory of each node; null leaves it to the cluster", unit="GiB", range="(0, inf)"
-    )
-    partition: str | None = option(None, "partition; null means the cluster's default")
-    account: str | None = option(None, "account")
-    qos: str | None = option(None, "quality of service")
-    options: dict[str, str | None] = option(
-        {}, "further options of sbatch: {constraint: h200, exclusive: true}; they win"
-    )
-
-
-@dataclass
 class SweepConfig:
     """Settings of a sweep; a trial does not see them."""
 
@@ -65,19 +41,14 @@ class SweepConfig:
         "over sweep.parallel, or the fewest that the plan can have on CPUs",
         range="[1, inf)",
     )
-    parallel: int = option(1, "local: trials that run at a time, each on GPUs of its own", range="[1, inf)")
+    parallel: int = option(1, "trials that run at a time, each on GPUs of its own", range="[1, inf)")
     time_minutes: float | None = option(
-        None, "local: a trial that takes longer saves and ends; null means no limit", unit="minutes", range="(0, inf)"
+        None, "a trial that takes longer saves and ends; null means no limit", unit="minutes", range="(0, inf)"
     )
     saving_seconds: float = option(
-        300.0, "local: what a stopped trial has to save, before it is killed", unit="seconds", range="[0, inf)"
+        300.0, "time that a stopped trial has to save, before it is killed", unit="seconds", range="[0, inf)"
     )
     sort: str = option("tokens_per_second", "what the table is sorted by, best first", SORTS)
-    launcher: str = option(
-        "local", "where trials run: as processes of this machine, or each as a job of Slurm", ("local", "slurm")
-    )
-    wait: bool = option(True, "slurm: wait for the jobs; else the same command, given again, collects what has ended")
-    slurm: SlurmConfig = option(SlurmConfig(), "slurm: what each trial's job asks for")
 
 
 @dataclass
@@ -85,8 +56,7 @@ class Trial:
     """One run of a sweep.
 
     overrides: all that it is started with. swept: those in which it differs from other trials. settings: as the run
-    will see them. refusal: why it cannot run, empty if it can. job: the number of its Slurm job, where one has not been
-    collected yet. more: what else stands in the line of its results."""
+    will see them. refusal: why it cannot run, empty if it can. more: what else stands in the line of its results."""
 
     name: str
     folder: Path
@@ -95,7 +65,6 @@ class Trial:
     processes: int
     settings: dict[str, Any]
     refusal: list[str] = field(default_factory=list)
-    job: str | None = None
     more: dict[str, float | None] = field(default_factory=dict)
 
     @property
@@ -159,32 +128,9 @@ def expand_sweep(
     chosen = typed.choose_written(SweepConfig, *readings, problems, "sweep")
     sweep = typed.build_typed(chosen, problems, SweepConfig, "sweep")
     problems |= {text: text for text in typed.out_of_range(sweep, "sweep")}
-    if sweep.launcher == "slurm" and sweep.time_minutes:
-        problems["time"] = f"sweep.time_minutes={sweep.time_minutes}: a job's limit is sweep.slurm.time_minutes"
-    if sweep.launcher == "slurm" and sweep.parallel > 1:
-        problems["parallel"] = (
-            f"sweep.parallel={sweep.parallel}: Slurm decides how many jobs run at a time; leave it out"
-        )
-    if sweep.launcher == "local" and (given := _of_slurm(sweep)):
-        problems["launcher"] = (
-            f"{', '.join(given)}: trials run on this machine; set sweep.launcher=slurm, or leave it out"
-        )
-    if sweep.processes and sweep.processes % sweep.slurm.nodes:
-        problems["nodes"] = (
-            f"sweep.processes={sweep.processes} is not a multiple of sweep.slurm.nodes={sweep.slurm.nodes}"
-        )
     if problems:
         raise ConfigError(list(problems.values()))
     return sweep, common, trials
-
-
-def _of_slurm(sweep: SweepConfig) -> list[str]:
-    """The settings that only jobs have, where they differ from the default."""
-    default, given = (
-        typed.flatten_values({"wait": one.wait, "slurm": typed.to_plain(one.slurm)}, "sweep.")
-        for one in (SweepConfig(), sweep)
-    )
-    return [f"{name}={value}" for name, value in given.items() if name not in default or value != default[name]]
 
 
 def _problems_of_values(swept: list[Override]) -> dict[str, str]:
@@ -266,21 +212,19 @@ def make_trial(
     plain, wrong = gather_values(overrides, config_dir)
     processes = sweep.processes or _processes(to_config(plain, wrong), sweep, gpus)
     config = to_config(plain, wrong, processes)
-    refusal = [] if wrong else check_on(config, processes, sweep.slurm.nodes, gpus, sweep.launcher)
+    refusal = [] if wrong else check_on(config, processes, gpus)
     settings = json.loads(json.dumps(typed.to_plain(config)))
     return Trial(name, folder, values, overrides, processes, settings, refusal), wrong
 
 
-def check_on(config: Config, processes: int, nodes: int, gpus: int, launcher: str) -> list[str]:
-    """Why a trial cannot run on so many processes of so many nodes, of a machine with so many GPUs."""
-    if processes % nodes:
-        return [f"{processes} processes are not a multiple of sweep.slurm.nodes={nodes}; set sweep.processes"]
-    if launcher == "local" and gpus and config.run.device != "cpu" and processes > gpus:
+def check_on(config: Config, processes: int, gpus: int) -> list[str]:
+    """Why a trial cannot run on so many processes, of a machine with so many GPUs."""
+    if gpus and config.run.device != "cpu" and processes > gpus:
         return [
             f"{processes} processes need as many GPUs, and there are {gpus}; set sweep.processes, or run.device=cpu"
         ]
     before = os.environ.get("LOCAL_WORLD_SIZE")
-    os.environ["LOCAL_WORLD_SIZE"] = str(processes // nodes)  # what the plan's check takes for the size of a node
+    os.environ["LOCAL_WORLD_SIZE"] = str(processes)  # what the plan's check takes for the size of a node
     try:
         return check_config(config, processes)
     finally:
@@ -293,8 +237,6 @@ def _processes(config: Config, sweep: SweepConfig, gpus: int) -> int:
     fewest = fewest_processes(config.parallel)
     if config.parallel.dp > 0:
         return fewest
-    if sweep.launcher == "slurm":
-        return sweep.slurm.nodes * sweep.slurm.gpus_per_node or max(fewest, sweep.slurm.nodes)
     return gpus // sweep.parallel if config.run.device != "cpu" and gpus >= sweep.parallel else fewest
 
 

@@ -54,9 +54,9 @@ def clear_trial(folder: Path) -> None:
     shutil.rmtree(folder / "torchrun", ignore_errors=True)
 
 
-def note_start(trial: Trial, **more: Any) -> None:
+def note_start(trial: Trial) -> None:
     """Writes what a trial is started with, so that a later start can tell whether its settings are the same."""
-    content = {"processes": trial.processes, "settings": trial.settings, **more}
+    content = {"processes": trial.processes, "settings": trial.settings}
     write_atomic(trial.folder / TRIAL, json.dumps(content) + "\n")
 
 
@@ -65,14 +65,12 @@ def read_start(trial: Trial) -> dict[str, Any]:
     says something else."""
     path, way_out = trial.folder / TRIAL, f"set another sweep.name, or remove {trial.folder}"
     try:
-        start = read_json(path, {"processes": int, "settings": dict, "job": (str, NoneType)}, way_out)
+        start = read_json(path, {"processes": int, "settings": dict}, way_out)
         flatten_values(start["settings"])
     except OSError:
         return {}
     except RecursionError:
         raise ConfigError(f"{path} is nested too deeply; {way_out}") from None
-    if not re.fullmatch("[0-9]{1,18}", start.get("job") or "0"):
-        raise ConfigError(f"{path} says job={shorten_foreign(start['job'])}, which is no number of a job; {way_out}")
     return start
 
 
@@ -98,14 +96,14 @@ def oom_kills() -> int | None:
 
 
 def trial_outcome(
-    folder: Path, code: int | None, requested: str | None = None, kernel_killed: bool | None = None
+    folder: Path, code: int, requested: str | None = None, kernel_killed: bool | None = None
 ) -> tuple[str, str | None]:
     """A trial's status and the reason for it, after its start has ended.
 
-    code: the agent's exit code, None if unknown. requested: the status to give it if the sweep itself has stopped it by
+    code: the agent's exit code. requested: the status to give it if the sweep itself has stopped it by
     a signal. kernel_killed: whether the kernel has killed processes for lack of memory meanwhile, None if unknown."""
     status = _read(folder / "status.json")
-    if code == 0 or code is None and status.get("status") == "done":
+    if code == 0:
         return "done", None
     errors = error_texts(folder) + ([str(status["reason"])] if "reason" in status else [])
     if short := next(filter(lacks_memory, errors), None):
@@ -219,11 +217,7 @@ class SweepResults:
             "overrides": trial.swept,
             "processes": trial.processes,
             "status": status,
-            **(
-                dict.fromkeys(MEASURED)
-                if status in ("refused", "not_started", "submitted")
-                else measure_trial(trial.folder)
-            ),
+            **(dict.fromkeys(MEASURED) if status in ("refused", "not_started") else measure_trial(trial.folder)),
             **trial.more,
             "reason": reason,
             "folder": str(trial.folder),

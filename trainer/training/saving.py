@@ -97,7 +97,7 @@ class RunStart:
         # Rank 0 reads the folder for all: on a shared file system, ranks may see different versions of it.
         identity, proven = world.agree(lambda: (read_identity(run), read_proven(run)))
         any_launch = config.checkpoint.resume == "auto"
-        in_memory = find_in_memory(nodes, identity, config.checkpoint.verify, mine, any_launch, world)
+        in_memory = find_in_memory(nodes, identity, mine, any_launch, world)
         known = None if in_memory is None else in_memory[0]
         base = world.agree(lambda: describe_base(config, layout.spec, world.device))
         search = StartSearch(config.checkpoint, folder, mine, proven, known)
@@ -320,7 +320,7 @@ def describe_checkpoint(
 # Text that the model writes while it is trained (`eval.generate`).
 
 
-TOP_K = 50
+TEMPERATURE, TOP_K = 0.8, 50
 """Samples during a run are chosen among so many most likely tokens, as `trainer sample` does by default."""
 
 
@@ -351,7 +351,7 @@ def draw_samples(
     from trainer.generate.sampling import SamplingOptions
     from trainer.generate.text import continue_prompts
 
-    sampling = SamplingOptions(settings.temperature, TOP_K)
+    sampling = SamplingOptions(TEMPERATURE, TOP_K)
     prompts = [tokenizer.encode_prompt(prompt) for prompt in settings.prompts]
     texts = continue_prompts(sharded_model(state), tokenizer, prompts, settings.tokens, sampling, stop_ids=stop_ids)
     for stage in state.stages:

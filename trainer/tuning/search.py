@@ -53,7 +53,7 @@ def search_plans(
     Raises `ConfigError` before anything is started where something is wrong."""
     sweep, common, swept = expand_sweep(words, config_dir)
     base = compose_variant(common, config_dir, 1)
-    gpus = visible_gpus() if sweep.launcher == "local" and base.run.device != "cpu" else []
+    gpus = visible_gpus() if base.run.device != "cpu" else []
     machine = machine_of(hardware, changes, config_dir, sweep, gpus)
     sweep.processes = processes_of(sweep, machine, gpus)
     sweep.name = sweep.name or f"{base.run.name}-tune"
@@ -125,7 +125,7 @@ class PlanSearch:
                 status = study.measure(
                     chosen, seconds, self.sweep, self.common, self.base, self.steps, self.config_dir, self.gpus
                 )
-                interrupted = bool(signals) or status in ("stopped", "not_started", "submitted")
+                interrupted = bool(signals) or status in ("stopped", "not_started")
         print_line(told := "stopped; the same command goes on" if interrupted else f"ended: {why}")
         print_study(study)
         written = self.note(told)
@@ -153,12 +153,7 @@ class PlanSearch:
 
     def command(self, plan: SearchPlan) -> str:
         """What starts a run of a plan, in the way in which its trial was started."""
-        processes, slurm = self.sweep.processes or 1, self.sweep.slurm
-        if self.sweep.launcher == "slurm":
-            node = processes // slurm.nodes
-            start = ["sbatch", "--nodes", str(slurm.nodes), "--gpus-per-node", str(node), "launch/slurm/train.sbatch"]
-        else:
-            start = ["trainer", "train", "--gpus" if self.gpus else "--processes", str(processes)]
+        start = ["trainer", "train", "--gpus" if self.gpus else "--processes", str(self.sweep.processes or 1)]
         words = ["--config-dir", self.config_dir] if self.config_dir else []
         return shlex.join([*start, *words, *self.common, *plan_overrides(plan)])
 
@@ -175,13 +170,8 @@ def machine_of(
 ) -> HardwareConfig:
     """The kind of machine: by its name, or the one that this is. Its nodes have as many devices as the trials use of
     them. Raises `ConfigError`."""
-    if not name and sweep.launcher == "slurm":
-        raise ConfigError("hardware=... is needed under sweep.launcher=slurm: the kind of the cluster's machines")
     machine = load_hardware(name or (kind_of_gpu(config_dir) if gpus else "cpu"), changes, config_dir)
-    processes = processes_of(sweep, machine, gpus)
-    if processes % sweep.slurm.nodes:
-        raise ConfigError(f"{processes} processes are not a multiple of sweep.slurm.nodes={sweep.slurm.nodes}")
-    machine.devices = processes // sweep.slurm.nodes
+    machine.devices = processes_of(sweep, machine, gpus)
     return machine
 
 
@@ -199,25 +189,18 @@ def kind_of_gpu(config_dir: str | None) -> str:
 
 
 def processes_of(sweep: SweepConfig, machine: HardwareConfig, gpus: list[str]) -> int:
-    jobs = sweep.slurm.nodes * (sweep.slurm.gpus_per_node or machine.devices)
-    return sweep.processes or (jobs if sweep.launcher == "slurm" else len(gpus) or machine.devices)
+    return sweep.processes or len(gpus) or machine.devices
 
 
 def restrict_sweep(sweep: SweepConfig) -> None:
     """Trials run one after the other, and save nothing. Raises `ConfigError` where the sweep's settings want it
     otherwise."""
-    problems = []
     if sweep.parallel > 1:
-        problems.append(f"sweep.parallel={sweep.parallel}: trials that run beside others are slowed down; leave it out")
-    if not sweep.wait:
-        problems.append("sweep.wait=false: what is tried next depends on each trial; leave it out")
-    if problems:
-        raise ConfigError(problems)
+        raise ConfigError(
+            f"sweep.parallel={sweep.parallel}: trials that run beside others are slowed down; leave it out"
+        )
     sweep.saving_seconds = 0.0
-    if sweep.launcher == "local":
-        sweep.time_minutes = sweep.time_minutes or MINUTES
-    else:
-        os.environ.setdefault("TRAINER_RETRIES", "1")  # a crash is a result, and not tried again
+    sweep.time_minutes = sweep.time_minutes or MINUTES
 
 
 def with_known_model(config: Config) -> Config:

@@ -367,7 +367,7 @@ class TuningStudy:
             raise ConfigError(list(wrong.values()))
         memory = plan.found.memory / GIB
         trial.more = dict(zip(PREDICTED, (plan.found.seconds, expected / plan.scale, memory)))
-        run_trials(to_run([trial], self.results, sweep.launcher == "slurm"), sweep, config_dir, gpus, self.results)
+        run_trials(to_run([trial], self.results), sweep, config_dir, gpus, self.results)
         status = self.results.lines[option.name]["status"]
         if status == "refused":
             self.illegal.add(option.name)

@@ -107,11 +107,7 @@ def check_stages(stages: int, plan: Plan, depth: int) -> None:
 def unread_settings(settings: PipelineConfig) -> list[str]:
     """Settings that the schedule has no use for."""
     name = settings.schedule
-    unread = {
-        "group_size": name != "interleaved",
-        "chunks": name.endswith(".csv"),
-        "memory_cap": name not in ("greedy", "auto"),
-    }
+    unread = {"chunks": name.endswith(".csv"), "memory_cap": name not in ("greedy", "auto")}
     problems = [
         f"parallel.pipeline.{setting}={getattr(settings, setting)} has no meaning for "
         f"parallel.pipeline.schedule={name}; leave it out"
@@ -140,7 +136,7 @@ def named_schedule(settings: PipelineConfig, depth: int, plan: Plan, batch: Batc
         )
         name = {1: "zb_h1", 2: "zb_v"}.get(chunks, "interleaved")
     if name in TEMPLATES:
-        return build_schedule(name, plan.pp, batch.accumulation, chunks, settings.group_size)
+        return build_schedule(name, plan.pp, batch.accumulation, chunks)
     path = Path(name)
     try:
         schedule = ir.load_schedule(path, name=path.stem)

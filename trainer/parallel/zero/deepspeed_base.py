@@ -24,6 +24,7 @@ from trainer.model.initial import Weights
 from trainer.optim.optimizer import Optimizer, ParameterPolicy
 from trainer.parallel.tensor.apply import SharedParameters
 from trainer.planning.parameters import ParameterInfo, moment_count
+from trainer.precision import scaler
 from trainer.precision.scaler import BACKOFF, GROWTH
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def generate_config(config: Config, device: torch.device) -> dict[str, Any]:
             "fp16": {
                 "enabled": precision.compute == "fp16",
                 "initial_scale_power": max(0, round(math.log2(precision.loss_scale))),
-                "loss_scale_window": precision.growth_interval,
+                "loss_scale_window": scaler.GROWTH_INTERVAL,
                 "hysteresis": 1,
             },
         }
@@ -172,7 +173,7 @@ class DeepSpeedScaler:
     def state_dict(self) -> dict[str, Any]:
         if not self.enabled:
             return {}
-        interval = self.precision.growth_interval
+        interval = scaler.GROWTH_INTERVAL
         good_steps = (self.theirs.cur_iter - 2 - self.theirs.last_overflow_iter) % interval
         return {
             "scale": float(self.theirs.cur_scale),

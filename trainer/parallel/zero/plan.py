@@ -304,17 +304,6 @@ def check_zero(parallel: ParallelConfig, ranks: int, world: int, node: int) -> l
             "parallel.zero.offload=true keeps sharded state in host memory, and parallel.zero.stage=0 shards none; "
             "set parallel.zero.stage=1, 2 or 3"
         )
-    if parallel.zero.sum_on_host and not (parallel.zero.offload and stage >= 2 and parallel.zero.engine == "torch"):
-        problems.append(
-            "parallel.zero.sum_on_host=true is for gradients that FSDP offloads after every micro-batch; set "
-            "parallel.zero.offload=true, parallel.zero.stage=2 or 3 and parallel.zero.engine=torch, or "
-            "parallel.zero.sum_on_host=false"
-        )
-    elif parallel.zero.sum_on_host and parallel.shard not in (-1, ranks):
-        problems.append(
-            f"parallel.zero.sum_on_host=true: with replicas (parallel.shard={parallel.shard} of {ranks} ranks) FSDP "
-            "adds up on the device; set parallel.shard=-1, or parallel.zero.sum_on_host=false"
-        )
     return problems + check_transport(parallel, ranks, node) + check_parallel(parallel, ranks, world // node)
 
 

@@ -243,7 +243,6 @@ class _Search:
             config.parallel.pipeline,
             schedule=name,
             chunks=chunks if name == "interleaved" else None,
-            group_size=None,
             split="balanced",
             memory_cap=None,
         )

@@ -21,18 +21,16 @@ from trainer.planning.schedules.ir import Action, Schedule, split_overlaps
 class ScheduleTemplate:
     """A schedule that can be built for any number of ranks.
 
-    build: makes the schedule from ranks, micro-batches, chunks and group size (None for templates without groups).
+    build: makes the schedule from ranks, micro-batches and chunks.
     placement: how stages lie on ranks, see `place_stages`.
     chunks: legal numbers of stages per rank, the default first; None for any number, by default 2.
     splits: whether I and W are separate actions, so that linear layers have to defer weight gradients.
-    groups: whether it has a group size.
     """
 
-    build: Callable[[int, int, int, int | None], Schedule]
+    build: Callable[[int, int, int], Schedule]
     placement: Literal["loop", "v"]
     chunks: tuple[int, ...] | None
     splits: bool
-    groups: bool = False
 
 
 def place_stages(ranks: int, chunks: int, style: Literal["loop", "v"]) -> tuple[int, ...]:
@@ -45,9 +43,7 @@ def place_stages(ranks: int, chunks: int, style: Literal["loop", "v"]) -> tuple[
     )
 
 
-def build_schedule(
-    name: str, ranks: int, microbatches: int, chunks: int | None = None, group_size: int | None = None
-) -> Schedule:
+def build_schedule(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
     """The named template. Raises `ConfigError` naming the setting and a legal value."""
     problems = []
     template = TEMPLATES.get(name)
@@ -68,22 +64,9 @@ def build_schedule(
         )
     elif chunks < 1:
         problems.append(f"parallel.pipeline.chunks={chunks} must be at least 1")
-    if group_size is not None and not template.groups:
-        problems.append(
-            f"parallel.pipeline.group_size={group_size} has no meaning for schedule={name}; leave it out, or use "
-            "parallel.pipeline.schedule=interleaved"
-        )
-    elif (
-        group_size is not None and not problems and not (low := min(ranks, microbatches)) <= group_size <= microbatches
-    ):
-        problems.append(
-            f"parallel.pipeline.group_size={group_size}: a group has a micro-batch for each of the "
-            f"parallel.pp={ranks} ranks or more, and at most the step's {microbatches} micro-batches; legal: "
-            + (f"{low} to {microbatches}" if low < microbatches else str(low))
-        )
     if problems:
         raise ConfigError(problems)
-    return template.build(ranks, microbatches, chunks, group_size)
+    return template.build(ranks, microbatches, chunks)
 
 
 def forward_only(placement: tuple[int, ...], microbatches: int) -> Schedule:
@@ -131,27 +114,26 @@ def _lines_for(placement: tuple[int, ...], microbatches: int, backward: str) -> 
         yield _interleave(ranks, microbatches, 1, 1, backward, warmup=2)
 
 
-def _gpipe(ranks: int, microbatches: int, chunks: int, group_size: int | None) -> Schedule:
+def _gpipe(ranks: int, microbatches: int, chunks: int) -> Schedule:
     """GPipe: all forwards, then all backwards (Huang et al. 2018, arXiv 1811.06965). Activations of all micro-batches
     are held."""
     orders = tuple(tuple(Action(rank, kind, m) for kind in "FB" for m in range(microbatches)) for rank in range(ranks))
     return Schedule("gpipe", orders, place_stages(ranks, 1, "loop"), microbatches)
 
 
-def _one_forward_one_backward(ranks: int, microbatches: int, chunks: int, group_size: int | None) -> Schedule:
+def _one_forward_one_backward(ranks: int, microbatches: int, chunks: int) -> Schedule:
     """1F1B: a rank at distance d from the last holds d + 1 micro-batches (Narayanan et al. 2019)."""
     lines = _interleave(ranks, microbatches, 1, 1, "B")
     return Schedule("1f1b", tuple(map(tuple, lines)), place_stages(ranks, 1, "loop"), microbatches)
 
 
-def _interleaved(ranks: int, microbatches: int, chunks: int, group_size: int | None) -> Schedule:
+def _interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
     """Interleaved 1F1B (Narayanan et al. 2021, arXiv 2104.04473, section 2.2): the bubble of 1F1B divided by the
     chunks.
 
-    Micro-batches pass the ranks in groups: all of a group through one chunk, then all through the next. Groups have
-    `group_size` or more micro-batches and are as equal as possible, so that any number of micro-batches is legal.
-    Larger groups hold more activations, and leave more time for transfers."""
-    lines = _interleave(ranks, microbatches, chunks, group_size or ranks, "B")
+    Micro-batches pass the ranks in groups: all of a group through one chunk, then all through the next. Groups have as
+    many micro-batches as there are ranks, or more, and are as equal as possible, so that any number is legal."""
+    lines = _interleave(ranks, microbatches, chunks, ranks, "B")
     return Schedule("interleaved", tuple(map(tuple, lines)), place_stages(ranks, chunks, "loop"), microbatches)
 
 
@@ -180,13 +162,13 @@ def _interleave(
     return lines
 
 
-def _zero_bubble(name: str, warmup: int) -> Callable[[int, int, int, int | None], Schedule]:
+def _zero_bubble(name: str, warmup: int) -> Callable[[int, int, int], Schedule]:
     """ZB-H1 and ZB-H2 (Qi et al. 2023, arXiv 2401.10241): 1F1B with W in the gaps.
 
     warmup: forwards ahead for each rank that follows. With 1, every rank holds as much as the first rank under 1F1B.
     With 2, no rank idles between its first and last action."""
 
-    def build(ranks: int, microbatches: int, chunks: int, group_size: int | None) -> Schedule:
+    def build(ranks: int, microbatches: int, chunks: int) -> Schedule:
         lines = _interleave(ranks, microbatches, 1, 1, "I", warmup)
         return _fill(name, place_stages(ranks, 1, "loop"), microbatches, lines, warmup * (ranks - 1) + 1)
 
@@ -235,10 +217,10 @@ def _wave(ranks: int, microbatches: int, block: BuildingBlock, backward: str) ->
     return lines
 
 
-def _wave_schedule(name: str, memory: Callable[[int], int]) -> Callable[[int, int, int, int | None], Schedule]:
+def _wave_schedule(name: str, memory: Callable[[int], int]) -> Callable[[int, int, int], Schedule]:
     """The V schedule of the smallest bubble within `memory(ranks)` micro-batches' activations."""
 
-    def build(ranks: int, microbatches: int, chunks: int, group_size: int | None) -> Schedule:
+    def build(ranks: int, microbatches: int, chunks: int) -> Schedule:
         costs, placement, cap = _unit_costs(2 * ranks), place_stages(ranks, 2, "v"), 2 * memory(ranks)
         lines = next(
             lines
@@ -260,7 +242,7 @@ def _unit_costs(stages: int) -> StageCosts:
     return StageCosts.uniform(stages, kept=1.0)
 
 
-def _dualpipe_v(ranks: int, microbatches: int, chunks: int, group_size: int | None) -> Schedule:
+def _dualpipe_v(ranks: int, microbatches: int, chunks: int) -> Schedule:
     """DualPipeV (DeepSeek-AI 2024, arXiv 2412.19437, section 3.2.1, halved to a V): forwards paired with backwards of
     other micro-batches, for models whose two passes overlap; ranks without that run them one after the other.
 
@@ -327,7 +309,7 @@ def _within(action: Action, microbatches: int) -> tuple[Action, ...]:
 TEMPLATES = {
     "gpipe": ScheduleTemplate(_gpipe, "loop", (1,), splits=False),
     "1f1b": ScheduleTemplate(_one_forward_one_backward, "loop", (1,), splits=False),
-    "interleaved": ScheduleTemplate(_interleaved, "loop", None, splits=False, groups=True),
+    "interleaved": ScheduleTemplate(_interleaved, "loop", None, splits=False),
     "zb_h1": ScheduleTemplate(_zero_bubble("zb_h1", 1), "loop", (1,), splits=True),
     "zb_h2": ScheduleTemplate(_zero_bubble("zb_h2", 2), "loop", (1,), splits=True),
     "zb_v": ScheduleTemplate(_wave_schedule("zb_v", lambda ranks: ranks), "v", (2,), splits=True),
