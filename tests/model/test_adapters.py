@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support.reference import settings, tiny_spec
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 from trainer.config.model import AdapterSpec, ExpertsSpec, ModelSpec
 from trainer.config.synonyms import find_synonym
@@ -36,9 +37,9 @@ class SlowMultiply(Multiply):
 SLOW = SlowMultiply()
 
 
-def build_linear(outputs: int, kind: str, bias: bool) -> Linear:
+def build_linear(outputs: int, kind: str, bias: bool, inputs: int = WIDTH) -> Linear:
     """kind: holds `adapted`, `frozen`, or none of both."""
-    linear = Linear(WIDTH, outputs, ("heads", "embed"), bias).double()
+    linear = Linear(inputs, outputs, ("heads", "embed"), bias).double()
     for parameter in linear.parameters():
         nn.init.normal_(parameter)
     if "frozen" in kind:
@@ -89,6 +90,40 @@ def test_products_and_gradients_are_those_of_the_formula(kinds: list[str], bias:
         found = torch.autograd.grad(sum((o * w).sum() for o, w in zip(seen, weights)), wanted, allow_unused=True)
         for one, other in zip(found, totals):
             torch.testing.assert_close(torch.zeros_like(other) if one is None else one, other)
+
+
+@pytest.mark.parametrize("outputs", [[64], [64, 32, 32], [176, 176]])
+def test_adapters_read_a_shared_input_once(outputs: list[int]) -> None:
+    """Elements that operators of adapters read and write beside those of the matrices, a token: forward the input and,
+    to add to them, the outputs twice; backward the gradients of the outputs twice, the input once, and its gradient
+    twice."""
+    tokens, seen = 61, [0]
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, arguments=(), keywords=None):  # type: ignore[no-untyped-def]
+            result = operator(*arguments, **(keywords or {}))
+            if operator.namespace == "aten" and not operator.is_view:  # what operators of our own consist of
+                flat = [one for one in tree_flatten((arguments, keywords, result))[0] if isinstance(one, Tensor)]
+                seen[0] += sum(one.numel() for one in flat if tokens in one.shape)
+            return result
+
+    found = []
+    for kind in ("frozen", "frozen adapted"):
+        torch.manual_seed(0)
+        linears = [build_linear(size, kind, bias=False, inputs=96).float() for size in outputs]
+        for linear in linears:
+            linear.multiply = SLOW  # without adapters the same code as with them
+        x = torch.randn(tokens, 96, requires_grad=True)
+        seen[0] = 0
+        with Counted():
+            results = project_input(x, *linears)
+            forward, seen[0] = seen[0], 0
+            torch.autograd.backward(results, [torch.ones_like(one) for one in results])
+        found.append((forward, seen[0]))
+    (forward, backward), (more_forward, more_backward) = found
+    narrow = 20 * RANK * len(outputs)
+    assert more_forward - forward <= tokens * (96 + 2 * sum(outputs) + narrow)
+    assert more_backward - backward <= tokens * (3 * 96 + 2 * sum(outputs) + narrow)
 
 
 @given(counts=st.lists(st.integers(0, 4), min_size=1, max_size=4), bias=st.booleans(), frozen=st.booleans())

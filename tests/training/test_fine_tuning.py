@@ -14,6 +14,7 @@ from support.launch import ROOT, warm_python
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import trainer
+from trainer.commands import export
 from trainer.observe import metrics
 
 ROWS = conversations(30)
@@ -90,3 +91,16 @@ def test_two_processes_compute_the_same(runs):
     for mine, theirs in zip(one, two):
         names = [name for name in ("loss", "grad_norm", "eval_loss/all", "tokens") if name in mine]
         assert [mine[name] for name in names] == pytest.approx([theirs[name] for name in names], rel=1e-5)
+
+
+@pytest.mark.parametrize("weights", ["compute", "fp8"])
+def test_adapters_go_from_conversations_to_an_export(runs: Path, weights: str) -> None:
+    """By the recipe for a laptop. transformers computes with the export the loss that the run ended with."""
+    more = [f"model.adapter.weights={weights}", "precision.compute=fp32", "checkpoint.at_end=true"]
+    assert trainer.run(trainer.compose(["+config=lora", *command(runs, weights), *more])).code == 0
+    before, *_, after = metrics.read_metrics(runs / weights)
+    plain, out = plain_loss(runs / "base"), runs / f"{weights}_export"
+    assert before["eval_loss/all"] == pytest.approx(plain, rel=1e-5 if weights == "compute" else 1e-2)
+    assert after["eval_loss/all"] < 0.98 * plain, "it learns"
+    assert export.main([str(runs / weights), str(out), "dtype=fp32"]) == 0
+    assert plain_loss(out) == pytest.approx(after["eval_loss/all"], rel=1e-5)

@@ -24,6 +24,7 @@ from trainer.model.initial import DeclaredModule
 from trainer.model.linear import DeferredGrads, accumulate_gradients, detach_weights, number_layer, weight_views
 from trainer.model.stage import BlockReport
 from trainer.planning.parameters import DOWN, UP, declare_adapter
+from trainer.precision.products import E4M3
 
 
 @register_operator("choose_experts")
@@ -206,7 +207,15 @@ class WideLinear(DeclaredModule):
 def cast_model(model: nn.Module, dtype: torch.dtype) -> None:
     """Casts the parameters of a model, those of `WideLinear` to fp32 at least. Frozen matrices in fp8 stay as they
     are."""
-    model._apply(lambda one: one.to(dtype) if one.is_floating_point() and one.dtype.itemsize > 1 else one)
+    codes = [
+        (module, name, parameter.data)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.dtype is E4M3
+    ]
+    model.to(dtype)
+    for module, name, values in codes:
+        setattr(module, name, nn.Parameter(values, requires_grad=False))
     for module in model.modules():
         if isinstance(module, WideLinear):
             module.to(torch.promote_types(dtype, torch.float32))

@@ -298,6 +298,28 @@ def _(x: Tensor, down: Tensor, scale: float) -> Tensor:
     return x.new_empty(x.shape[0], down.shape[0])
 
 
+def add_low_rank(y: Tensor, low: Tensor, up: Tensor) -> Tensor:
+    """y + u B^T. y may be overwritten, and must not be used again.
+
+    torch's own sum of a matrix and a product copies the matrix first. Compiled code adds in place, and copies only
+    where y is needed elsewhere. Without the compiler, selective recompute keeps y itself, which must stay as it is."""
+    if not torch.compiler.is_compiling():
+        return add_projection(y, low, up)
+    add_projection_in_place(y, low, up)
+    return y
+
+
+@torch.library.custom_op("trainer::add_projection_in_place", mutates_args=("y",))
+def add_projection_in_place(y: Tensor, low: Tensor, up: Tensor) -> None:
+    """See `add_projection`."""
+    y.addmm_(low, up.t())
+
+
+@add_projection_in_place.register_fake
+def _(y: Tensor, low: Tensor, up: Tensor) -> None:
+    return None
+
+
 @register_operator("add_projection")
 def add_projection(y: Tensor, low: Tensor, up: Tensor) -> Tensor:
     """y + u B^T: [tokens, outputs], [tokens, rank], [outputs, rank] -> [tokens, outputs]."""
@@ -336,27 +358,36 @@ class AdaptedColumns(torch.autograd.Function):
                 x, weights, GEMMRole.OUTPUT, biases, keep=len(downs) > 0, multiply=multiply
             )
         places = find_adapted(scales)
-        lows = [project_down(whole, down, scales[place]) for place, down in zip(places, downs)]
-        added = {place: add_projection(results[place], low, up) for place, low, up in zip(places, lows, ups)}
+        low: list[Tensor] = []
+        added: dict[int, Tensor] = {}
+        if downs:
+            # The matrices A share the input, which one product reads once. All adapters of a model have one factor.
+            low = [project_down(whole, join_rows(downs), scales[places[0]])]
+            lows = low[0].split([len(down) for down in downs], 1)
+            added = {place: add_low_rank(results[place], part, up) for place, part, up in zip(places, lows, ups)}
         # A frozen matrix without an adapter needs its input no more.
         kept = [x] if downs or any(ctx.needs_input_grad[4 : 4 + count]) else []
-        ctx.save_for_backward(*held, *row_scales, *downs, *ups, *lows, *kept)
+        ctx.save_for_backward(*held, *row_scales, *downs, *ups, *low, *kept)
         return tuple(added.get(place, result) for place, result in enumerate(results))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple:
         group, multiply, scales, count = ctx.group, ctx.multiply, ctx.scales, len(ctx.scales)
         places = find_adapted(scales)
-        held, row_scales, downs, ups, lows, kept = split_sizes(ctx.saved_tensors, count, count, *[len(places)] * 3)
+        sizes = count, count, len(places), len(places), len(places) > 0
+        held, row_scales, downs, ups, low, kept = split_sizes(ctx.saved_tensors, *sizes)
         wanted = ctx.needs_input_grad[4 : 4 + 2 * count]
         to_biases = [gradient.sum(0) if bias else None for gradient, bias in zip(gradients, wanted[count:])]
         trained = [place for place in range(count) if wanted[place]]
         # A rank has the gradients of its part of the outputs. Their sum over ranks is as narrow as the rank.
-        to_lows = [(gradients[place] @ up).mul_(scales[place]) for place, up in zip(places, ups)]
-        to_ups = [gradients[place].t() @ low for place, low in zip(places, lows)]
-        started = again = to_x = None
+        started = again = to_x = to_low = None
+        to_ups, to_downs = [], []
+        if downs:
+            ranks = [len(down) for down in downs]
+            to_low = torch.cat([gradients[place] @ up for place, up in zip(places, ups)], 1).mul_(scales[places[0]])
+            to_ups = [gradients[place].t() @ part for place, part in zip(places, low[0].split(ranks, 1))]
         if group is not None:
-            started = group.scatter_sum(torch.cat(to_lows, 1)) if to_lows else None
+            started = None if to_low is None else group.scatter_sum(to_low)
             again = group.gather(kept[0]) if trained else None
         if ctx.needs_input_grad[2]:
             role, dtype = GEMMRole.INPUT_GRADIENT, gradients[0].dtype
@@ -366,9 +397,11 @@ class AdaptedColumns(torch.autograd.Function):
             else:
                 to_x = group.matmul_scatter_sum(gradients, weights, role, multiply)
         if started is not None:
-            to_lows = group.wait(started).split([low.shape[1] for low in to_lows], 1)
-        # Each rank adds up over its own tokens: the gradient of A is a partial sum, as that of every whole parameter.
-        to_downs = [to_low.t() @ kept[0] for to_low in to_lows]
+            to_low = group.wait(started)
+        if to_low is not None:
+            # Each rank adds up over its own tokens: the gradient of A is a partial sum, as that of every whole
+            # parameter.
+            to_downs = (to_low.t() @ kept[0]).split(ranks)
         to_weights: list[Tensor | None] = [None] * count
         if trained:
             whole = kept[0] if group is None else group.wait(again)
@@ -376,8 +409,8 @@ class AdaptedColumns(torch.autograd.Function):
                 to_weights[place] = found
         if to_x is not None:
             to_x = to_x if group is None else group.wait(to_x)
-            for to_low, down in zip(to_lows, downs):
-                to_x = torch.addmm(to_x, to_low, down)
+            if to_low is not None:
+                to_x = add_low_rank(to_x, to_low, join_rows(downs).t())
         pairs = [part for pair in zip(to_downs, to_ups) for part in pair]
         return None, None, to_x, None, *to_weights, *to_biases, *[None] * count, *pairs
 
@@ -402,12 +435,12 @@ class AdaptedRows(torch.autograd.Function):
         if not pair:
             return group.wait(group.matmul_scatter_sum([x], [weight], GEMMRole.OUTPUT, multiply))
         if not group.fuses:
-            return group.wait(group.scatter_sum(add_projection(multiply(x, weight, GEMMRole.OUTPUT), low[0], pair[1])))
+            return group.wait(group.scatter_sum(add_low_rank(multiply(x, weight, GEMMRole.OUTPUT), low[0], pair[1])))
         # A product that is fused with its sum leaves nothing to add to: the sum of the partial sums is a message of its
         # own, as narrow as the rank.
         started = group.scatter_sum(low[0])
         result = group.wait(group.matmul_scatter_sum([x], [weight], GEMMRole.OUTPUT, multiply))
-        return add_projection(result, group.wait(started), pair[1])
+        return add_low_rank(result, group.wait(started), pair[1])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple:
@@ -428,10 +461,15 @@ class AdaptedRows(torch.autograd.Function):
             to_low = (whole @ up).mul_(ctx.scale)
             to_pair = [to_low.t() @ kept[0], whole.t() @ low]
             if to_x is not None:
-                to_x = torch.addmm(to_x, to_low, down)
+                to_x = add_low_rank(to_x, to_low, down.t())
         if needs_weight:
             to_weight = multiply(whole, kept[0], GEMMRole.WEIGHT_GRADIENT)
         return None, None, None, to_x, to_weight, None, *to_pair
+
+
+def join_rows(matrices: Sequence[Tensor]) -> Tensor:
+    """One matrix with the rows of all."""
+    return matrices[0] if len(matrices) == 1 else torch.cat(list(matrices))
 
 
 def find_adapted(scales: Sequence[float | None]) -> list[int]:

@@ -484,19 +484,23 @@ def measure_adapters(spec: ModelSpec, tp: int) -> tuple[tuple[float, float, floa
     and write forward and backward, elements of the frozen matrices in fp8, which each pass decodes, and the elements of
     the adapters themselves.
 
-    Each product is a kernel of its own. Forward reads the input, reads the output and writes it. Backward reads the
-    gradient of the output twice and the input once, and reads and writes the gradient of the input."""
+    Forward reads the input, and reads and writes the output to add to it. Backward reads the gradient of the output
+    twice and the input once, and reads and writes the gradient of the input. Dense matrices of a block that share an
+    input read it once."""
     found = []
     for table in layer_tables(spec):
         forward = backward = elements = 0.0
+        read: set[tuple[str, str]] = set()
         for name, down in table.items():
             if name.endswith(f".{DOWN}"):
-                *experts, outputs, inputs = table[f"{name.removesuffix(DOWN)}weight"].multiplied(tp)
+                weight = table[f"{name.removesuffix(DOWN)}weight"]
+                *experts, outputs, inputs = weight.multiplied(tp)
                 rows = down.active * prod(experts)  # that a token has in a stack of experts
-                forward, backward = (
-                    forward + rows * (inputs + 2 * outputs),
-                    backward + rows * (3 * inputs + 2 * outputs),
-                )
+                shared = name.rsplit(".", 2)[0], weight.axes[-1]
+                once = rows * inputs * (weight.stacked or shared not in read)
+                read.add(shared)
+                forward += once + 2 * rows * outputs
+                backward += 3 * once + 2 * rows * outputs
                 elements += rows * down.shape[-2] * (inputs + outputs)
         decoded = sum(prod(info.multiplied(tp)) for info in table.values() if info.float8)
         found.append((forward, backward, decoded, elements))
