@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from statistics import mean
 
 import pytest
@@ -16,10 +18,12 @@ from trainer.parallel.pipeline.plan import layer_costs
 from trainer.planning.estimate.memory import find_peaks, programs_of
 from trainer.planning.estimate.plans import rank_plans
 from trainer.planning.estimate.rates import RingTimes
+from trainer.planning.estimate.report import show_plans
 from trainer.planning.estimate.step import GIB
 from trainer.planning.estimate.timing import communication_seconds, time_units
 from trainer.planning.hardware import load_hardware
 from trainer.planning.layer import flops_per_token, model_programs, parameter_counts
+from trainer.planning.plan import Plan
 from trainer.planning.resolve import resolve_layout
 from trainer.planning.schedules.simulate import simulate_schedule
 from trainer.planning.states import rank_states
@@ -488,3 +492,62 @@ def test_the_best_of_all_plans():
         assert again.seconds == pytest.approx(one.seconds) and again.layout == one.layout
         assert again.memory == pytest.approx(one.memory, rel=0.05) and one.fits != "no"
         assert one.layout.batch.global_size == 8
+
+
+def test_every_plan_is_ranked_once_and_interleaving_goes_to_one_layer_a_stage():
+    """Copies are tried among two ranks, and among more where the settings ask for them."""
+    spec, hardware = replace(shipped("llama_60m"), depth=12), load_hardware("h200")
+    copied = {"parallel__zero__collectives": "copy_engine", "activation__mode": "none", "compile": True}
+    config = settings(spec, batch__sequence_length=1024, **copied)
+    found = rank_plans(config, hardware, 4, 8, most=10**6, kept={"activation.mode"}).best
+    keys = [(one.seconds, one.memory, tuple(one.layout.plan.degrees.items()), one.layout.batch) for one in found]
+    assert len(set(keys)) == len(keys) > 200
+    assert not any(one.layout.plan.stage == 2 and one.layout.batch.accumulation == 1 for one in found)
+    orders = {one.layout.pipeline.schedule.placement for one in found if one.layout.plan.pp == 2}
+    assert max(len(placement) for placement in orders) == 12
+    assert {one.layout.plan.tp for one in found if one.config.parallel.tp_overlap == "copy_engine"} == {2}
+    shards = {one.layout.plan.shard for one in found if one.config.parallel.zero.collectives == "copy_engine"}
+    assert shards == {2, 4}
+    config = settings(spec, batch__sequence_length=1024, activation__mode="none", parallel__pp=1)
+    plain = rank_plans(config, hardware, 4, 8, most=10**6, kept={"activation.mode", "parallel.pp"}).best
+    assert {one.layout.plan.shard for one in plain if one.config.parallel.zero.collectives == "copy_engine"} == {2}
+
+
+@pytest.mark.parametrize("world", [7, 8, 1024, 16384])
+def test_plans_of_any_number_of_processes(world):
+    """With what a plan has of each degree given, few plans are left: what remains must not grow with the processes."""
+    config = settings(shipped("llama_60m"), batch__sequence_length=1024, activation__mode="none")
+    config.parallel.pp = config.parallel.tp = config.batch.micro_size = 1
+    kept = {"parallel.pp", "parallel.tp", "parallel.cp", "batch.micro_size", "activation.mode"}
+    ranking = rank_plans(config, load_hardware("h200"), world, 8 * world, kept=kept)
+    assert 0 < ranking.legal < 40 and all(one.layout.plan.world == world for one in ranking.best)
+
+
+@given(st.tuples(*[st.sampled_from([1, 2, 3, 4])] * 5), st.sampled_from([1, 2]))
+def test_the_first_group_of_a_dimension(sizes, stage):
+    pp, replicate, shard, tp, cp = sizes
+    plan = Plan(pp=pp, replicate=replicate, shard=shard * cp, tp=tp, cp=cp, stage=stage, ep=tp)
+    for dimension in (*plan.mesh, *plan.expert_mesh, "dp", "cp"):
+        groups = plan.groups(dimension)
+        assert list(plan.first_group(dimension)) == groups[0]
+        assert sorted(rank for group in groups for rank in group) == list(range(plan.world))
+
+
+@given(st.lists(st.sampled_from(["zero3", "tp", "pp", "cp", "long"]), min_size=1, max_size=4), st.booleans())
+@hypothesis_settings(max_examples=12, deadline=None)
+def test_tables_of_plans_are_at_most_120_wide(kinds, budget):
+    changes = {
+        "zero3": ZERO3 | {"parallel__shard": 8},
+        "tp": ZERO3 | {"parallel__tp": 2, "parallel__tp_overlap": "copy_engine", "parallel__shard": 4} | COPIED,
+        "pp": PIPELINE | {"parallel__pp": 4, "parallel__pipeline__schedule": "interleaved"},
+        "cp": ZERO3 | CP2 | {"parallel__tp": 4, "parallel__pp": 2, "batch__accumulation": 4},
+        "long": ZERO3 | {"activation__tile": 8192, "loss__tile": 8192, "activation__offload": True},
+    }
+    found = [estimated(settings(shipped("llama3_8b"), **LLAMA | changes[kind]), 64, h200()) for kind in kinds]
+    with redirect_stdout(StringIO()) as shown:
+        show_plans(found, "plans", 1e12 * budget)
+    lines = shown.getvalue().splitlines()
+    assert max(map(len, lines)) <= 120 and len(lines) == len(kinds) + 3
+    assert "GiB" in lines[-1] and "tokens/s" in lines[2]
+    for kind, line in zip(kinds, lines[3:]):
+        assert "tiles, offload" in line if kind == "long" else "copies: tp ZeRO" in line if kind == "tp" else True

@@ -96,7 +96,7 @@ def print_estimates(found: list[StepEstimate], title: str, options: EstimateOpti
 
     chosen = most_certain(found)
     if options.plans:
-        report.show_plans(found, f"{title}; {report.describe_choice(found, chosen)}", options.tokens)
+        report.show_plans(found, f"{title}\n{report.describe_choice(found, chosen)}", options.tokens)
     shapes = shapes_of(chosen)
     report.print_estimate(chosen, options.tokens, [(one.setting, one.text) for one in shapes])
     if options.json:

@@ -68,13 +68,17 @@ class Plan:
     def groups(self, dimension: str) -> list[list[int]]:
         """The process groups of a dimension of one of the two meshes, or of `dp` or `cp`: global ranks that differ in
         their place along it only."""
+        first = self.first_group(dimension)
+        firsts = (rank for rank in range(self.world) if rank // first.step % len(first) == 0)
+        return [[rank + place for place in first] for rank in firsts]
+
+    def first_group(self, dimension: str) -> range:
+        """The group of `groups` that rank 0 is in. All groups of a dimension have the same distances."""
         sizes = {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp} if dimension in ("dp", "cp") else self.mesh
         sizes = sizes if dimension in sizes else self.expert_mesh
         names = list(sizes)
         step = math.prod(sizes[name] for name in names[names.index(dimension) + 1 :])
-        size = sizes[dimension]
-        firsts = (rank for rank in range(self.world) if rank // step % size == 0)
-        return [[first + place * step for place in range(size)] for first in firsts]
+        return range(0, sizes[dimension] * step, step)
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as checkpoints record it."""

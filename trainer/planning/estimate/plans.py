@@ -61,6 +61,12 @@ SHARED = 8192
 MOST_MICRO_BATCHES = 256
 """Of a rank, in plans that are tried: more make nothing faster, and take long to simulate."""
 
+MOST_ACTIONS = 8192
+"""Stages times micro-batches of an interleaved schedule that is tried: more take long to simulate."""
+
+MEASURED_COPIES = 2
+"""Ranks of the largest group in which copies between GPUs were measured. In others they are tried if settings ask."""
+
 
 @dataclass(frozen=True)
 class PlanCandidate:
@@ -137,12 +143,14 @@ class _Search:
         """Of candidates in the order of their bounds the `most` that take least time and whose memory is as `fits`
         says, fastest first."""
         best: list[StepEstimate] = []
+        names = set[tuple[object, ...]]()
         for candidate in candidates:
             limit = best[-1].seconds if len(best) == most else inf
             if candidate.bound >= limit:
                 break
             found = self.estimate(limit, candidate)
-            if found is not None and found.fits in fits:
+            if found is not None and found.fits in fits and identify(found) not in names:
+                names.add(identify(found))
                 best = sorted([*best, found], key=attrgetter("seconds"))[:most]
         return best
 
@@ -157,7 +165,9 @@ class _Search:
                 auto = self.base.activation.mode == "auto"
                 for mode in ("auto",) if auto else RECOMPUTE:
                     config = self.config(parallel, micro, accumulation, mode)
-                    if not self.keeps(config, DEGREES):
+                    # With one micro-batch ZeRO-2 does what ZeRO-1 does.
+                    same = accumulation == 1 and plan.stage == 2 and "parallel.zero.stage" not in self.kept
+                    if same or not self.keeps(config, DEGREES):
                         continue
                     tokens = config.batch.sequence_length * micro / plan.token_ranks
                     for chosen in (
@@ -196,15 +206,12 @@ class _Search:
     def ways(self, parallel: ParallelConfig) -> Iterator[ParallelConfig]:
         """A plan by collectives, by copies between the GPUs of a node, and as the settings say, where that is legal."""
         base, copies = self.base, ["copy_engine"] * (self.hardware.device != "CPU")  # where copies take no core's time
-        overlaps, backends = [base.parallel.tp_overlap, *copies], [base.parallel.zero.collectives, *copies]
+        shard = build_plan(parallel, self.world).shard
+        overlaps = [base.parallel.tp_overlap, *(copies if parallel.tp <= MEASURED_COPIES else [])]
+        backends = [base.parallel.zero.collectives, *(copies if shard <= MEASURED_COPIES else [])]
         if parallel.tp == 1 or float8_settings(base.precision):  # in fp8 none has run on GPUs
             overlaps = []
-        if (
-            base.precision.float8.gather
-            or enabled_codecs(parallel.grad_comm)
-            or parallel.ep > 1
-            or build_plan(parallel, self.world).shard == 1
-        ):
+        if base.precision.float8.gather or enabled_codecs(parallel.grad_comm) or parallel.ep > 1 or shard == 1:
             backends = []
         pairs = itertools.product(dict.fromkeys(["off", *overlaps]), dict.fromkeys(["nccl", *backends]))
         for tp_overlap, collectives in pairs:
@@ -214,7 +221,9 @@ class _Search:
 
     def with_schedules(self, config: Config, plan: Plan, micro: int, accumulation: int) -> Iterator[PlanCandidate]:
         schedules = [
-            self.scheduled(config, name, chunks) for name, chunks in SCHEDULES if plan.pp * chunks <= self.spec.depth
+            self.scheduled(config, name, chunks)
+            for name, chunks in (*SCHEDULES, *deeper_interleaving(self.spec.depth, plan.pp, accumulation))
+            if plan.pp * chunks <= self.spec.depth
         ]
         schedules = [one for one in schedules if self.keeps(one, PIPELINE)] if plan.pp > 1 else schedules[:1]
         self.legal += len(schedules)
@@ -323,6 +332,24 @@ class _Search:
         held += states.gathered if plan.stage < 3 else 0
         held += states.gradients if batch.accumulation > 1 and not states.offloaded else 0
         return held / plan.pp + 0.8 * IN_FLIGHT.get(schedule, 1.0) * sum(timing.costs.activation[:-1])
+
+
+def deeper_interleaving(depth: int, ranks: int, microbatches: int) -> list[tuple[str, int]]:
+    """Interleaved schedules with more stages a rank than those of `SCHEDULES`, up to one layer a stage."""
+    most = max(chunks for _, chunks in SCHEDULES)
+    deepest = depth // ranks
+    wanted = {deepest, *(2**power for power in range(1, deepest.bit_length()))}
+    return [
+        ("interleaved", chunks)
+        for chunks in sorted(wanted)
+        if chunks > most and ranks * chunks * microbatches <= MOST_ACTIONS
+    ]
+
+
+def identify(one: StepEstimate) -> tuple[object, ...]:
+    """What two names of one plan have in common: degrees, batch, time and memory."""
+    plan, numbers = one.layout.plan, (f"{number:.9e}" for number in (one.seconds, one.memory))
+    return *plan.degrees.items(), one.layout.batch, *numbers
 
 
 def with_backends(parallel: ParallelConfig, tp_overlap: str, collectives: str) -> ParallelConfig:

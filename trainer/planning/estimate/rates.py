@@ -7,7 +7,8 @@ the fixed time of a kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -318,13 +319,13 @@ class RingTimes:
     @classmethod
     def of(cls, hardware: HardwareConfig, plan: Plan, dimension: str) -> RingTimes:
         """The groups of a dimension of the mesh. Those that span nodes use all adapters of their ranks on a node."""
-        return cls.among(hardware, plan.groups(dimension)[0])
+        return cls.among(hardware, plan.first_group(dimension))
 
     @classmethod
-    def among(cls, hardware: HardwareConfig, ranks: list[int]) -> RingTimes:
-        """The group of these global ranks."""
+    def among(cls, hardware: HardwareConfig, ranks: Sequence[int]) -> RingTimes:
+        """The group of these global ranks, in ascending order."""
         size, node = len(ranks), hardware.devices
-        local = sum(rank // node == ranks[0] // node for rank in ranks)
+        local = bisect_left(ranks, (ranks[0] // node + 1) * node)
         if local == size:
             return cls(size, link_bandwidth(hardware.node), hardware.node.latency * 1e-6)
         between = min(link_bandwidth(hardware.node), local * link_bandwidth(hardware.network))

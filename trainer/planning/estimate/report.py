@@ -11,13 +11,14 @@ import yaml
 from trainer.planning.decide import describe_measures, describe_recompute
 from trainer.planning.estimate.step import GIB, ErrorBand, StepEstimate
 from trainer.planning.estimate.timing import AXES
-from trainer.planning.features import communication_summary, communication_table
+from trainer.planning.features import communication_table
 from trainer.planning.float8 import numeric_types
 from trainer.planning.layer import parameter_counts
 from trainer.planning.resolve import collect_warnings
 from trainer.util import tables
 
 if TYPE_CHECKING:
+    from trainer.config import Config
     from trainer.planning.estimate.plans import PlanRanking
 
 DAY = 86400.0
@@ -147,35 +148,84 @@ def left_out(found: StepEstimate) -> list[str]:
     return missing
 
 
+WIDTH = 120
+"""Characters of the widest table."""
+
+DROPPED = ("MFU", "bubble", "exposed", "device hours", "batch")
+"""Columns that a table leaves out where it is too wide otherwise, the first first. The page of one plan has them."""
+
+
 def show_plans(found: Sequence[StepEstimate], title: str, tokens: float = 0.0) -> None:
     """Prints a table of several plans. tokens: a budget whose days and device hours are wanted."""
-    tables.print_rows(title, [_row(number, one, tokens) for number, one in enumerate(found, start=1)])
+    rows = [_row(number, one, tokens) for number, one in enumerate(found, start=1)]
+    if all(one.layout.plan.pp == 1 for one in found):
+        rows = [_without(_without(row, "schedule"), "bubble") for row in rows]
+    for name in DROPPED:
+        if _width(rows) > WIDTH:
+            rows = [_without(row, name) for row in rows]
+    tables.print_rows(f"{title}\n{_describe_bands(found)}", rows)
+
+
+def _without(row: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key != name}
+
+
+def _width(rows: Sequence[Mapping[str, Any]]) -> int:
+    """Characters of a table, with two spaces between its columns."""
+    widths = (max(len(name), *(len(str(row[name])) for row in rows)) for name in rows[0])
+    return sum(widths) + 2 * (len(rows[0]) - 1)
+
+
+def _describe_bands(found: Sequence[StepEstimate]) -> str:
+    """How far the numbers of a table may be off."""
+    times, speeds = (
+        " or ".join(dict.fromkeys(_spread(one.band, of_speed) for one in found)) for of_speed in (False, True)
+    )
+    return f"step: {times}, tokens/s a device: {speeds}, memory: {_spread(_even(found[0].hardware.memory_band))}"
 
 
 def _row(number: int, found: StepEstimate, tokens: float) -> dict[str, Any]:
-    layout, speed, hardware = found.layout, found.tokens_per_second, found.hardware
-    longer, faster = _spread(found.band), _spread(found.band, of_speed=True)
+    layout, speed = found.layout, found.tokens_per_second
     pipeline, seconds = layout.pipeline.schedule, tokens / speed
     budget = {
-        "for the tokens": f"{tables.format_duration(seconds)} {longer}",
-        "device hours": f"{tables.format_count(seconds * layout.plan.world / 3600)} {longer}",
+        "for the tokens": tables.format_duration(seconds),
+        "device hours": tables.format_count(seconds * layout.plan.world / 3600),
     }
     return {
         "": number,
-        "plan": layout.plan.describe() + communication_summary(found.config, layout.plan),
+        "plan": name_plan(found),
         "schedule": f"{pipeline.name} x{pipeline.chunks}" if layout.plan.pp > 1 else "-",
         "batch": f"{layout.batch.micro_size} x {layout.batch.accumulation}",
-        "recompute": found.config.activation.mode,
-        "step": f"{tables.format_duration(found.seconds)} {longer}",
-        "tokens/s a device": f"{tables.format_count(speed / layout.plan.world)} {faster}",
-        "tokens a day": f"{tables.format_count(speed * DAY)} {faster}",
+        "recompute": name_recompute(found.config),
+        "step": tables.format_duration(found.seconds),
+        "tokens/s": tables.format_count(speed / layout.plan.world),
         **(budget if tokens else {}),
-        "MFU": f"{tables.format_percent(found.mfu(True))} {faster}",
+        "MFU": tables.format_percent(found.mfu(True)),
         "exposed": tables.format_percent(sum(found.exposed.values()) / found.seconds),
         "bubble": tables.format_percent(found.terms["bubble"] / found.seconds),
-        "memory": f"{found.memory / GIB:.1f} GiB {_spread(_even(hardware.memory_band))}",
+        "memory": f"{found.memory / GIB:.1f} GiB",
         "fits": found.fits,
     }
+
+
+def name_plan(found: StepEstimate) -> str:
+    """A plan in a few words: its degrees, its ZeRO stage with the ranks of a shard, and what is not by collectives."""
+    plan, config = found.layout.plan, found.config
+    parts = [f"{name}{size}" for name, size in plan.degrees.items() if size > 1 or name == "dp"]
+    parts += [f"ep{plan.ep}"] * (plan.ep > 1) + [f"ZeRO-{plan.stage}" + f"/{plan.shard}" * (plan.replicate > 1)] * bool(
+        plan.stage
+    )
+    parts += ["offload"] * plan.offload + ["DeepSpeed"] * (plan.engine == "deepspeed")
+    copied = ["tp"] * (plan.tp > 1 and config.parallel.tp_overlap != "off")
+    copied += ["ZeRO"] * (plan.shard > 1 and config.parallel.zero.collectives != "nccl")
+    return " ".join([*parts, *["copies:"] * bool(copied), *copied])
+
+
+def name_recompute(config: Config) -> str:
+    """What saves activation memory, in a few words."""
+    activation, loss = config.activation, bool(config.loss.tile)
+    tiles = ("tiles" if loss else "layer tiles") if activation.tile else "loss tiles" if loss else ""
+    return ", ".join(part for part in (activation.mode, tiles, "offload" * bool(activation.offload)) if part)
 
 
 def _even(band: float) -> ErrorBand:

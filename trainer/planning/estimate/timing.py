@@ -161,7 +161,7 @@ class _Timer:
         self.documents = documents_of(config.data)
         self.element = ELEMENT_BYTES[config.precision.compute]
         self.tokens = layout.tokens
-        self.context, first = layout.context, self.plan.groups("cp")[0]
+        self.context, first = layout.context, self.plan.first_group("cp")
         if self.context is not None:
             self.neighbours = RingTimes.among(hardware, first[: self.context.inner])
             self.gatherers = RingTimes.among(hardware, first[:: self.context.inner])
