@@ -405,12 +405,9 @@ def test_code_with_such_an_argument_is_refused_before_a_run(monkeypatch):
     [
         ({"parallel.tp": 4}, "parallel.tp=4 does not divide num_key_value_heads=2"),
         ({"parallel.ep": 2}, "parallel.ep=2"),
-        ({"parallel.zero.engine": "deepspeed"}, "engine=deepspeed"),
-        ({"parallel.zero.collectives": "copy_engine"}, "collectives=copy_engine"),
         ({"parallel.tp": 2, "parallel.tp_overlap": "copy_engine"}, "tp_overlap=copy_engine"),
         ({"run.cuda_graphs": True}, "run.cuda_graphs=true"),
         ({"activation.mode": "auto"}, "activation.mode=auto"),
-        ({"activation.mode": "budget"}, "activation.mode=budget"),
         ({"activation.tile": 64}, "activation.tile=64"),
         ({"activation.mode": "selective", "activation.save": ["mlp.*"]}, r"activation.save=mlp.\*"),
     ],

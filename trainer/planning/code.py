@@ -41,16 +41,6 @@ def check_code(parallel: ParallelConfig, spec: ModelSpec | None, world: int, nod
             f"parallel.tp_overlap={parallel.tp_overlap} is for products of this project's blocks, and the model "
             "runs by transformers' code; set parallel.tp_overlap=off"
         )
-    if parallel.zero.engine != "torch":
-        yield (
-            f"parallel.zero.engine={parallel.zero.engine} is not supported for a model that runs by transformers' "
-            "code; set parallel.zero.engine=torch"
-        )
-    if parallel.zero.collectives != "nccl":
-        yield (
-            f"parallel.zero.collectives={parallel.zero.collectives} is not supported for a model that runs by "
-            "transformers' code; set parallel.zero.collectives=nccl"
-        )
 
 
 def check_code_settings(config: Config, spec: ModelSpec | None, plan: Plan, node: int) -> Iterator[str]:
@@ -60,7 +50,7 @@ def check_code_settings(config: Config, spec: ModelSpec | None, plan: Plan, node
     activation, given = config.activation, {}
     given["run.cuda_graphs=true"] = (config.run.cuda_graphs, "run.cuda_graphs=false")
     given[f"activation.mode={activation.mode}"] = (
-        activation.mode in ("auto", "budget"),
+        activation.mode == "auto",
         "activation=full, or activation=selective",
     )
     given[f"activation.tile={activation.tile}"] = (bool(activation.tile), "activation.tile=0")
