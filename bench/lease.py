@@ -1,6 +1,7 @@
-"""Measurements that fit into a lease of GPUs: those of experts.sh, many_gpus.sh and lora.sh.
+"""Measurements that fit into a lease of GPUs: those of experts.sh, many_gpus.sh and lora.sh, and of transformers' own
+code.
 
-    python bench/lease.py experts|many_gpus|lora OUT_FOLDER [CASE...] [tiny=true] [gpus=N]
+    python bench/lease.py experts|code|many_gpus|lora OUT_FOLDER [CASE...] [tiny=true] [gpus=N]
 
 Every case is a program with a time limit of its own, and all cases have one limit (LEASE_SECONDS): a case that no time
 is left for is named and not started. A case of a peer stands beside the case of ours that it is compared with. A JSON
@@ -37,7 +38,19 @@ from typing import Any
 
 import torch
 import yaml
-from compare import OPERATIONS, ROOT, SELECTIVE, Launcher, last_error, make_assets, ours, peft, torchtitan, transformers
+from compare import (
+    COPIED,
+    OPERATIONS,
+    ROOT,
+    SELECTIVE,
+    Launcher,
+    last_error,
+    make_assets,
+    ours,
+    peft,
+    torchtitan,
+    transformers,
+)
 from specs import merge_values, read_spec, read_values
 
 from trainer.observe.metrics import read_metrics
@@ -196,6 +209,23 @@ def experts(lease: Lease) -> list[Case]:
         Case("convergence.prepare", 200, partial(prepare, lease)),
         Case("convergence.runs", 560, partial(converge, lease)),
     ]
+
+
+def code(lease: Lease) -> list[Case]:
+    """Own blocks, transformers' own code under the same plan, and transformers under DeepSpeed's ZeRO-3."""
+
+    def beside(group: str, model: Path, length: int, micro: int) -> list[Case]:
+        by_code = [*SELECTIVE, "code=transformers"]
+        return [
+            lease.step(f"{group}.own", model, length, micro, SELECTIVE),
+            lease.step(f"{group}.code", model, length, micro, by_code, 250),
+            lease.step(f"{group}.code_eager", model, length, micro, [*by_code, "compile=false"]),
+            lease.step(f"{group}.code_copied", model, length, micro, [*by_code, COPIED], 250),
+            lease.step(f"{group}.transformers", model, length, micro, ["recompute=true"], 200, transformers),
+        ]
+
+    llama, qwen3 = lease.model("llama3_8b", 16), lease.model("qwen3_30b_a3b", 8)
+    return [*beside("llama3", llama, 8192, 1), *beside("qwen3", qwen3, 4096, 4)]
 
 
 SEEDS = (0, 1, 2)
@@ -470,7 +500,12 @@ def describe_machine(gpus: int) -> Line:
     return machine | {"date": time.strftime("%Y-%m-%d"), "versions": versions}
 
 
-SUITES: dict[str, Callable[[Lease], list[Case]]] = {"experts": experts, "many_gpus": many_gpus, "lora": lora}
+SUITES: dict[str, Callable[[Lease], list[Case]]] = {
+    "experts": experts,
+    "code": code,
+    "many_gpus": many_gpus,
+    "lora": lora,
+}
 
 
 def choose_cases(cases: list[Case], wanted: list[str]) -> list[Case]:

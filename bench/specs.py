@@ -39,6 +39,16 @@ def read_spec(path: str | Path) -> ModelSpec:
     return ModelSpec.from_dict(read_values(path))
 
 
+def run_by_transformers(spec: ModelSpec) -> ModelSpec:
+    """The same model, run by transformers' own code."""
+    from transformers import AutoConfig
+
+    from trainer.hf.accepted import code_spec, plain_values
+    from trainer.hf.config import config_from_spec
+
+    return code_spec(plain_values(AutoConfig.for_model(**config_from_spec(spec)).to_dict()))
+
+
 TORCHTITAN = {"llama": "llama3", "qwen3_moe": "qwen3", "deepseek_v2": "deepseek_v3"}
 """Our family -> torchtitan's model."""
 

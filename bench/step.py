@@ -1,11 +1,12 @@
 """Speed of the training step alone, on random tokens: tokens/s, MFU, memory, and where a step's time goes.
 
     torchrun --nproc-per-node N bench/step.py case=NAME model=configs/model/llama3_8b.yaml length=8192 micro=1 \
-        [out=FILE] [balanced=true] [parallel.zero.stage=3 activation.mode=selective compile=true ...]
+        [out=FILE] [balanced=true] [code=transformers] [parallel.zero.stage=3 compile=true ...]
 
 Everything after the first few keys is a setting of the configuration schema. Needs no corpus and no Hydra. With
-balanced=true every expert of a mixture gets the same number of tokens, whatever the router says. The line also says
-what `trainer estimate` predicts of the step.
+balanced=true every expert of a mixture gets the same number of tokens, whatever the router says. With
+code=transformers the model runs by transformers' own code. The line also says what `trainer estimate` predicts of the
+step.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import yaml
-from specs import read_spec
+from specs import read_spec, run_by_transformers
 from torch._dynamo.utils import counters
 
 from trainer.config import Config
@@ -71,6 +72,7 @@ def main() -> None:
         "trace": "",
         "out": "",
         "balanced": "false",
+        "code": "spec",
     }
     config, changes = Config(), dict(argument.split("=", 1) for argument in sys.argv[1:])
     for name, value in changes.items():
@@ -85,6 +87,8 @@ def main() -> None:
         experts.choose_experts = choose_in_turn
     spec = read_spec(own["model"])
     spec.depth = int(own["depth"] or spec.depth)
+    if own["code"] == "transformers":
+        spec = run_by_transformers(spec)
     length, micro, accumulation, warm_up, steps = (
         int(own[name]) for name in ("length", "micro", "accumulation", "warm", "steps")
     )

@@ -455,11 +455,8 @@ def test_code_with_such_an_argument_is_refused_before_a_run(monkeypatch):
     [
         ({"parallel.tp": 4}, "parallel.tp=4 does not divide num_key_value_heads=2"),
         ({"parallel.ep": 2}, "parallel.ep=2 shares experts, and the model has none"),
-        ({"parallel.zero.engine": "deepspeed"}, "engine=deepspeed"),
-        ({"parallel.zero.collectives": "copy_engine"}, "collectives=copy_engine"),
         ({"parallel.tp": 2, "parallel.tp_overlap": "copy_engine"}, "tp_overlap=copy_engine"),
         ({"run.cuda_graphs": True}, "run.cuda_graphs=true"),
-        ({"activation.mode": "auto"}, "activation.mode=auto"),
         ({"activation.mode": "auto"}, "activation.mode=auto"),
         ({"activation.tile": 64}, "activation.tile=64"),
         ({"activation.mode": "selective", "activation.save": ["mlp.*"]}, r"activation.save=mlp.\*"),
@@ -604,10 +601,7 @@ def test_a_run_resumes_and_its_export_is_a_model_of_transformers(tmp_path):
 
 @pytest.mark.parametrize(
     "settings, message",
-    [
-        (["model.extend={max_length: 128}"], "model.extend"),
-        (["activation.tile=8"], "activation.tile=8"),
-    ],
+    [(["model.extend={max_length: 128}"], "model.extend"), (["activation.tile=8"], "activation.tile=8")],
 )
 def test_a_run_that_the_code_cannot_follow_leaves_nothing(tmp_path, settings, message):
     AutoConfig.for_model(**small_values("cohere2", vocab_size=300)).save_pretrained(tmp_path / "in")

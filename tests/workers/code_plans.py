@@ -47,6 +47,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
     "full": {"mode": "full"},
     "selective": {"mode": "selective"},
     "offload": {"mode": "full", "offload": True},
+    "budget": {"mode": "budget", "budget": 0.3},
 }
 
 
@@ -62,6 +63,10 @@ def config_of(case: dict[str, Any]) -> Config:
         parallel__shard=case.get("shard", -1),
         precision__compute=case.get("precision", "fp32"),
         optimizer__name=case.get("optimizer", "adamw"),
+        parallel__zero__engine=case.get("engine", "torch"),
+        parallel__zero__collectives=case.get("collectives", "nccl"),
+        parallel__grad_comm__inner__codec=case.get("codec", "none"),
+        parallel__grad_comm__min_size=0,
         **{f"activation__{name}": value for name, value in RECOMPUTE[case.get("recompute", "none")].items()},
         **case.get("settings", {}),
     )

@@ -47,16 +47,6 @@ def check_code(parallel: ParallelConfig, spec: ModelSpec | None, world: int, nod
             f"parallel.tp_overlap={parallel.tp_overlap} is for products of this project's blocks, and the model "
             "runs by transformers' code; set parallel.tp_overlap=off"
         )
-    if parallel.zero.engine != "torch":
-        yield (
-            f"parallel.zero.engine={parallel.zero.engine} is not supported for a model that runs by transformers' "
-            "code; set parallel.zero.engine=torch"
-        )
-    if parallel.zero.collectives != "nccl":
-        yield (
-            f"parallel.zero.collectives={parallel.zero.collectives} is not supported for a model that runs by "
-            "transformers' code; set parallel.zero.collectives=nccl"
-        )
 
 
 def check_code_settings(config: Config, spec: ModelSpec | None, plan: Plan, node: int) -> Iterator[str]:
