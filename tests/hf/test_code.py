@@ -36,15 +36,18 @@ from trainer.hf import open_weights, spec_from_hf, starting_weights
 from trainer.hf.accepted import ACCEPTED, code_spec, plain_values
 from trainer.hf.code import CodeStage, Elsewhere, StagePass, UnsupportedAttention, attend_in_pass, use_pass
 from trainer.hf.code_weights import CodeInitialWeights, code_name
-from trainer.hf.folder import export_model
+from trainer.hf.folder import export_model, model_from_hf
 from trainer.model.initial import fill_parameters, parameter_infos
 from trainer.model.transformer import document_positions
 from trainer.parallel.parallelize import check_declared, keep_buffers
 from trainer.parallel.recompute import apply_recompute
+from trainer.planning.estimate.step import estimate_step
 from trainer.planning.features import check_plan, check_whole_plan, resolve_plan
+from trainer.planning.hardware import load_hardware
 from trainer.planning.layer import flops_per_token, parameter_counts
 from trainer.planning.parameters import declare_parameters, router_shapes
-from trainer.planning.resolve import compose
+from trainer.planning.resolve import compose, resolve_layout
+from trainer.planning.states import state_bytes
 from trainer.training.run import run
 
 CPU = torch.device("cpu")
@@ -268,6 +271,24 @@ def test_auto_takes_our_blocks_where_the_type_is_known(tmp_path):
     assert isinstance(code, CodeSpec)
     assert parameter_counts(code) == parameter_counts(ours)
     assert flops_per_token(code, 64, True) == pytest.approx(flops_per_token(ours, 64, True))
+
+
+def test_estimates_of_shared_experts_and_of_adapters_are_those_of_our_blocks(tmp_path):
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "vocab_size": 300, "num_experts": 16}
+    AutoConfig.for_model(**small_values("qwen3_moe", **sizes)).save_pretrained(tmp_path)
+    common = f"model.from_hf={tmp_path}", "data.tokenizer=bytes", "batch.sequence_length=64", "precision=bf16"
+    ways = {"transformers": "self_attn", "spec": "attention"}
+    for more in (["parallel.ep=4"], ["parallel.ep=2", "parallel.zero.stage=3", "activation=full"], ["adapter"]):
+        found = []
+        for code, block in ways.items():
+            adapter = ["model.adapter.rank=4", f"model.adapter.targets=[*.{block}.*]"]
+            chosen = adapter if more == ["adapter"] else more
+            config = compose([*common, f"model.code={code}", *chosen], world_size=4)
+            config.model = model_from_hf(config.model)
+            layout = resolve_layout(config, 4, config.model)
+            times = estimate_step(config, layout, load_hardware("h100")).terms
+            found.append((state_bytes(config.model, layout.plan, 2), times.get("expert collectives")))
+        assert found[0] == found[1], more
 
 
 @pytest.mark.parametrize("name", MODELS)
