@@ -37,7 +37,9 @@ from trainer.hf.accepted import ACCEPTED, code_spec, plain_values
 from trainer.hf.code import CodeStage, Elsewhere, StagePass, UnsupportedAttention, attend_in_pass, use_pass
 from trainer.hf.code_weights import CodeInitialWeights, code_name
 from trainer.hf.folder import export_model, model_from_hf
+from trainer.model import experts
 from trainer.model.initial import fill_parameters, parameter_infos
+from trainer.model.linear import DeferredGrads
 from trainer.model.transformer import document_positions
 from trainer.parallel.parallelize import check_declared, keep_buffers
 from trainer.parallel.recompute import apply_recompute
@@ -235,6 +237,30 @@ def test_some_experts_are_those_of_the_whole_stack(name, count, data):
                 assert part.shape == (len(numbers), *info.shape[1:])
                 assert torch.equal(part, weights(key, info)[numbers.start : numbers.stop]), key
             assert torch.equal(read(key, info), theirs[code_name(key, "model")]), key
+
+
+@pytest.mark.parametrize("name", ["mixtral", *MIXTURES])
+def test_weight_gradients_of_experts_can_be_deferred(name):
+    batch = random_batch(0, 2, 16, 58, True)
+    once, later = stage_of(spec_of(name)), stage_of(spec_of(name))
+    deferred = DeferredGrads()
+    later.defer(deferred)
+    for stage in (once, later):
+        deferred.active = stage is later
+        stage(batch.tokens, batch.targets, batch.documents)[0].backward()
+    stacks = [key for key, one in later.named_parameters() if one.dim() == 3]
+    assert len(stacks) == 8 and all(later.get_parameter(key).grad is None for key in stacks)
+    deferred.take()()
+    for key, parameter in once.named_parameters():
+        assert torch.equal(parameter.grad, later.get_parameter(key).grad), key
+
+
+@pytest.mark.parametrize("inputs, outputs", [(16, 8), (12, 8), (16, 20), (8, 30)])
+def test_the_grouped_kernel_gets_sizes_that_it_reads(monkeypatch, inputs, outputs):
+    monkeypatch.setattr(experts, "multiplies_groups", lambda device: True)
+    wanted = inputs % 8 == outputs % 8 == 0
+    assert experts.can_group(torch.ones(3, inputs, dtype=torch.bfloat16), outputs) == wanted
+    assert not experts.can_group(torch.ones(3, inputs), outputs)
 
 
 def test_recompute_does_not_choose_experts_again():
