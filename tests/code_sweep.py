@@ -32,6 +32,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "data": {"stage": 3, "recompute": "full"},
     "tp": {"tp": 2},
     "pp": {"pp": 2, "schedule": "zb_v"},
+    "ep": {"ep": 2, "stage": 3, "recompute": "full"},
 }
 EXACT = 5e-5
 """The largest relative error of a gradient of a plan that computes the same. Rounding makes up to 1e-5."""
@@ -99,7 +100,8 @@ def main(out: str, *names: str) -> int:
             words = " ".join(f"{text:8}" for text in verdicts.values())
             print(f"{name:24} {words}", " | ".join(text[:110] for text in details), flush=True)
             if facts := ACCEPTED.get(name):
-                needed = ["data", *["tp"] * facts.tp, *["pp"] * facts.pp]
+                # Types without experts, or with experts that ranks cannot share, are refused.
+                needed = ["data", *["tp"] * facts.tp, *["pp"] * facts.pp, *["ep"] * (verdicts["ep"] != "refused")]
                 failed += [f"{name} ({plan})" for plan in needed if verdicts[plan] != "exact"]
         results |= found
         Path(out).write_text(json.dumps(results))
