@@ -33,6 +33,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "tp": {"tp": 2},
     "pp": {"pp": 2, "schedule": "zb_v"},
     "compiled": {"stage": 3, "recompute": "selective", "compile": True},
+    "ep": {"ep": 2, "stage": 3, "recompute": "full"},
 }
 EXACT = 5e-5
 """The largest relative error of a gradient of a plan that computes the same. Rounding makes up to 1e-5."""
@@ -101,7 +102,9 @@ def main(out: str, *names: str) -> int:
             words = " ".join(f"{text:8}" for text in verdicts.values())
             print(f"{name:24} {words}", " | ".join(text[:110] for text in details), flush=True)
             if facts := ACCEPTED.get(name):
+                # Types without experts, or with experts that ranks cannot share, are refused.
                 needed = ["data", "compiled", *["tp"] * facts.tp, *["pp"] * facts.pp]
+                needed += ["ep"] * (verdicts["ep"] != "refused")
                 failed += [f"{name} ({plan})" for plan in needed if verdicts[plan] not in ("exact", "eager")]
         results |= found
         Path(out).write_text(json.dumps(results))

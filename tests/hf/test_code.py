@@ -46,16 +46,21 @@ from trainer.hf.code import (
     use_pass,
 )
 from trainer.hf.code_weights import CodeInitialWeights, code_name
-from trainer.hf.folder import export_model
+from trainer.hf.folder import export_model, model_from_hf
+from trainer.model import experts
 from trainer.model.initial import fill_parameters, parameter_infos
+from trainer.model.linear import DeferredGrads
 from trainer.model.transformer import document_positions
 from trainer.parallel.parallelize import check_declared, compile_layers, keep_buffers, multiply_in_float8
 from trainer.parallel.recompute import apply_recompute
+from trainer.planning.estimate.step import estimate_step
 from trainer.planning.features import check_plan, check_whole_plan, resolve_plan
 from trainer.planning.float8 import float8_linears
+from trainer.planning.hardware import load_hardware
 from trainer.planning.layer import flops_per_token, parameter_counts
 from trainer.planning.parameters import declare_parameters, router_shapes
-from trainer.planning.resolve import compose
+from trainer.planning.resolve import compose, resolve_layout
+from trainer.planning.states import state_bytes
 from trainer.precision.products import Float8Multiply, GEMMRole, matmul
 from trainer.training.run import run
 
@@ -353,6 +358,30 @@ def test_some_experts_are_those_of_the_whole_stack(name, count, data):
             assert torch.equal(read(key, info), theirs[code_name(key, "model")]), key
 
 
+@pytest.mark.parametrize("name", ["mixtral", *MIXTURES])
+def test_weight_gradients_of_experts_can_be_deferred(name):
+    batch = random_batch(0, 2, 16, 58, True)
+    once, later = stage_of(spec_of(name)), stage_of(spec_of(name))
+    deferred = DeferredGrads()
+    later.defer(deferred)
+    for stage in (once, later):
+        deferred.active = stage is later
+        stage(batch.tokens, batch.targets, batch.documents)[0].backward()
+    stacks = [key for key, one in later.named_parameters() if one.dim() == 3]
+    assert len(stacks) == 8 and all(later.get_parameter(key).grad is None for key in stacks)
+    deferred.take()()
+    for key, parameter in once.named_parameters():
+        assert torch.equal(parameter.grad, later.get_parameter(key).grad), key
+
+
+@pytest.mark.parametrize("inputs, outputs", [(16, 8), (12, 8), (16, 20), (8, 30)])
+def test_the_grouped_kernel_gets_sizes_that_it_reads(monkeypatch, inputs, outputs):
+    monkeypatch.setattr(experts, "multiplies_groups", lambda device: True)
+    wanted = inputs % 8 == outputs % 8 == 0
+    assert experts.can_group(torch.ones(3, inputs, dtype=torch.bfloat16), outputs) == wanted
+    assert not experts.can_group(torch.ones(3, inputs), outputs)
+
+
 def test_recompute_does_not_choose_experts_again():
     """Also where the router changes the values of `topk` in place, as that of Mixtral does."""
 
@@ -387,6 +416,24 @@ def test_auto_takes_our_blocks_where_the_type_is_known(tmp_path):
     assert isinstance(code, CodeSpec)
     assert parameter_counts(code) == parameter_counts(ours)
     assert flops_per_token(code, 64, True) == pytest.approx(flops_per_token(ours, 64, True))
+
+
+def test_estimates_of_shared_experts_and_of_adapters_are_those_of_our_blocks(tmp_path):
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "vocab_size": 300, "num_experts": 16}
+    AutoConfig.for_model(**small_values("qwen3_moe", **sizes)).save_pretrained(tmp_path)
+    common = f"model.from_hf={tmp_path}", "data.tokenizer=bytes", "batch.sequence_length=64", "precision=bf16"
+    ways = {"transformers": "self_attn", "spec": "attention"}
+    for more in (["parallel.ep=4"], ["parallel.ep=2", "parallel.zero.stage=3", "activation=full"], ["adapter"]):
+        found = []
+        for code, block in ways.items():
+            adapter = ["model.adapter.rank=4", f"model.adapter.targets=[*.{block}.*]"]
+            chosen = adapter if more == ["adapter"] else more
+            config = compose([*common, f"model.code={code}", *chosen], world_size=4)
+            config.model = model_from_hf(config.model)
+            layout = resolve_layout(config, 4, config.model)
+            times = estimate_step(config, layout, load_hardware("h100")).terms
+            found.append((state_bytes(config.model, layout.plan, 2), times.get("expert collectives")))
+        assert found[0] == found[1], more
 
 
 @pytest.mark.parametrize("name", MODELS)

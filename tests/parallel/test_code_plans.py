@@ -122,8 +122,8 @@ def sweep(monkeypatch):
 def test_the_sweep_compares_a_type_and_names_one_that_has_no_copy(sweep, tmp_path, capsys):
     assert sweep.main(str(tmp_path / "out"), "helium", "mamba") == 0
     results, printed = json.loads((tmp_path / "out").read_text()), capsys.readouterr().out
-    assert [sweep.verdict(results["helium"][plan]) for plan in sweep.PLANS] == ["exact"] * 4, results["helium"]
-    assert [sweep.verdict(results["mamba"][plan]) for plan in sweep.PLANS] == ["refused"] * 4
+    verdicts = {name: [sweep.verdict(results[name][plan]) for plan in sweep.PLANS] for name in results}
+    assert verdicts == {"helium": ["exact"] * 4 + ["refused"], "mamba": ["refused"] * 5}, results["helium"]
     assert "accepted, but not exact: none" in printed
 
 
@@ -135,11 +135,14 @@ def test_the_sweep_fails_where_an_accepted_type_is_not_exact(sweep, tmp_path, mo
     plans = {plan: dict(exact) for plan in sweep.PLANS}
     monkeypatch.setattr(sweep, "compare", lambda names: {name: plans for name in names})
     assert sweep.main(str(tmp_path / "out"), "llama") == 0
-    if broken is None:
-        del plans["tp"]
-    else:
-        plans["tp"] = broken if "error" in broken else exact | broken
-    assert sweep.main(str(tmp_path / "out"), "llama") == 1
+    for plan in ("tp", "ep"):
+        kept = plans[plan]
+        if broken is None:
+            del plans[plan]
+        else:
+            plans[plan] = broken if "error" in broken else exact | broken
+        assert sweep.main(str(tmp_path / "out"), "llama") == 1
+        plans[plan] = kept
 
 
 def is_exact(result: dict[str, Any]) -> bool:

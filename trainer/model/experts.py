@@ -338,6 +338,13 @@ def multiplies_groups(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+def can_group(x: Tensor, outputs: int) -> bool:
+    """Whether the grouped kernel multiplies rows x [rows, inputs] to rows of so many outputs. Sizes of transformers'
+    code may be none that it reads."""
+    aligned = not (x.shape[1] % EXPERT_ALIGNMENT or outputs % EXPERT_ALIGNMENT)
+    return aligned and len(x) > 0 and x.dtype is torch.bfloat16 and multiplies_groups(x.device)
+
+
 def expert_rows(ends: Tensor) -> list[tuple[int, slice]]:
     """The number and the rows of each expert that has any. The host waits for the device."""
     bounds = [0, *ends.tolist()]
@@ -346,7 +353,7 @@ def expert_rows(ends: Tensor) -> list[tuple[int, slice]]:
 
 def multiply_grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """x_e W_e of each expert's rows of x [rows, inputs]. weight: [experts, inputs, outputs]."""
-    if len(x) and x.dtype is torch.bfloat16 and multiplies_groups(x.device):
+    if can_group(x, weight.shape[-1]):
         return torch._grouped_mm(x, weight, offs=ends)
     result = x.new_empty(len(x), weight.shape[-1])
     for number, rows in expert_rows(ends):
@@ -356,7 +363,7 @@ def multiply_grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 def grouped_weight_gradient(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     """g_e^T x_e of each expert's rows: [experts, outputs, inputs]; zero for an expert without rows."""
-    if len(x) and x.dtype is torch.bfloat16 and multiplies_groups(x.device):
+    if can_group(x, gradient.shape[-1]):
         return torch._grouped_mm(gradient.t(), x, offs=ends)
     result = x.new_zeros(len(ends), gradient.shape[-1], x.shape[-1])
     for number, rows in expert_rows(ends):

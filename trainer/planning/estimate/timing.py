@@ -352,7 +352,7 @@ class _Timer:
         again += self.fused * tokens * max(0.0, program.saved - permuted - left.saved - left.host) / pace.memory
         # Recompute sends tokens to their experts again, and eager layers also the results back. Nothing hides it.
         repeats = 0.5 if self.config.compile else 1.0
-        repeats *= any(name.startswith("feed_forward.experts") for name in left.again)
+        repeats *= any(gemm.matrices > 1 for name, gemm in program.gemms.items() if name in left.again)
         again += repeats * permutes
         # Each pass reads matrices in fp8 and writes them in the compute type.
         decoded = added[2] * (1 + self.element) / pace.memory
