@@ -32,6 +32,10 @@ TWO: list[dict[str, Any]] = [
     {"model": "exaone4", "tp": 2, "precision": "fp16"},
     {"model": "cohere2", "stage": 3, "settings": {"parallel__zero__offload": True, "optimizer__ema__decay": 0.9}},
     {"model": "cohere2", "tp": 2, "settings": {"loss__tile": 5, "loss__chunk": 3}},
+    {"model": "phi", "tp": 2, "settings": {"loss__tile": 5}},
+    *({"model": name, "stage": 3, "recompute": "full"} for name in ("gpt2", "falcon", "bart")),
+    *({"model": name, "pp": 2, "schedule": "zb_v"} for name in ("gpt2", "roberta", "bart", "mamba2")),
+    {"model": "qwen3_next", "tp": 2},
 ]
 FOUR: list[dict[str, Any]] = [
     *(
@@ -39,6 +43,9 @@ FOUR: list[dict[str, Any]] = [
         for place, name in enumerate(MODELS)
     ),
     {"model": "mixtral", "tp": 2, "stage": 3},
+    {"model": "qwen3_next", "tp": 2, "pp": 2, "schedule": "zb_v", "recompute": "full"},
+    {"model": "phi", "tp": 2, "pp": 2, "schedule": "zb_v"},
+    {"model": "lfm2_moe", "tp": 2, "stage": 3},
     {"model": "llama", "tp": 2, "stage": 3},
     {"model": "gemma2", "stage": 3, "shard": 2},
     {"model": "qwen3", "pp": 2, "stage": 2, "schedule": "interleaved", "micro_batches": 4},
@@ -69,10 +76,10 @@ def sweep(monkeypatch):
 
 
 def test_the_sweep_compares_a_type_and_names_one_that_has_no_copy(sweep, tmp_path, capsys):
-    assert sweep.main(str(tmp_path / "out"), "helium", "mamba") == 0
+    assert sweep.main(str(tmp_path / "out"), "helium", "zaya") == 0
     results, printed = json.loads((tmp_path / "out").read_text()), capsys.readouterr().out
     assert [sweep.verdict(results["helium"][plan]) for plan in sweep.PLANS] == ["exact"] * 3, results["helium"]
-    assert [sweep.verdict(results["mamba"][plan]) for plan in sweep.PLANS] == ["refused"] * 3
+    assert [sweep.verdict(results["zaya"][plan]) for plan in sweep.PLANS] == ["refused"] * 3
     assert "accepted, but not exact: none" in printed
 
 

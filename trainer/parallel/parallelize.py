@@ -177,5 +177,5 @@ def keep_buffers(model: Stage, device: torch.device) -> None:
     for module in model.modules():
         if hasattr(module, "reset_buffers"):
             for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, buffer.to(device, torch.float32))
+                setattr(module, name, buffer.to(device, torch.float32 if buffer.is_floating_point() else None))
             module.reset_buffers()
