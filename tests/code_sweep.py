@@ -23,10 +23,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 warnings.filterwarnings("ignore")
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
-from support.code_models import guess_facts, guess_values  # noqa: E402
+from support.code_models import guess_values  # noqa: E402
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 
 from trainer.hf.accepted import ACCEPTED, plain_values  # noqa: E402
+from trainer.hf.proof import EXACT, guess_facts  # noqa: E402
 
 PLANS: dict[str, dict[str, Any]] = {
     "data": {"stage": 3, "recompute": "full"},
@@ -35,9 +36,6 @@ PLANS: dict[str, dict[str, Any]] = {
     "compiled": {"stage": 3, "recompute": "selective", "compile": True},
     "ep": {"ep": 2, "stage": 3, "recompute": "full"},
 }
-EXACT = 5e-5
-"""The largest relative error of a gradient of a plan that computes the same. Rounding makes up to 1e-5."""
-
 TOGETHER = 8
 """Types in one launch."""
 
@@ -52,7 +50,7 @@ def compare(names: list[str]) -> dict[str, dict[str, Any]]:
     for name in names:
         try:
             values = plain_values(guess_values(name))
-            facts = vars(ACCEPTED[name]) if name in ACCEPTED else guess_facts(values)
+            facts = vars(ACCEPTED.get(name) or guess_facts(values))
         except Exception as error:  # whatever a configuration raises for sizes that are not its own
             found[name] = {"data": {"error": f"no small copy: {str(error)[:150]}"}}
             continue

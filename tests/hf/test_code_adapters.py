@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.code_models import MIXTURES, MODELS, drawn_weight, guess_values, small_values
+from support.code_models import MIXTURES, MODELS, guess_values, small_values
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -22,6 +22,7 @@ from trainer.hf.accepted import code_spec, plain_values
 from trainer.hf.adapters import ADAPTER, TENSORS, PeftWeights
 from trainer.hf.code import CodeStage
 from trainer.hf.folder import export_model
+from trainer.hf.proof import drawn_weight
 from trainer.model.initial import AdaptedWeights, fill_parameters
 from trainer.parallel.parallelize import check_declared, keep_buffers
 from trainer.planning.layer import parameter_counts

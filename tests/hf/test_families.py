@@ -487,7 +487,7 @@ def test_half_precision_export(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"model_type": "mpt"}, ["'mpt'", "is not accepted for model.code=transformers", "no module embed_tokens"]),
+        ({"model_type": "xlm"}, ["'xlm'", "is not accepted for model.code=transformers", "once each and in turn"]),
         ({"model_type": None}, ["model_type=None", "supported: llama"]),
         ({"hidden_act": "mish"}, ["hidden_act='mish'", "silu"]),
         ({"rope_parameters": {**LLAMA3_ROPE, "rope_type": "ntk"}}, ["'ntk'", "default", "yarn"]),

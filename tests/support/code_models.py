@@ -5,17 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from trainer.config.model import CodeSpec
 from trainer.data.batches import MicroBatch
-from trainer.hf.code_weights import code_name
-from trainer.model.initial import name_seed
-from trainer.model.loss import IGNORE
-from trainer.planning.parameters import ADAPTER_NAMES, DOWN, UP, ParameterInfo, declare_parameters
+from trainer.hf.accepted import DROPOUT
+from trainer.hf.proof import train_transformers
+from trainer.hf.small import default_values, shrink_config
 
 SIZES: dict[str, Any] = dict(
     vocab_size=61,
@@ -70,37 +68,29 @@ MIXTURES: dict[str, dict[str, Any]] = {
 with biases (gpt_oss), weights that are not normalised (olmoe)."""
 
 
+PARTS = ("gpt2", "phi", "falcon", "roberta", "bart", "olmo", "qwen3_next", "mamba2", "lfm2_moe")
+"""Types whose parts differ from those of `MODELS`: learned positions and modules that are no linear layers (gpt2), a
+head with a bias (phi), attention of its own with dense masks and layers that return tuples (falcon), modules between
+layers and head, and positions that do not begin at 0 (roberta), parameters that are not used and no positions for
+documents (bart), a norm without weights (olmo), recurrent layers (qwen3_next, mamba2) and convolutions (lfm2_moe)."""
+
+
 def small_values(name: str, **changes: Any) -> dict[str, Any]:
     """The complete config.json of a small model."""
+    if name in PARTS:
+        return guess_values(name) | changes
     known = CONFIG_MAPPING[name]().to_dict()
     sizes = {key: value for key, value in SIZES.items() if key in known}
     return AutoConfig.for_model(name, **{**sizes, **(MODELS | MIXTURES).get(name, {}), **changes}).to_dict()
 
 
-COMMON: dict[str, Any] = {
-    **SIZES,
-    **EXPERTS,
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("moe_k", "moe_topk", "top_k_experts"), 2),
-    **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size", "expert_ffn_hidden_size"), 24),
-    **dict.fromkeys(("moe_shared_expert_intermediate_size",), 24),
-    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "first_k_dense_replace", "n_group", "topk_group"), 1),
-    **dict.fromkeys(("decoder_sparse_step", "moe_layer_start_index"), 1),
-    **dict.fromkeys(("num_nextn_predict_layers", "num_kv_shared_layers", "hidden_size_per_layer_input"), 0),
-    **dict.fromkeys(("n_embd", "d_model", "embedding_size"), 32),
-    **dict.fromkeys(("n_layer", "n_layers", "num_layers"), 4),
-    **dict.fromkeys(("n_head", "n_heads", "num_heads"), 4),
-    **dict.fromkeys(("ffn_hidden_size", "intermediate_size_mlp", "ffn_dim", "n_inner"), 48),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
-    **dict.fromkeys(("qk_nope_head_dim", "v_head_dim", "global_head_dim", "query_pre_attn_scalar"), 8),
-    **dict.fromkeys(("qk_rope_head_dim", "rotary_dim"), 4),
+EXERCISED: dict[str, Any] = {
     # Options of the head, which the code's own forward is not asked for, and others that pipelines could repeat.
     **{"logit_scale": 0.7, "logits_scaling": 2.0, "final_logit_softcapping": 5.0},
     **{"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attn_logit_softcapping": 4.0},
-    "num_global_key_value_heads": 2,
-    "n_positions": 64,
-    "use_cache": False,
     "tie_word_embeddings": False,
+    # Models of masked tokens are causal ones by this option.
+    "is_decoder": True,
 }
 """Option -> its value in a small copy of a type that is not in `MODELS`, where the type has the option."""
 
@@ -109,72 +99,23 @@ def guess_values(name: str) -> dict[str, Any]:
     """The complete config.json of a small copy of any type. Raises whatever the type's configuration raises."""
     if name in MODELS:
         return small_values(name)
-    known = CONFIG_MAPPING[name]().to_dict()
-    sizes = {key: value for key, value in COMMON.items() if key in known}
-    layers = known.get("num_hidden_layers")
-    for key, value in known.items():
-        if isinstance(value, list) and layers and len(value) == layers and key not in sizes:
-            sizes[key] = value[:2] + value[-2:]
-        elif isinstance(value, float) and ("drop" in key or "jitter" in key):
-            sizes[key] = 0.0
+    known = default_values(name)
+    changes = {key: value for key, value in EXERCISED.items() if key in known}
+    changes |= {key: 0.0 for key, value in known.items() if DROPOUT.search(key) and type(value) in (int, float)}
+    if "type_vocab_size" in known:  # the bias of such a head is tied as its weight is
+        changes.pop("tie_word_embeddings", None)
+    if "linear_num_value_heads" in known:
+        # A state that has just begun gives tiny outputs, whose rounding errors the norm behind it makes 1000 times
+        # larger.
+        changes["rms_norm_eps"] = 1e-3
     rope = known.get("rope_parameters")
     if isinstance(rope, dict) and rope.get("rope_type") in ("dynamic", "longrope"):
-        sizes["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
-    if known.get("qk_rope_head_dim") is not None:
-        sizes |= {key: value for key, value in {"head_dim": 4, "qk_head_dim": 12}.items() if key in known}
-        if known.get("kv_lora_rank") and known.get("num_key_value_heads"):
-            sizes["num_key_value_heads"] = 4
-    if isinstance(known.get("moe_intermediate_size"), list):
-        sizes["moe_intermediate_size"] = [24] * 4
-    return AutoConfig.for_model(name, **sizes).to_dict()
+        changes["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
+    return shrink_config(known | changes)
 
 
-def guess_facts(values: dict[str, Any]) -> dict[str, Any]:
-    """`CodeFacts` of a type by the names of its options."""
-    names = {"head_factor": "logit_scale", "head_divisor": "logits_scaling", "soft_cap": "final_logit_softcapping"}
-    return {fact: option for fact, option in names.items() if option in values}
-
-
-def drawn_weight(name: str, info: ParameterInfo) -> Tensor:
-    """A whole parameter of a small model, by its name."""
-    value = torch.randn(info.shape, generator=torch.Generator().manual_seed(name_seed(0, name)))
-    return 1 + 0.1 * value if info.role == "norm" and not name.endswith("bias") else 0.1 * value
-
-
-def train_transformers(spec: CodeSpec, batches: list[MicroBatch]) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradient of each trained parameter, by our names, of one process of transformers with eager attention.
-    Documents are computed one by one, so that they need no mask. Adapters are a part of the weights W + scale B A: the
-    gradients of A and B follow from that of the sum."""
-    config = AutoConfig.for_model(**spec.transformers["config"])
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
-    infos, own = declare_parameters(spec), dict(model.named_parameters())
-    modules = [name.removesuffix(DOWN) for name in infos if name.endswith(f".{DOWN}")]
-    pairs = {one: [drawn_weight(one + end, infos[one + end]) for end in ADAPTER_NAMES] for one in modules}
-    with torch.no_grad():
-        for name, info in infos.items():
-            if info.adapter:
-                continue
-            value = drawn_weight(name, info)
-            if (module := name.removesuffix("weight")) in pairs:
-                down, up = pairs[module]
-                value = value + spec.adapter.factor * up @ down
-            own[code_name(name, model.base_model_prefix)].copy_(value)
-    valid = sum(int((batch.targets != IGNORE).sum()) for batch in batches)
-    total = 0.0
-    for batch in batches:
-        for row in range(len(batch.tokens)):
-            tokens, targets = batch.tokens[row], batch.targets[row]
-            documents = torch.zeros_like(tokens) if batch.documents is None else batch.documents[row]
-            for document in documents.unique():
-                here = documents == document
-                logits = model(input_ids=tokens[here][None], use_cache=False).logits[0].float()
-                loss = F.cross_entropy(logits, targets[here], ignore_index=IGNORE, reduction="sum") / valid
-                loss.backward()
-                total += loss.item()
-    found = {
-        name: own[code_name(name, model.base_model_prefix)].grad for name, info in infos.items() if not info.adapter
-    }
-    for module, (down, up) in pairs.items():
-        scaled = spec.adapter.factor * found[f"{module}weight"]
-        found |= {module + DOWN: up.t() @ scaled, module + UP: scaled @ down.t()}
-    return total, {name: gradient for name, gradient in found.items() if infos[name].trained}
+def train_batches(spec: CodeSpec, batches: list[MicroBatch]) -> tuple[float, dict[str, Tensor | None]]:
+    """`train_transformers` on all sequences of some batches."""
+    tokens, targets = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("tokens", "targets"))
+    documents = None if batches[0].documents is None else torch.cat([batch.documents for batch in batches])
+    return train_transformers(spec, tokens, targets, documents)

@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from support.code_models import drawn_weight, small_values, train_transformers
+from support.code_models import small_values, train_batches
 from support.launch import fork, leave
 from support.reference import random_batch, rows, settings
 from torch._dynamo.utils import counters
@@ -32,6 +32,7 @@ from trainer.config.model import AdapterSpec
 from trainer.data.batches import MicroBatch
 from trainer.distributed.mesh import World, join_world, local_device
 from trainer.hf.accepted import CodeFacts, code_spec, plain_values
+from trainer.hf.proof import drawn_weight
 from trainer.parallel.pipeline.plan import resolve_pipeline
 from trainer.parity.compare import train_reference
 from trainer.parity.watch import train_plan
@@ -94,6 +95,7 @@ def errors_of(case: dict[str, Any], worlds: dict[tuple, World], references: dict
     if (size := sum(info.size for info in declare_parameters(spec).values())) > MOST:
         raise ValueError(f"{size} parameters are no small copy")
     config, processes = config_of(case), dist.get_world_size()
+    config.data.mask_documents = spec.transformers["outer"]["packed"]
     plan = resolve_plan(config.parallel, processes, spec)
     if not case.get("force") and (problems := check_whole_plan(config, spec, plan, processes)):
         raise ValueError(problems)
@@ -102,6 +104,7 @@ def errors_of(case: dict[str, Any], worlds: dict[tuple, World], references: dict
     shape = plan.pp, plan.replicate, plan.shard, plan.cp, plan.tp, *plan.expert_mesh.values()
     world = worlds[shape] = worlds.get(shape) or join_world(plan, local_device(config.run))
     whole, rank = data(spec.vocab_size), world.data.get_local_rank()
+    whole = whole if config.data.mask_documents else replace(whole, documents=None)
     size = SEQUENCES // plan.dp
     steps = [[rows(whole, start, start + micro) for start in range(rank * size, (rank + 1) * size, micro)]]
     pipeline = resolve_pipeline(config, spec, plan, batch)
@@ -120,7 +123,7 @@ def errors_of(case: dict[str, Any], worlds: dict[tuple, World], references: dict
         alone = train_reference(config, spec, [parts], world.device, drawn_weight, float8=config.precision)
         references[key] = alone.losses[0], alone.gradients[0]
     elif key not in references:
-        references[key] = train_transformers(spec, [whole])
+        references[key] = train_batches(spec, [whole])
     loss, expected = references[key] if "float8" not in case else references.pop(key)
     norm = torch.stack([one.norm() for one in expected.values() if one is not None]).norm()
     gradients = {

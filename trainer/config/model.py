@@ -572,8 +572,9 @@ class CodeSpec(ModelSpec):
     `parameters`, name within the layer -> fields of `ParameterInfo`; `buffers`, name -> shape of those that checkpoints
     hold; `attention`, the name of that block; and `blocks`, name of a block whose tokens tensor-parallel ranks gather
     -> "cut" (each rank has a part of its weights) or "whole" (each rank computes all of it). A layer with experts has
-    `shared`, whether ranks can share them. head_scale: factor on the hidden states that the head reads. tp, pp: whether
-    the code may be divided so.
+    `shared`, whether ranks can share them. paths, outer: see `CodeParts`. outer_tables: `before` and `behind` the
+    layers, name -> fields of `ParameterInfo`. head_scale: factor on the hidden states that the head reads. masks:
+    whether the code computes attention itself, by dense masks. tp, pp: whether the code may be divided so.
     """
 
     family: str = option("", "type of the model in transformers")
@@ -582,6 +583,7 @@ class CodeSpec(ModelSpec):
     # Such a spec may stand where settings of a model do, as `model_from_hf` returns it.
     from_hf = None
     code = "transformers"
+    code_unproven = False
 
     @property
     def extend(self) -> dict[str, Any]:
@@ -597,6 +599,9 @@ class CodeSpec(ModelSpec):
         try:
             tables = [self.transformers["tables"][number] for number in self.transformers["layers"]]
             whole = isinstance(self.transformers["config"], dict) and float(self.transformers["head_scale"]) > 0
+            whole = whole and {"embedding", "layers", "head"} <= self.transformers["paths"].keys()
+            whole = whole and {"before", "behind"} <= self.transformers["outer_tables"].keys()
+            whole = whole and "packed" in self.transformers["outer"]
             whole = whole and all({"parameters", "buffers", "blocks", "attention"} <= table.keys() for table in tables)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError):
             whole, tables = False, []

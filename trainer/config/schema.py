@@ -57,6 +57,11 @@ class ModelConfig(ModelSpec):
         "code; auto, the former where they have the type of the model",
         ("auto", "spec", "transformers"),
     )
+    code_unproven: bool = option(
+        False,
+        "with from_hf: a type of transformers that is not accepted yet runs by its own code, after the gradients of a "
+        "small copy have been compared with transformers, on the CPU in seconds; parallel.tp=1",
+    )
     extend: dict[str, Any] = option(
         {},
         "with from_hf: positions for longer sequences than those of that model: max_length, and fields of "

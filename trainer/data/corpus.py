@@ -761,7 +761,7 @@ def _model_vocab_size(config: Config) -> int:
     if config.model.from_hf:
         from trainer.hf import spec_from_hf
 
-        return spec_from_hf(config.model.from_hf, code=config.model.code).vocab_size
+        return spec_from_hf(config.model.from_hf, None, config.model.code, config.model.code_unproven).vocab_size
     return config.model.vocab_size
 
 

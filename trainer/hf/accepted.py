@@ -7,49 +7,66 @@ with one process of transformers. The code says most of what a plan needs. `Code
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+import sys
+from collections.abc import Set
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import transformers
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from trainer.config import ConfigError
 from trainer.config.fields import assign_fields
 from trainer.config.model import CodeSpec
-from trainer.hf.code import UnsupportedAttention, base_of, build_model, can_share, try_attention
+from trainer.hf.code import UnsupportedAttention, build_model, can_share
 from trainer.hf.config import format_option, window_pattern
+from trainer.hf.parts import UnsupportedCode, find_parts, holds_experts
 from trainer.planning.parameters import ParameterInfo
 
 
 @dataclass(frozen=True)
 class CodeFacts:
-    """tp, pp: whether plans with tensor and pipeline parallelism are proven. head_factor, head_divisor, soft_cap: the
-    options of config.json that scale the logits, divide them, and limit them by cap * tanh(logits / cap)."""
+    """tp, pp: whether plans with tensor and pipeline parallelism are proven. masks: whether its code is given
+    dense masks although it looks up the attention function. head_factor, head_divisor, soft_cap: the options of
+    config.json that scale the logits, divide them, and limit them by cap * tanh(logits / cap)."""
 
     tp: bool = True
     pp: bool = True
+    masks: bool = False
     head_factor: str = ""
     head_divisor: str = ""
     soft_cap: str = ""
 
 
 PLAIN = """
-    afmoe apertus apertus1p5_text arcee aria_text axk1 cwm deepseek_v2 deepseek_v3 diffllama dots1 ernie4_5 ernie4_5_moe
-    exaone exaone4 exaone_moe flex_olmo flint gemma glm glm4 glm4_moe glm4_moe_lite gpt_oss helium hunyuan_v1_dense
-    hunyuan_v1_moe hy_v3 internlm3 iquestcoder jais2 kolibri1 laguna llama mellum mimo_v2_flash minimax_m2
-    minimax_m3_vl_text ministral ministral3 mistral mixtral nemotron olmo2 olmo3 olmoe phi3 qwen2 qwen2_moe qwen3
-    qwen3_moe sarvam_mla sarvam_moe seed_oss smollm3 solar_open starcoder2 youtu
+    afmoe apertus apertus1p5_text arcee aria_text axk1 bamba codegen cwm deepseek_v2 deepseek_v3 diffllama dots1
+    ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe flex_olmo flint gemma glm glm4 glm4_moe glm4_moe_lite gpt_neox
+    gpt_oss gptj helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 internlm3 iquestcoder jais2 jamba kolibri1 laguna
+    lara_mini lfm2 lfm2_moe lfm3 llama mellum mimo_v2_flash minimax minimax_m2 minimax_m3_vl_text ministral ministral3
+    mistral mixtral nemotron olmo olmo2 olmo3 olmoe phi phi3 qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text
+    qwen3_moe qwen3_next sarvam_mla sarvam_moe seed_oss smollm3 solar_open starcoder2 youtu
 """.split()
-CAPPED = "beam gemma2 gemma3_text gemma4_text gemma4_unified_text vaultgemma".split()
+WITHOUT_TP = """
+    bart bert biogpt bitnet blenderbot blenderbot-small bloom camembert data2vec-text electra ernie falcon
+    falcon_mamba gpt-sw3 gpt2 gpt_bigcode gpt_neo gpt_neox_japanese jetmoe mamba mamba2 mbart megatron-bert
+    modernbert-decoder mpt mvp nemotron_h opt pegasus persimmon plbart rembert roberta roberta-prelayernorm roformer
+    stablelm trocr whisper xglm xlm-roberta xlm-roberta-xl
+""".split()
+DATA_ONLY = "ctrl openai-gpt".split()
+MASKED = "axk2 deepseek_v32 glm_moe_dsa".split()
+CAPPED = "beam gemma2 gemma3_text gemma4_text gemma4_unified_text nanochat vaultgemma".split()
 SCALED = "granite granite_swa granitemoe granitemoe_swa granitemoeshared minicpm3".split()
 ACCEPTED: dict[str, CodeFacts] = {
     **dict.fromkeys(PLAIN, CodeFacts()),
-    **dict.fromkeys(("bitnet", "jetmoe", "stablelm"), CodeFacts(tp=False)),
+    **dict.fromkeys(WITHOUT_TP, CodeFacts(tp=False)),
+    **dict.fromkeys(DATA_ONLY, CodeFacts(tp=False, pp=False)),
+    **dict.fromkeys(MASKED, CodeFacts(masks=True)),
     **dict.fromkeys(CAPPED, CodeFacts(soft_cap="final_logit_softcapping")),
     **dict.fromkeys(("cohere", "cohere2", "cohere2_moe"), CodeFacts(head_factor="logit_scale")),
     **dict.fromkeys(SCALED, CodeFacts(head_divisor="logits_scaling")),
+    "granitemoehybrid": CodeFacts(tp=False, head_divisor="logits_scaling"),
     "hyperclovax": CodeFacts(head_factor="logits_scaling"),
 }
 """Type of a model -> facts."""
@@ -60,47 +77,69 @@ TOP_K = ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k", "num_experts_p
 OF_THE_FOLDER = ("_", "transformers_version", "auto_map")
 """How the names of options begin that are not about the model."""
 
+MIXERS = re.compile("Attention|DeltaNet|Mixer|ShortConv")
+"""What the class of the block of a layer that mixes tokens has in its name."""
+
+TAPS = ("taps", "more_taps")
+"""The axes of a convolution besides channels."""
+
+DROPOUT = re.compile(r"drop(out)?($|_)|pdrop|jitter|layerdrop")
+"""What the names of options contain that make results random."""
+
 FOLLOWS_LENGTH = ("dynamic", "longrope")
 """Types of rotary positions whose frequencies follow the longest sequence of a batch."""
 
 
-def code_spec(values: dict[str, Any], facts: CodeFacts | None = None) -> CodeSpec:
+def code_spec(values: dict[str, Any], facts: CodeFacts | None = None, unproven: bool = False) -> CodeSpec:
     """The spec of a complete config.json, whose model runs by transformers' own code. facts: of a type that is not in
-    `ACCEPTED`. Raises `ConfigError` naming each option that is not supported."""
+    `ACCEPTED`. unproven: whether such a type may be compared now, see `prove_code`. Raises `ConfigError` naming each
+    option that is not supported."""
     name = values.get("model_type")
     facts = facts or ACCEPTED.get(str(name))
-    if facts is None:
+    if facts is None and not unproven:
+        obstacle = find_obstacle(values)
         raise ConfigError(
-            f"model_type={format_option(name)} is not accepted for model.code=transformers: {find_obstacle(values)}; "
+            f"model_type={format_option(name)} is not accepted for model.code=transformers: {obstacle or UNPROVEN}; "
             "docs/transformers_code.md has the accepted types"
         )
     if problems := option_problems(values):
         raise ConfigError(problems)
+    if facts is None:
+        from trainer.hf.proof import prove_code
+
+        facts = prove_code(values)
     return describe_code(values, facts)
+
+
+UNPROVEN = (
+    "no plan of it has been compared with transformers; set model.code_unproven=true, which compares a small copy first"
+)
 
 
 def describe_code(values: dict[str, Any], facts: CodeFacts) -> CodeSpec:
     """The spec of a complete config.json, by the code's own modules. Raises `ConfigError` for code that cannot be run
     in parts."""
-    name, causal = values.get("model_type"), build_model(values)
-    problems = structure_problems(causal)
+    name = values.get("model_type")
+    masks = facts.masks or reads_masks(str(name))
+    causal = build_model(values, masks)
     try:
-        if not problems:
-            try_attention(causal)
-    except UnsupportedAttention as error:
-        problems = [str(error)]
-    if problems:
-        raise ConfigError([f"model_type={name}: {problem}" for problem in problems])
-    config, base, head = causal.config, base_of(causal), causal.get_output_embeddings()
+        if problems := structure_problems(causal):
+            raise UnsupportedCode(*problems)
+        parts = find_parts(causal, masks)
+    except (UnsupportedAttention, UnsupportedCode) as error:
+        raise ConfigError([f"model_type={name}: {problem}" for problem in error.args]) from error
+    config, paths = causal.config, parts.paths
+    head, embedding, layers = (causal.get_submodule(paths[part]) for part in ("head", "embedding", "layers"))
     spec = CodeSpec(
-        name=str(name), family=str(name), vocab_size=head.out_features, width=head.in_features, depth=len(base.layers)
+        name=str(name), family=str(name), vocab_size=head.out_features, width=head.in_features, depth=len(layers)
     )
     spec.max_length = getattr(config, "max_position_embeddings", None) or spec.max_length
     spec.tied = bool(config.tie_word_embeddings)
-    embedding = base.embed_tokens
-    spec.embedding_scale = float(getattr(embedding, "scalar_embed_scale", 1.0))
+    spec.embedding_scale = embedding_scale(embedding)
     spec.logit_soft_cap = float(getattr(config, facts.soft_cap, None) or 0.0) if facts.soft_cap else 0.0
-    spec.norm.kind = "layer" if getattr(base.norm, "bias", None) is not None else "rms"
+    spec.norm.kind = (
+        "rms" if "norm" in paths and len(list(causal.get_submodule(paths["norm"]).parameters())) == 1 else "layer"
+    )
     scale = float(getattr(config, facts.head_factor)) if facts.head_factor else 1.0
     scale /= float(getattr(config, facts.head_divisor)) if facts.head_divisor else 1.0
     read_attention(spec, config)
@@ -108,8 +147,10 @@ def describe_code(values: dict[str, Any], facts: CodeFacts) -> CodeSpec:
     top_k = next((value for key in TOP_K if isinstance(value := getattr(config, key, None), int)), 1)
     tables: list[dict[str, Any]] = []
     numbers = []
-    for index, layer in enumerate(base.layers):
-        table = layer_code(layer, f"layers.{index}", plan, top_k)
+    stem = paths["layers"].removeprefix(f"{causal.base_model_prefix}.")
+    for index, layer in enumerate(layers):
+        unused = {name.partition(".")[2] for name in parts.unused if name.startswith(f"{index}.")}
+        table = layer_code(layer, f"{stem}.{index}", plan, top_k, unused)
         if table not in tables:
             tables.append(table)
         numbers.append(tables.index(table))
@@ -119,22 +160,56 @@ def describe_code(values: dict[str, Any], facts: CodeFacts) -> CodeSpec:
         "config": values,
         "tables": tables,
         "layers": numbers,
+        "paths": paths,
+        "outer": parts.plain(),
+        "outer_tables": {side: outer_table(causal, paths, getattr(parts, side)) for side in ("before", "behind")},
         "head_scale": scale,
-        "tp": facts.tp and bool(plan),
+        "masks": masks,
+        "tp": facts.tp and bool(plan) and all(table["attention"] for table in tables),
         "pp": facts.pp,
     }
     return spec
 
 
+def reads_masks(model_type: str) -> bool:
+    """Whether a type's code computes attention itself, by a mask that transformers makes."""
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(CONFIG_MAPPING[model_type], None)
+    names = vars(sys.modules[kind.__module__]) if kind else {}
+    return "create_causal_mask" in names and "ALL_ATTENTION_FUNCTIONS" not in names
+
+
+def embedding_scale(embedding: nn.Module) -> float:
+    """The factor on the rows of an embedding."""
+    if type(embedding) is nn.Embedding:
+        return 1.0
+    scale = getattr(embedding, "scalar_embed_scale", getattr(embedding, "embed_scale", None))
+    if not isinstance(scale, int | float):
+        raise ConfigError(f"its embedding is a {type(embedding).__name__}, which is not known")
+    return float(scale)
+
+
+def outer_table(causal: PreTrainedModel, paths: dict[str, str], names: list[str]) -> dict[str, list]:
+    """The table of modules outside of the layers. names: of ours."""
+    found = {}
+    for name in names:
+        for path, module in causal.get_submodule(paths[name]).named_modules():
+            for key, parameter in module.named_parameters(recurse=False):
+                role = "embedding" if isinstance(module, nn.Embedding) else role_of(module, key, parameter.dim())
+                axes = "embed" if role == "norm" else "outputs"
+                info = ParameterInfo(tuple(parameter.shape), (axes, "inputs", *TAPS)[: parameter.dim()], role)
+                found[".".join(filter(None, (name, path, key)))] = plain_info(info)
+    return found
+
+
 def find_obstacle(values: dict[str, Any]) -> str:
-    """Why a type is not accepted."""
+    """Why code of a type that is not accepted cannot be run, empty where nothing is known of it."""
     try:
         describe_code(values, CodeFacts())
     except ConfigError as error:
         return error.problems[0].removeprefix(f"model_type={values.get('model_type')}: ")
     except Exception:  # whatever code raises that was not written to be run so
         return "its code does not run in parts"
-    return "no plan of it has been compared with transformers"
+    return ""
 
 
 def option_problems(values: dict[str, Any]) -> list[str]:
@@ -142,7 +217,7 @@ def option_problems(values: dict[str, Any]) -> list[str]:
     found = [
         f"{key}={value} is not supported by model.code=transformers, which has no dropout; set {key}=0"
         for key, value in values.items()
-        if re.search(r"drop(out)?($|_)|pdrop|jitter", key) and type(value) in (int, float) and value > 0
+        if DROPOUT.search(key) and type(value) in (int, float) and value > 0
     ]
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
     kinds = {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)}
@@ -169,41 +244,13 @@ def option_problems(values: dict[str, Any]) -> list[str]:
 
 def structure_problems(causal: PreTrainedModel) -> list[str]:
     """What of a model's code plans cannot handle."""
-    base, head, found = base_of(causal), causal.get_output_embeddings(), []
-    names = [
-        name for name in ("embed_tokens", "layers", "norm") if not isinstance(getattr(base, name, None), nn.Module)
-    ]
-    if names:
-        return [f"its code has no module {', '.join(names)}, which pipelines and ZeRO units need"]
-    if type(head) is not nn.Linear or head.bias is not None:
-        found.append("its head is no linear layer without bias, which the loss over parts of the vocabulary needs")
-    embedding = base.embed_tokens
-    if type(embedding) is not nn.Embedding and not hasattr(embedding, "scalar_embed_scale"):
-        found.append(f"its embedding is a {type(embedding).__name__}, which is not known")
-    inside = [f"{base_name(causal)}.{name}." for name in ("embed_tokens", "layers", "norm")]
-    outside = [
-        name
-        for name, one in causal.named_parameters()
-        if not name.startswith(tuple(inside)) and one is not getattr(head, "weight", None)
-    ]
-    if outside:
-        found.append(f"{outside[0]} is a parameter outside of embedding, layers, final norm and head")
-    found += [
-        f"{name} is {kind}, which is not supported"
+    found = [
+        f"{name} is dropout, which is not supported"
         for name, module in causal.named_modules()
-        for kind, wrong in (
-            ("dropout", isinstance(module, nn.Dropout) and module.p > 0),
-            ("a convolution", isinstance(module, nn.Conv1d)),
-            ("non-causal attention", getattr(module, "is_causal", True) is False),
-        )
-        if wrong
+        if isinstance(module, nn.Dropout) and module.p > 0
     ]
+    found += [f"{name} has no dimensions" for name, one in causal.named_parameters() if not one.dim()]
     return found[:5]
-
-
-def base_name(causal: PreTrainedModel) -> str:
-    """The name of the model without the head, in names of parameters."""
-    return causal.base_model_prefix
 
 
 def read_attention(spec: CodeSpec, config: PreTrainedConfig) -> None:
@@ -211,11 +258,11 @@ def read_attention(spec: CodeSpec, config: PreTrainedConfig) -> None:
     layers = getattr(config, "per_layer_config", None) or [config] * spec.depth
     common = heads_of(layers[0], spec.width)
     assign_fields(spec.attention, common, "model.attention")
-    spec.feed_forward.width = getattr(layers[0], "intermediate_size", None) or 4 * spec.width
+    spec.feed_forward.width = option_number(layers[0], "intermediate_size") or 4 * spec.width
     for index, layer in enumerate(layers):
         if (own := heads_of(layer, spec.width)) != common:
             spec.overrides[str(index)] = {"attention": own}
-    window, types = getattr(layers[0], "sliding_window", None) or 0, getattr(config, "layer_types", None)
+    window, types = option_number(layers[0], "sliding_window") or 0, getattr(config, "layer_types", None)
     kinds = types or ["sliding_attention"] * spec.depth
     windows = [window if kind == "sliding_attention" else 0 for kind in kinds]
     if any(windows):
@@ -224,22 +271,27 @@ def read_attention(spec: CodeSpec, config: PreTrainedConfig) -> None:
 
 def heads_of(config: PreTrainedConfig, width: int) -> dict[str, int]:
     """The heads of a layer. width: of the residual stream."""
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None) or width // heads
-    return {"heads": heads, "kv_heads": getattr(config, "num_key_value_heads", None) or heads, "head_dim": head_dim}
+    heads = option_number(config, "num_attention_heads") or 1
+    head_dim = option_number(config, "qk_head_dim") or option_number(config, "head_dim") or width // heads
+    return {"heads": heads, "kv_heads": option_number(config, "num_key_value_heads") or heads, "head_dim": head_dim}
 
 
-def layer_code(layer: nn.Module, path: str, plan: dict[str, str], top_k: int) -> dict[str, Any]:
-    """The table of a layer, see `CodeSpec`. path: its name, by which `plan` names modules. Raises `ConfigError` where
-    the layer has no attention block."""
-    mixtures = {name for name, child in layer.named_children() if any(p.dim() == 3 for p in child.parameters())}
-    attention = next((name for name, child in layer.named_children() if "Attention" in type(child).__name__), None)
-    if attention is None:
-        raise ConfigError(f"{path} of {type(layer).__name__} has no attention block; its mixer is not supported")
+def option_number(config: PreTrainedConfig, name: str) -> int | None:
+    """An option that is one number; None where there is none, or one for each layer."""
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) else None
+
+
+def layer_code(layer: nn.Module, path: str, plan: dict[str, str], top_k: int, unused: Set[str]) -> dict[str, Any]:
+    """The table of a layer, see `CodeSpec`. path: its name, by which `plan` names modules. unused: parameters that get
+    no gradient."""
+    mixtures = {name for name, child in layer.named_children() if any(map(holds_experts, child.modules()))}
+    mixers = [name for name, child in layer.named_children() if MIXERS.search(type(child).__name__)]
+    attention = mixers[0] if len(mixers) == 1 else ""
     parameters: dict[str, list] = {}
     styles = block_styles(layer, path, plan)
     whole = {block for block, some in styles.items() if not some <= CUT_STYLES} | mixtures
-    blocks = {attention: "whole"}
+    blocks = {attention: "whole"} if attention else {}
     for name, module in layer.named_modules():
         for key, parameter in module.named_parameters(recurse=False):
             block, full, linear = name.split(".")[0], f"{name}.{key}", isinstance(module, nn.Linear)
@@ -250,22 +302,21 @@ def layer_code(layer: nn.Module, path: str, plan: dict[str, str], top_k: int) ->
                 cut = cut_dimension(style, key, parameter.dim(), linear)
                 if cut is not None:
                     blocks[block] = "cut"
-                axes = ["outputs", "inputs"][: parameter.dim()]
+                axes = ["outputs", "inputs", *TAPS][: parameter.dim()]
                 if cut is not None:
                     axes[cut] = "heads" if block == attention else "mlp"
                 info = ParameterInfo(tuple(parameter.shape), tuple(axes), role_of(module, key, parameter.dim()))
-            parameters[full] = [
-                *([*part] for part in (info.shape, info.axes)),
-                info.role,
-                info.residual,
-                info.units,
-                info.active,
-            ]
+            parameters[full] = plain_info(replace(info, trained=full not in unused))
     kept = {name for name, _ in layer.named_buffers()} & set(layer.state_dict())
     buffers = {name: list(buffer.shape) for name, buffer in layer.named_buffers() if name in kept}
     stacked = [module for module in layer.modules() if any(p.dim() == 3 for p in module.parameters(recurse=False))]
     shared = {"shared": len(stacked) == 1 and can_share(stacked[0])} if stacked else {}
     return {"parameters": parameters, "buffers": buffers, "blocks": blocks, "attention": attention} | shared
+
+
+def plain_info(info: ParameterInfo) -> list:
+    """The fields of a `ParameterInfo` as JSON has them."""
+    return [list(info.shape), list(info.axes), info.role, info.residual, info.units, info.active, info.trained]
 
 
 def mixture_info(module: nn.Module, name: str, parameter: nn.Parameter, top_k: int) -> ParameterInfo:
@@ -277,7 +328,7 @@ def mixture_info(module: nn.Module, name: str, parameter: nn.Parameter, top_k: i
         return ParameterInfo(shape, axes, role, active=top_k / shape[0])
     # Some routers are linear layers like any other; they do not multiply in fp8.
     router = len(shape) == 2 and (not isinstance(module, nn.Linear) or {"gate", "router"} & set(name.split(".")))
-    axes = ("experts" if router else "outputs", "inputs")[: len(shape)]
+    axes = ("experts" if router else "outputs", "inputs", *TAPS)[: len(shape)]
     return ParameterInfo(shape, axes, role_of(module, name, len(shape)))
 
 

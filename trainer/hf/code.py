@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,11 +26,18 @@ from torch.compiler import is_compiling
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    and_masks,
+    eager_mask,
+    packed_sequence_mask_function,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trainer.config import ConfigError
 from trainer.config.model import CodeSpec
 from trainer.distributed.collectives import GatherTokens, ReduceScatterSum, TensorGroup
+from trainer.hf.scans import replace_scans
 from trainer.model.attention import build_mask, causal_attention, pad_heads
 from trainer.model.cache import CachedPass, KVCache
 from trainer.model.context_attention import ContextGroup, without_regather
@@ -48,6 +56,8 @@ masks."""
 
 EXPERTS = "trainer"
 """The name of `run_experts` among transformers' experts functions."""
+MASKS = "trainer_masks"
+"""The name of `mask_with_documents` among transformers' mask functions."""
 
 KNOWN = frozenset(
     ("dropout", "position_ids", "is_causal", "use_cache", "cache_position", "output_attentions", "output_hidden_states")
@@ -63,8 +73,9 @@ class UnsupportedAttention(Exception):
 @dataclass
 class StagePass:
     """What the layers of a stage share in one forward pass. hidden: what the first of them reads; result: what the last
-    of them returned. shape: (batch, length) of this rank's tokens. documents, length: of whole sequences. entered: the
-    pass of a KV cache, None in training."""
+    of them returned; head: what the head reads. calls: of attention and other functions that keep documents apart;
+    recurrent, stateful: see `Mixing`. shape: (batch, length) of this rank's tokens. documents, length: of whole
+    sequences. entered: the pass of a KV cache, None in training."""
 
     hidden: Tensor
     shape: tuple[int, int]
@@ -75,6 +86,10 @@ class StagePass:
     entered: CachedPass | None = None
     result: Tensor | None = None
     masks: dict[tuple[int, bool], Any] = field(default_factory=dict)
+    calls: int = 0
+    recurrent: bool = False
+    stateful: bool = False
+    head: Tensor | None = None
 
     def mask(self, module: nn.Module, window: int, changed: bool, device: torch.device) -> Any:
         """The mask of a kind of attention, made once. module: that asks for it, whose keys a cache keeps."""
@@ -106,6 +121,10 @@ class PassHolder:
 
     current: StagePass
     regather = True
+
+    def find(self) -> StagePass | None:
+        """The pass, None outside of any."""
+        return vars(self).get("current")
 
 
 PASS = PassHolder()
@@ -149,6 +168,8 @@ def attend_in_pass(
             "which model.code=transformers does not support"
         )
     current, window, cap = PASS.current, sliding_window or 0, softcap or 0.0
+    if not is_compiling():  # what is recomputed must not change any object
+        current.calls += 1
     mask = current.mask(module, window, bool(cap) or s_aux is not None, query.device)
     if current.context is not None and not PASS.regather:
         mask = without_regather(mask)
@@ -174,21 +195,42 @@ def run_experts(module: CodeExperts, hidden_states: Tensor, top_k_index: Tensor,
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS, run_experts)
 
 
+def mask_with_documents(*arguments: Any, mask_function: Callable, **named: Any) -> Tensor:
+    """A mask function of transformers: the dense mask of eager attention, in which documents do not see each other."""
+    current = PASS.current
+    if (documents := current.documents) is not None:
+        mask_function = and_masks(mask_function, packed_sequence_mask_function(documents))
+    return eager_mask(*arguments, mask_function=mask_function, **named)
+
+
+ALL_MASK_ATTENTION_FUNCTIONS.register(MASKS, mask_with_documents)
+
+
 def build_code(spec: CodeSpec) -> PreTrainedModel:
-    """The model of transformers for a spec, on the meta device, with the attention function of this project."""
-    return build_model(spec.transformers["config"])
+    """The model of transformers for a spec, on the meta device, with the attention function of this project, or with
+    dense masks."""
+    return build_model(spec.transformers["config"], spec.transformers.get("masks", False))
 
 
-def build_model(values: dict[str, Any], attention: str = ATTENTION) -> PreTrainedModel:
-    """The model of a complete config.json on the meta device. Code of the folder is never run."""
+def build_model(values: dict[str, Any], masks: bool = False) -> PreTrainedModel:
+    """The model of a complete config.json on the meta device. masks: whether its code computes attention itself and
+    reads dense masks. Code of the folder is never run."""
     values = {key: value for key, value in values.items() if key not in ("dtype", "torch_dtype", "auto_map")}
     config = AutoConfig.for_model(**copy.deepcopy(values))
     config.use_cache = False
-    implementations = {"attn_implementation": attention, "experts_implementation": EXPERTS}
+    implementations = {"attn_implementation": "eager" if masks else ATTENTION, "experts_implementation": EXPERTS}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, trust_remote_code=False, **implementations
         )
+    if masks:
+        # What is above the layers makes the masks. The layers keep eager attention, which reads them.
+        above = copy.copy(model.config)
+        above._attn_implementation_internal = MASKS
+        for module in model.modules():
+            if "config" in vars(module) and any(isinstance(child, nn.ModuleList) for child in module.modules()):
+                module.config = above
+    replace_scans(sys.modules[type(model).__module__], PASS.find)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if not parameter.requires_grad:  # it is kept and not trained, as a buffer is
@@ -245,12 +287,7 @@ class CodeModule(DeclaredModule):
     @torch.no_grad()
     def reset_buffers(self) -> None:
         """Fills the buffers of this module by its model's own `_init_weights`."""
-        if self._buffers:
-            filled = fill_alone(self.code, self)
-            buffers = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
-            check_filled({name: filled[name] for name in buffers}, type(self).__name__)
-            for name, buffer in buffers.items():
-                buffer.copy_(filled[name])
+        fill_buffers_of(self, self.code)
 
 
 class CodeLinear(CodeModule, AdaptableLinear):
@@ -345,10 +382,11 @@ class CodeLayer(CodeModule):
     tile = 0
     run_tile: Callable
     keep: Callable
-    caches = True
 
-    def prepare(self, last: bool) -> None:
-        """last: whether it is the last layer of its stage."""
+    def prepare(self, last: bool, caches: bool) -> None:
+        """last: whether it is the last layer of its stage. caches: whether keys and values are all that it has to know
+        of earlier tokens."""
+        self.caches = caches
         self.recompute, self.last, self.keep = None, last, keep_here
         self.expert_unit: ExpertUnit | None = None
         self.run = self.run_tile = self.run_body
@@ -404,17 +442,52 @@ def adapt_module(module: nn.Module, role: type[CodeModule], code: Callable, info
 
 class Elsewhere(nn.Module):
     """Stands for a layer of another stage. The code picks masks and kinds of attention by a layer's place, so every
-    layer keeps its place and its plain attributes. It hands on what the stage's own layers read or returned."""
+    layer keeps its place and its plain attributes. It hands on what the stage's own layers read or returned. outputs:
+    the length of the tuple that layers return, 0 where they return a tensor."""
 
-    def __init__(self, layer: nn.Module):
+    def __init__(self, layer: nn.Module, outputs: int = 0):
         super().__init__()
+        self.outputs = outputs
         for name, value in vars(layer).items():
             if not name.startswith("_") and name != "training":
                 setattr(self, name, value)
 
-    def forward(self, *arguments: Any, **named: Any) -> Tensor:
+    def forward(self, *arguments: Any, **named: Any) -> Any:
         current = PASS.current
-        return current.hidden if current.result is None else current.result
+        x = current.hidden if current.result is None else current.result
+        return (x, *[None] * (self.outputs - 1)) if self.outputs else x
+
+
+class Absent(nn.Module):
+    """Stands for a module of another stage outside of the layers, whose result is not read here. lookup: whether its
+    result is added to hidden states."""
+
+    def __init__(self, lookup: bool):
+        super().__init__()
+        self.lookup = lookup
+
+    def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        return PASS.current.hidden.new_zeros(()) if self.lookup else x
+
+
+class OuterBuffers(nn.Module):
+    """The buffers of a module that has parts of several stages inside, which keeps them too."""
+
+    def __init__(self, owner: nn.Module, code: Callable):
+        super().__init__()
+        self.__dict__ |= {"owner": owner, "code": code, "_buffers": owner._buffers}
+
+    @torch.no_grad()
+    def reset_buffers(self) -> None:
+        fill_buffers_of(self.owner, self.code)
+
+
+class HeadInput(nn.Module):
+    """Stands for the head in the code, and keeps what it reads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        PASS.current.head = x
+        return x
 
 
 class CodeStage(Transformer):
@@ -428,47 +501,71 @@ class CodeStage(Transformer):
         nn.Module.__init__(self)
         layers = range(spec.depth) if layers is None else layers
         self.spec, self.depth, self.reports = spec, spec.depth, {}
-        self.head_scale: float = spec.transformers["head_scale"]
+        self.facts: dict[str, Any] = spec.transformers
+        self.head_scale: float = self.facts["head_scale"]
         self.first, self.last = layers.start == 0, layers.stop == spec.depth
         self.group: TensorGroup | None = None
         self.context: ContextGroup | None = None
-        causal = build_code(spec)
-        base, code = base_of(causal), causal._init_weights
-        kinds = try_attention(causal)
-        # The base model is no child: its own modules would have second names.
-        self.__dict__["base"] = base
+        causal, outer = build_code(spec), spec.transformers["outer"]
+        base, code, paths = base_of(causal), causal._init_weights, spec.transformers["paths"]
+        # The code's own model is no child: its modules would have second names.
+        self.__dict__["runs"] = causal if outer["through_head"] else base
+        self.takes_positions: bool = outer["takes_positions"]
+        self.first_position: int = outer["first_position"]
         if self.first or (self.last and spec.tied):
             self.embedding = Embedding(spec.vocab_size, spec.width, "vocab")
-        self.layers = nn.ModuleDict({str(index): base.layers[index] for index in layers})
-        tables, (_, behind) = layer_tables(spec), outer_tables(spec, self.first, self.last)
+        tables, (before, behind) = layer_tables(spec), outer_tables(spec, self.first, self.last)
+        self.take_outer(causal, code, outer["before"], before, self.first)
+        every = causal.get_submodule(paths["layers"])
+        self.layers = nn.ModuleDict({str(index): every[index] for index in layers})
         for index in layers:
-            layer = base.layers[index]
+            layer = every[index]
             adapt_tree(layer, code, dict(tables[index]))
+            for name, parameter in layer.named_parameters():
+                parameter.requires_grad_(tables[index][name].trained)
             adapt_module(layer, CodeLayer, code, {})
-            layer.prepare(index == layers.stop - 1)
+            layer.prepare(index == layers.stop - 1, outer["attends"] and not self.facts["masks"])
             for name, kind in spec.layer(index).code["blocks"].items():
                 layer.get_submodule(name).kind = kind
-        own = {module for index in layers for module in base.layers[index].modules()}
-        self.attention_kinds = dict.fromkeys(kind for module, kind in kinds.items() if module in own)
+        self.attention_kinds = dict.fromkeys(
+            tuple(kind) for index in layers for kind in outer["kinds"].get(str(index), ())
+        )
         for index in set(range(spec.depth)) - set(layers):
-            base.layers[index] = Elsewhere(base.layers[index])
+            every[index] = Elsewhere(every[index], outer["outputs"])
         # The padding token's row is not trained by looking it up, as in `nn.Embedding`.
-        self.padding = base.embed_tokens.padding_idx
-        base.embed_tokens = nn.Identity()
+        self.padding = causal.get_submodule(paths["embedding"]).padding_idx
+        holder = nn.Identity()
+        causal.set_submodule(paths["embedding"], holder)
+        self.take_outer(causal, code, outer["behind"], behind, self.last)
         if self.last:
-            self.norm = base.norm
-            infos = {name: info for name, info in behind.items() if name.startswith("norm.")}
-            adapt_tree(self.norm, code, {name.removeprefix("norm."): info for name, info in infos.items()})
-            self.head = Head(spec)
-        else:
-            base.norm = nn.Identity()
-        for name, module in base.named_children():
-            if name not in ("layers", "norm", "embed_tokens"):
-                adapt_tree(module, code, {})
-                self.add_module(name, module)
+            self.head = Head(spec, outer["head_bias"])
+        causal.set_submodule(paths["head"], HeadInput())
+        shared = {}
+        for name, path in outer["shared"].items():
+            shared[name] = causal.get_submodule(path)
+            adapt_tree(shared[name], code, {})
+        around = [one for one in causal.modules() if one._buffers and {every, holder} & set(one.modules())]
+        shared |= {f"buffers_{number}": OuterBuffers(one, code) for number, one in enumerate(around)}
+        self.shared = nn.ModuleDict(shared)
         if spec.adapter.rank:
             adapt_model(self, spec.adapter)
         self.tie()
+
+    def take_outer(self, causal: PreTrainedModel, code: Callable, names: list[str], table: Any, present: bool) -> None:
+        """Makes modules of the code outside of its layers modules of this stage, if it is the one that has them, and
+        otherwise replaces them. names: of ours."""
+        for name in names:
+            path, inside = self.facts["paths"][name], f"{name}."
+            module = causal.get_submodule(path)
+            if not present:
+                causal.set_submodule(path, Absent(isinstance(module, nn.Embedding)))
+                continue
+            infos = {key.removeprefix(inside): info for key, info in table.items() if key.startswith(inside)}
+            adapt_tree(module, code, infos)
+            group, _, last = name.rpartition(".")
+            if group and not hasattr(self, group):
+                self.add_module(group, nn.ModuleDict())
+            (getattr(self, group) if group else self).add_module(last, module)
 
     def defer(self, deferred: DeferredGrads) -> None:
         for module in self.modules():
@@ -511,14 +608,21 @@ class CodeStage(Transformer):
         # Blocks see [batch, length, width]. Ranks that share tokens have no whole sequences between blocks.
         x = current.hidden
         current.hidden = x = x.view(*current.shape, -1) if self.group is None else x[None]
+        places = positions.expand(current.shape)
+        if self.first_position:
+            places = places + self.first_position
+        named: dict[str, Any] = {"position_ids": places} if self.takes_positions else {}
+        if self.facts["masks"]:
+            # Without it, the code would read positions on the host to find out where documents begin.
+            named["attention_mask"] = torch.ones(current.shape, dtype=torch.long, device=x.device)
         with use_pass(current):
-            output = self.base(inputs_embeds=x, position_ids=positions.expand(current.shape), use_cache=False)
+            output = self.runs(inputs_embeds=x, use_cache=False, **named)
         if not self.last:
             # What the code does behind its last layer belongs to the last stage. A copy, because FSDP warns of stages
             # that return views.
             assert current.result is not None
             return current.result.flatten(0, 1).clone()
-        x = output.last_hidden_state.flatten(0, 1)
+        x = (output.last_hidden_state if current.head is None else current.head).flatten(0, 1)
         return x if self.head_scale == 1 else x * self.head_scale
 
     def extend(self, tokens: Tensor, hidden: Tensor | None, cache: KVCache) -> Tensor:
@@ -538,38 +642,17 @@ class CodeStage(Transformer):
         return torch.where((tokens == self.padding)[:, None], x.detach(), x)
 
 
-def try_attention(causal: PreTrainedModel) -> dict[nn.Module, tuple[int, bool]]:
-    """Runs the layers without values, on the meta device, to see what they ask of attention. Returns the kind of
-    attention of each module that calls it, see `TrialPass`. Raises `UnsupportedAttention`. Experts are left out,
-    because their number of tokens is not known."""
-    base = base_of(causal)
-    experts = [one for one in base.modules() if any(own.dim() == 3 for own in one.parameters(recurse=False))]
-    for module in experts:
-        module.forward = lambda x, *_, **__: x
-    x = torch.empty(1, 4, causal.get_output_embeddings().in_features, device="meta")
-    current, positions = TrialPass(x, (1, 4), None, 4, None, None), torch.arange(4, device="meta")[None]
-    current.kinds = {}
-    # What else the meta device cannot do, the code may do elsewhere.
-    with use_pass(current), contextlib.suppress(RuntimeError, NotImplementedError, TypeError, ValueError):
-        base(inputs_embeds=x, position_ids=positions, use_cache=False)
-        if len(current.kinds) < len(base.layers):
-            raise UnsupportedAttention(
-                f"{len(base.layers) - len(current.kinds)} of its layers mix tokens without the attention function of "
-                "transformers, by which documents are masked"
-            )
-    for module in experts:
-        del module.forward
-    return current.kinds
-
-
 def base_of(causal: PreTrainedModel) -> nn.Module:
     """The model without the head."""
-    return getattr(causal, causal.base_model_prefix)
+    named, embedding = getattr(causal, causal.base_model_prefix, None), causal.get_input_embeddings()
+    return named or next(child for child in causal.children() if embedding in set(child.modules()))
 
 
 def adapt_tree(root: nn.Module, code: Callable, table: dict[str, ParameterInfo]) -> None:
     """Adapts all modules below `root`, and `root` itself unless it is a layer. table: their parameters by name."""
     for path, module in list(root.named_modules()):
+        if not any(True for some in (module.parameters(), module.buffers()) for _ in some):
+            continue  # functions need nothing, and transformers has some of them once for all models
         own = {name: table[f"{path}.{name}" if path else name] for name, _ in module.named_parameters(recurse=False)}
         if path or own or module._buffers or not list(module.children()):
             role = CodeLinear if type(module) is nn.Linear else CodeExperts if runs_by_interface(module) else CodeModule
@@ -604,6 +687,16 @@ def fill_alone(
             fresh = kind_of(module)()
             found |= {name: value.float() for name, value in [*fresh.named_parameters(), *fresh.named_buffers()]}
     return {name: value.detach() for name, value in found.items() if value is not None}
+
+
+def fill_buffers_of(module: nn.Module, code: Callable[[nn.Module], None]) -> None:
+    """Fills the module's own buffers by `_init_weights`."""
+    buffers = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+    if buffers:
+        filled = fill_alone(code, module)
+        check_filled({name: filled[name] for name in buffers}, type(module).__name__)
+        for name, buffer in buffers.items():
+            buffer.copy_(filled[name])
 
 
 def kind_of(module: nn.Module) -> type[nn.Module]:

@@ -27,20 +27,19 @@ from trainer.model.initial import name_seed
 from trainer.planning.parameters import ParameterInfo, declare_parameters, router_shapes
 from trainer.util.reading import shorten_foreign
 
-OUTER = {"embedding": "embed_tokens", "layers": "layers", "norm": "norm"}
-"""First part of a name of ours -> what the base model has for it."""
 
-
-def code_name(name: str, prefix: str) -> str:
-    """The name that transformers has for a parameter or buffer of ours. prefix: name of the base model."""
-    first, _, rest = name.partition(".")
-    return f"lm_head.{rest}" if first == "head" else f"{prefix}.{OUTER[first]}.{rest}"
+def code_name(name: str, spec: CodeSpec) -> str:
+    """The name that transformers has for a parameter or buffer of ours."""
+    paths = spec.transformers["paths"]
+    if name in paths:
+        return paths[name]
+    part = next(part for part in paths if name.startswith(f"{part}."))
+    return f"{paths[part]}.{name[len(part) + 1 :]}"
 
 
 def list_code_entries(spec: CodeSpec, infos: Mapping[str, ParameterInfo]) -> list[CheckpointEntry]:
     """The parameters of a model, without adapters, by the names of the code."""
-    prefix = build_code(spec).base_model_prefix
-    return [CheckpointEntry(code_name(name, prefix), (name,)) for name, info in infos.items() if not info.adapter]
+    return [CheckpointEntry(code_name(name, spec), (name,)) for name, info in infos.items() if not info.adapter]
 
 
 def number_parts(name: str) -> list[tuple[int, str]]:
@@ -54,19 +53,21 @@ class CodeInitialWeights:
     plans, and a rank draws the experts that it holds without the others."""
 
     def __init__(self, spec: CodeSpec, seed: int):
-        self.causal, self.seed = build_code(spec), seed
+        self.spec, self.causal, self.seed = spec, build_code(spec), seed
         self.draw_module = lru_cache(2)(self.draw)  # the parameters of a module come in turn
 
     def __call__(self, name: str, info: ParameterInfo) -> Tensor:
         """The whole fp32 parameter `name`, on the CPU."""
         if info.stacked:
             return self.experts(name, info, range(info.shape[0]))
-        module, _, key = code_name(name, self.causal.base_model_prefix).rpartition(".")
+        module, _, key = code_name(name, self.spec).rpartition(".")
+        if name == "head.bias":  # files may have another name for it
+            module = self.spec.transformers["paths"]["head"]
         return self.draw_module(module)[key]
 
     def experts(self, name: str, info: ParameterInfo, numbers: range) -> Tensor:
         """Some of a stack of experts, without the others: [len(numbers), ...]."""
-        module, _, key = code_name(name, self.causal.base_model_prefix).rpartition(".")
+        module, _, key = code_name(name, self.spec).rpartition(".")
         shapes = {key: (1, *info.shape[1:])}
         drawn = [self.draw(module, f"{module}.{key}/{number}", shapes)[key] for number in numbers]
         return torch.cat([torch.empty(0, *info.shape[1:]), *drawn])  # a rank may hold none
@@ -120,7 +121,7 @@ class CodeWeights(StoredTensors):
         super().__init__(folder, spec)
         self.spec, self.causal = spec, build_code(spec)
         self.prefix = self.causal.base_model_prefix
-        self.embedding, self.head = (code_name(name, self.prefix) for name in ("embedding.weight", "head.weight"))
+        self.embedding, self.head = (code_name(name, self.spec) for name in ("embedding.weight", "head.weight"))
         self.infos, self.balances = declare_parameters(spec), {name: name for name in router_shapes(spec)}
         self.groups: dict[str, ConvertedTensors] = {}
         self.group_of: dict[str, str] = {}
@@ -139,8 +140,8 @@ class CodeWeights(StoredTensors):
             group = self.groups.setdefault(target, ConvertedTensors(by_pattern[pattern] if pattern else None))
             group.stored.append((stored, pattern))
         own = {name: info for name, info in self.infos.items() if not info.adapter}
-        shapes = {code_name(name, self.prefix): tuple(info.shape) for name, info in own.items()}
-        shapes |= {code_name(name, self.prefix): shape for name, shape in router_shapes(self.spec).items()}
+        shapes = {code_name(name, self.spec): tuple(info.shape) for name, info in own.items()}
+        shapes |= {code_name(name, self.spec): shape for name, shape in router_shapes(self.spec).items()}
         found: dict[str, tuple[int, ...]] = {}
         for target, group in self.groups.items():
             try:
@@ -177,7 +178,7 @@ class CodeWeights(StoredTensors):
 
     def experts(self, name: str, info: ParameterInfo, numbers: range) -> Tensor:
         """Some of a stack of experts; where files hold them one by one, the others are not read."""
-        target = code_name(name, self.prefix)
+        target = code_name(name, self.spec)
         group = self.groups[self.group_of[target]]
         chosen = group.choose_experts(numbers, info.shape[0]) if numbers else None
         if chosen is None:
@@ -186,7 +187,7 @@ class CodeWeights(StoredTensors):
 
     def tensor(self, name: str) -> Tensor:
         """A parameter, or a buffer that checkpoints hold, in fp32."""
-        name = code_name(name, self.prefix)
+        name = code_name(name, self.spec)
         made = self.read_group(self.group_of[name])
         return made[name if name in made else self.head].float()
 
@@ -210,7 +211,7 @@ def write_code_weights(
         groups.setdefault(".".join(name.split(".")[:2]), []).append(name)
 
     def revert(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        named = {code_name(name, causal.base_model_prefix): value for name, value in values.items()}
+        named = {code_name(name, spec): value for name, value in values.items()}
         return revert_weight_conversion(causal, named)
 
     def typed(name: str) -> torch.dtype:

@@ -45,18 +45,20 @@ OF_THE_MACHINE = ("compile_config", "continuous_batching_config", "use_cache", "
 of a compiler."""
 
 
-def spec_from_hf(folder: str | Path, notes: list[str] | None = None, code: str = "auto") -> ModelSpec:
+def spec_from_hf(
+    folder: str | Path, notes: list[str] | None = None, code: str = "auto", unproven: bool = False
+) -> ModelSpec:
     """The architecture in `folder`/config.json, as transformers understands it: a small model of it has computed the
     same there and here. Weights are optional. A head that they store with other values than the embedding is not tied.
     A folder with an adapter is read with that of its model.
 
-    code: as `model.code`. With `auto`, a type that is not in `FAMILIES` runs by transformers' code. notes: a list that
-    gets a sentence where the weights contradict config.json. Raises `ConfigError` for what cannot be read or is not
-    supported."""
+    code, unproven: as `model.code` and `model.code_unproven`. With `auto`, a type that is not in `FAMILIES` runs by
+    transformers' code. notes: a list that gets a sentence where the weights contradict config.json. Raises
+    `ConfigError` for what cannot be read or is not supported."""
     folder = Path(folder).expanduser()
     path = folder / "config.json"
     if holds_adapter(folder):
-        base = spec_from_hf(find_base(folder), notes, code)
+        base = spec_from_hf(find_base(folder), notes, code, unproven)
         return replace(base, adapter=PeftWeights(folder, base).adapter)
     if not path.is_file():
         raise ConfigError(
@@ -69,7 +71,7 @@ def spec_from_hf(folder: str | Path, notes: list[str] | None = None, code: str =
         raw = read_json(path, {"model_type": (str, NoneType)}, "write it anew with transformers' save_pretrained")
         check_sizes(raw)
         if code == "transformers" or (code == "auto" and runs_by_code(raw["model_type"])):
-            spec: ModelSpec = read_code_spec(folder, raw, [] if notes is None else notes)
+            spec: ModelSpec = read_code_spec(folder, raw, [] if notes is None else notes, unproven)
         else:
             config = complete_config(folder, raw) if raw["model_type"] in FAMILIES else raw
             spec = spec_from_config(config)
@@ -86,7 +88,7 @@ def spec_from_hf(folder: str | Path, notes: list[str] | None = None, code: str =
     return spec
 
 
-def read_code_spec(folder: Path, raw: dict[str, Any], notes: list[str]) -> CodeSpec:
+def read_code_spec(folder: Path, raw: dict[str, Any], notes: list[str], unproven: bool) -> CodeSpec:
     """The spec of a folder whose model runs by transformers' own code. Raises `ConfigError`."""
     check_version()
     from trainer.hf.accepted import code_spec, open_config  # imports transformers' models
@@ -95,7 +97,7 @@ def read_code_spec(folder: Path, raw: dict[str, Any], notes: list[str]) -> CodeS
         notes.append(
             f"model.from_hf={folder}: auto_map names code of the folder, which is not run; transformers' own is"
         )
-    return code_spec(open_config(folder))
+    return code_spec(open_config(folder), unproven=unproven)
 
 
 def runs_by_code(model_type: str | None) -> bool:
@@ -154,7 +156,7 @@ def untie_stored_head(folder: Path, spec: ModelSpec, notes: list[str]) -> None:
 
 def model_from_hf(model: ModelConfig) -> ModelConfig | CodeSpec:
     """The model that `model.from_hf` names, extended as `model.extend` says. Raises `ConfigError`."""
-    spec = extend_spec(spec_from_hf(str(model.from_hf), code=model.code), model.extend)
+    spec = extend_spec(spec_from_hf(str(model.from_hf), None, model.code, model.code_unproven), model.extend)
     adapter = join_adapters(spec, model.adapter)
     if isinstance(spec, CodeSpec):
         return replace(spec, adapter=adapter)

@@ -23,7 +23,7 @@ from trainer.model.linear import DeferredGrads, column_parallel
 from trainer.model.loss import LossSettings, Term, linear_cross_entropy
 from trainer.model.rotary import Rotary
 from trainer.model.stage import BlockReport, ReportedOutput, join_reports, split_report
-from trainer.planning.parameters import can_adapt, matches_any
+from trainer.planning.parameters import can_adapt, head_bias, matches_any
 
 
 class EmbeddingLookup(torch.autograd.Function):
@@ -81,20 +81,27 @@ class Embedding(DeclaredModule):
 
 class Head(DeclaredModule):
     """The output projection: final norm's output -> logits, or the loss (`linear_cross_entropy`) where targets are
-    given. weight: [vocab, width]."""
+    given. weight: [vocab, width]; bias: [vocab], in code of transformers that has one."""
 
-    def __init__(self, spec: ModelSpec):
+    def __init__(self, spec: ModelSpec, bias: bool = False):
         super().__init__()
         self.loss = LossSettings(spec.logit_soft_cap)
         self.declare("weight", (spec.vocab_size, spec.width), ("vocab", "embed"), "head")
+        self.biased = bias
+        if bias:
+            self.add_parameter("bias", head_bias(spec))
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Any:
         """x: [tokens / t, width]; targets: [tokens] or None. Logits are [tokens, vocab / t], this rank's columns."""
-        weight = self.local("weight")
+        weight, bias = self.local("weight"), self.local("bias") if self.biased else None
         if targets is None:
-            (logits,) = column_parallel(x, [weight], [None], self.group)
+            (logits,) = column_parallel(x, [weight], [bias], self.group)
             return cap_score(logits, cap=self.loss.soft_cap) if self.loss.soft_cap else logits
         start = 0 if self.group is None else part_start(self.declared["weight"].shape[0], self.group)
+        if bias is not None:
+            # The loss knows no bias: it is a column of the weight, whose input is 1. GEMMs want multiples of 8 columns.
+            x = torch.cat([x, x.new_ones(len(x), 1), x.new_zeros(len(x), 7)], 1)
+            weight = torch.cat([weight, bias[:, None], weight.new_zeros(len(weight), 7)], 1)
         objective, entropy, added = linear_cross_entropy(x, weight, targets, self.loss, self.group, start)
         if not (self.training and self.loss.terms):
             return objective, entropy

@@ -183,5 +183,5 @@ def keep_buffers(model: Stage, device: torch.device) -> None:
             module.row_scale = module.row_scale.to(device)
         if hasattr(module, "reset_buffers"):
             for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, buffer.to(device, torch.float32))
+                setattr(module, name, buffer.to(device, torch.float32 if buffer.is_floating_point() else None))
             module.reset_buffers()

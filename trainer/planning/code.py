@@ -31,6 +31,11 @@ def check_code(parallel: ParallelConfig, spec: ModelSpec | None, world: int, nod
             f"parallel.tp={parallel.tp} does not divide num_key_value_heads={wrong.kv_heads}, which transformers' code "
             f"cannot share; legal: {', '.join(map(str, legal))}"
         )
+    if parallel.cp > 1 and (facts["masks"] or not facts["outer"]["attends"]):
+        yield (
+            f"parallel.cp={parallel.cp}: layers of model_type={name} mix tokens outside of the attention function of "
+            "transformers, so sequences cannot be divided; set parallel.cp=1"
+        )
     if parallel.ep > 1 and any(not table.get("shared", True) for table in facts["tables"]):
         yield (
             f"parallel.ep={parallel.ep}: transformers' code of model_type={name} does not run its experts through the "
@@ -53,6 +58,19 @@ def check_code_settings(config: Config, spec: ModelSpec | None, plan: Plan, node
     """Settings of the rest of the configuration that the code cannot follow."""
     if not isinstance(spec, CodeSpec):
         return
+    facts, name = spec.transformers, spec.family
+    if config.data.mask_documents and not facts["outer"]["packed"]:
+        yield (
+            f"data.mask_documents=true: transformers' code of model_type={name} cannot keep the documents of a "
+            "sequence apart; set data.mask_documents=false"
+        )
+    positions = facts["config"].get("max_position_embeddings") or facts["config"].get("n_positions")
+    rotary = any("rotary" in name for name in facts["outer"]["shared"])
+    if positions and not rotary and config.batch.sequence_length > positions:
+        yield (
+            f"batch.sequence_length={config.batch.sequence_length} exceeds the {positions} positions of "
+            f"model_type={name}; set batch.sequence_length={positions}"
+        )
     activation, given = config.activation, {}
     given["run.cuda_graphs=true"] = (config.run.cuda_graphs, "run.cuda_graphs=false")
     given[f"activation.mode={activation.mode}"] = (

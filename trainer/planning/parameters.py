@@ -25,6 +25,7 @@ from trainer.config.model import (
     AdapterSpec,
     AttentionSpec,
     CodeLayerSpec,
+    CodeSpec,
     FeedForwardSpec,
     LayerSpec,
     ModelSpec,
@@ -223,7 +224,7 @@ def layer_table(layer: LayerSpec, width: int) -> Table:
     """The table of one layer, without adapters. width: of the residual stream, as in the functions of the blocks
     below."""
     if isinstance(layer, CodeLayerSpec):
-        return MappingProxyType({name: ParameterInfo(*facts) for name, facts in layer.code["parameters"].items()})
+        return MappingProxyType(read_table(layer.code["parameters"]))
     pre, post = layer.norm.placement in ("pre", "both"), layer.norm.placement in ("post", "both")
     blocks = [
         ("attention", block_table(layer.attention, registry.ATTENTION, ATTENTION, layer, width)),
@@ -256,14 +257,31 @@ def outer_tables(spec: ModelSpec, first: bool, last: bool) -> tuple[Table, Table
     positions = ParameterInfo((spec.max_length, spec.width), ("seq", "embed"), "embedding")
     before = {"embedding.weight": tokens} if first or (last and spec.tied) else {}
     before |= {"positions.weight": positions} if first and spec.learned_positions else {}
-    behind = join_tables([("norm", norm_table(spec.width, spec.norm))]) if last else {}
+    biased = False
+    if isinstance(spec, CodeSpec):
+        tables, biased = spec.transformers["outer_tables"], spec.transformers["outer"]["head_bias"]
+        before |= read_table(tables["before"]) if first else {}
+        behind = read_table(tables["behind"]) if last else {}
+    else:
+        behind = join_tables([("norm", norm_table(spec.width, spec.norm))]) if last else {}
     behind |= {"head.weight": head_matrix(spec)} if last and not spec.tied else {}
+    behind |= {"head.bias": head_bias(spec)} if last and biased else {}
     return adapt_table(spec.adapter, before), adapt_table(spec.adapter, behind)
 
 
 def head_matrix(spec: ModelSpec) -> ParameterInfo:
     """The matrix that hidden states are multiplied with for logits; where it is tied, the embedding's."""
     return ParameterInfo((spec.vocab_size, spec.width), ("vocab", "embed"), "head")
+
+
+def head_bias(spec: ModelSpec) -> ParameterInfo:
+    """What is added to logits."""
+    return ParameterInfo((spec.vocab_size,), ("vocab",), "bias")
+
+
+def read_table(facts: Mapping[str, Sequence[Any]]) -> dict[str, ParameterInfo]:
+    """A table from plain values, as a `CodeSpec` has it."""
+    return {name: ParameterInfo(*one) for name, one in facts.items()}
 
 
 HEAD_ROWS, FEW_ROWS = 64, 1024

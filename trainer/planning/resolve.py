@@ -122,6 +122,8 @@ def _contradictions(config: Config) -> Iterator[str]:
         )
     if model.extend and not model.from_hf:
         yield f"model.extend={model.extend} changes what model.from_hf reads; without it set model.attention.rope"
+    if model.code_unproven and not model.from_hf:
+        yield "model.code_unproven=true is about the code of model.from_hf, which is not given; leave it out"
     if model.code != "auto" and not (model.from_hf or runs_foreign_code(model)):
         yield f"model.code={model.code} says whose code runs model.from_hf, which is not given; leave it out"
     tokens = {"bpe": data.vocab_size, "bytes": 257}.get(data.tokenizer, 0)

@@ -272,7 +272,9 @@ def starting_point(config: Config) -> tuple[ModelSpec, Weights | None, list[str]
     from trainer.hf import join_adapters, spec_from_hf, starting_weights
 
     notes: list[str] = []
-    spec = extend_spec(spec_from_hf(config.model.from_hf, notes, config.model.code), config.model.extend)
+    spec = extend_spec(
+        spec_from_hf(config.model.from_hf, notes, config.model.code, config.model.code_unproven), config.model.extend
+    )
     if spec.learned_positions and config.batch.sequence_length > spec.max_length:
         raise ConfigError(
             f"batch.sequence_length={config.batch.sequence_length} exceeds the {spec.max_length} learned positions of "
