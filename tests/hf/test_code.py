@@ -353,7 +353,7 @@ def test_some_experts_are_those_of_the_whole_stack(name, count, data):
                 part = weights.experts(key, info, numbers)
                 assert part.shape == (len(numbers), *info.shape[1:])
                 assert torch.equal(part, weights(key, info)[numbers.start : numbers.stop]), key
-            assert torch.equal(read(key, info), theirs[code_name(key, "model")]), key
+            assert torch.equal(read(key, info), theirs[code_name(key, spec)]), key
 
 
 @pytest.mark.parametrize("name", ["mixtral", *MIXTURES])

@@ -107,8 +107,9 @@ class TrialPass(StagePass):
 
     kinds: dict[nn.Module, tuple[int, bool]]
 
-    def mask(self, module: nn.Module, window: int, changed: bool, device: torch.device) -> None:
+    def mask(self, module: nn.Module, window: int, changed: bool, device: torch.device) -> Any:
         self.kinds[module] = window, changed
+        return super().mask(module, window, changed, device)
 
 
 class PassHolder:

@@ -42,7 +42,7 @@ class CodeParts:
     head_bias: bool = False
     takes_positions: bool = True
     first_position: int = 0
-    kinds: dict[str, list[tuple[int, bool]]] = field(default_factory=dict)
+    kinds: dict[str, list[list]] = field(default_factory=dict)
     attends: bool = True
     packed: bool = True
     unused: list[str] = field(default_factory=list)
@@ -165,7 +165,7 @@ def trace_calls(
             hook.remove()
     for index, layer in enumerate(layers):
         found = {current.kinds[module] for module in layer.modules() if module in current.kinds}
-        parts.kinds[str(index)] = sorted(found)
+        parts.kinds[str(index)] = [list(kind) for kind in sorted(found)]
     order = [module for module in seen if module in set(layers)]
     if not order or order != list(layers)[: len(order)]:
         raise UnsupportedCode("its layers are not computed once each and in turn")

@@ -127,8 +127,8 @@ def drawn_weight(name: str, info: ParameterInfo) -> Tensor:
 def train_transformers(
     spec: CodeSpec, tokens: Tensor, targets: Tensor, documents: Tensor | None
 ) -> tuple[float, dict[str, Tensor | None]]:
-    """Loss and gradient of each trained parameter, by our names, of one process of transformers with eager attention.
-    Documents are computed one by one, so that they need no mask. Adapters are a part of the weights W + scale B A: the
+    """Loss and gradient of each parameter, by our names, of one process of transformers with eager attention; None for
+    one that is not trained. Documents are computed one by one, so that they need no mask. Adapters are a part of the weights W + scale B A: the
     gradients of A and B follow from that of the sum. tokens, targets, documents: [batch, length]."""
     config = AutoConfig.for_model(**spec.transformers["config"])
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().train()
@@ -156,4 +156,4 @@ def train_transformers(
     for module, (down, up) in pairs.items():
         scaled = spec.adapter.factor * found[f"{module}weight"]
         found |= {module + DOWN: up.t() @ scaled, module + UP: scaled @ down.t()}
-    return total, {name: gradient for name, gradient in found.items() if infos[name].trained}
+    return total, {name: gradient if infos[name].trained else None for name, gradient in found.items()}

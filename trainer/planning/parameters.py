@@ -465,15 +465,15 @@ def find_adapter_problems(spec: ModelSpec) -> Iterator[str]:
         return
     linears = {name.removesuffix(".weight"): info for name, info in plain.items() if info.role == "matrix"}
     chosen = {name: info for name, info in linears.items() if matches_any(name, adapter.targets)}
-    # A stack of transformers' code is no `weight` of a module.
-    fixed = [name for name, info in linears.items() if name in plain or not can_adapt(info)]
+    foreign = isinstance(spec, CodeSpec)
+    fixed = [name for name, info in linears.items() if not can_adapt(info) or (foreign and info.stacked)]
     if any(name in chosen for name in fixed):
         ends = [f"*.{name.split('.', 2)[2]}" for name in linears if name not in fixed]
         blocks = {end: f"{end.rpartition('.')[0]}.*" for end in ends}
         # A dense layer's block has the name of the block that a router is in.
         free = (end if any(fnmatchcase(one, block) for one in fixed) else block for end, block in blocks.items())
         first = next(name for name in fixed if name in chosen)
-        kind = "experts of transformers' code" if first in plain else "routers"
+        kind = "experts of transformers' code" if linears[first].stacked else "routers"
         yield (
             f"model.adapter.targets={adapter.targets} match {first}: {kind} get no adapters; set "
             f"model.adapter.targets=[{','.join(dict.fromkeys(free))}] or a part of it"
