@@ -70,7 +70,7 @@ def test_collectives_and_their_bytes_are_those_that_are_planned(results):
         kinds = result["collectives"].keys() - alone
         seen = {kind: [result["collectives"][kind], result["moved"][kind]] for kind in kinds}
         assert seen == result["planned"], result
-    assert len(plain) == 11
+    assert len(plain) == 10
     for result in results:
         if result not in plain:
             assert result["collectives"]["gather"] == result["planned"]["gather"][0]
