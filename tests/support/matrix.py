@@ -526,7 +526,6 @@ COMPILED_ADAPTERS = [
     ADAPTERS[0] | {"adapter": "some", "compile": "graphs", "dp": 2, "stage": 3, "recompute": "full"},
     ADAPTERS[0] | {"compile": "graphs", "pp": 2, "schedule": "zb_v"},
     ADAPTERS[0] | {"compile": "graphs", "frozen": "fp8", "dp": 2, "stage": 3, "recompute": "full"},
-    ADAPTERS[0] | {"compile": "graphs", "family": "experts", "adapter": "experts", "dp": 2, "stage": 3},
 ]
 
 
