@@ -8,6 +8,7 @@ import trainer
 from trainer.parallel.pipeline.plan import estimated_costs
 from trainer.planning.estimate.memory import find_peaks
 from trainer.planning.estimate.step import estimate_step
+from trainer.planning.float8 import describe_float8
 from trainer.planning.hardware import load_hardware
 from trainer.planning.layer import flops_per_token, parameter_counts
 from trainer.planning.resolve import collect_warnings, resolve_layout
@@ -90,6 +91,18 @@ def test_schedules_without_a_point_are_named(schedule: str) -> None:
         for one in (other, config):
             seconds.append(estimate_step(one, resolve_layout(one, 4, one.model), hardware).seconds)
         assert seconds[0] < seconds[1]
+
+
+def test_matrices_in_fp8_are_predicted_smaller_and_slower() -> None:
+    """Each pass converts them."""
+    found = []
+    for weights in ("compute", "fp8"):
+        config = composed(1, "parallel=ddp", "batch.micro_size=1", *ADAPTED, f"model.adapter.weights={weights}")
+        layout = resolve_layout(config, 1, config.model)
+        assert ("frozen matrices", "in fp8") in describe_float8(config, config.model, layout.plan) or weights != "fp8"
+        found.append(estimate_step(config, layout, load_hardware("h100")))
+    assert found[1].seconds > found[0].seconds
+    assert 5 * 2**30 < found[0].memory - found[1].memory < 7 * 2**30
 
 
 def test_a_step_with_adapters_is_predicted_faster() -> None:

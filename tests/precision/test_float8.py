@@ -425,6 +425,10 @@ def test_devices_without_fp8_are_refused():
     with (
         patch("torch.cuda.get_device_name", return_value="NVIDIA A100-SXM4-80GB"),
         patch("torch.cuda.get_device_capability", return_value=(8, 0)),
-        pytest.raises(ConfigError, match=r"A100.*precision\.float8\.recipe=none"),
     ):
-        check_device(precision, torch.device("cuda"))
+        with pytest.raises(ConfigError, match=r"A100.*precision\.float8\.recipe=none"):
+            check_device(precision, torch.device("cuda"))
+        plain = compose([], world_size=1).precision
+        check_device(plain, torch.device("cuda"))
+        with pytest.raises(ConfigError, match=r"adapter\.weights=fp8: compiled code on NVIDIA A100.*compile=false"):
+            check_device(plain, torch.device("cuda"), True)

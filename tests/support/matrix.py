@@ -518,7 +518,6 @@ COMPILED_ADAPTERS = [
     ADAPTERS[0] | {"adapter": "trained", "compile": "graphs", "tp": 2},
     ADAPTERS[0] | {"compile": "graphs", "pp": 2, "schedule": "zb_v"},
     ADAPTERS[0] | {"compile": "graphs", "frozen": "fp8", "dp": 2, "stage": 3, "recompute": "full"},
-    ADAPTERS[0] | {"compile": "graphs", "family": "experts", "adapter": "experts", "dp": 2, "stage": 3},
 ]
 
 

@@ -40,7 +40,7 @@ from trainer.data.batches import MicroBatch
 from trainer.distributed.mesh import World, join_world, local_device
 from trainer.distributed.tensors import local_regions, local_values
 from trainer.model.experts import WideLinear
-from trainer.model.initial import InitialWeights, parameter_infos
+from trainer.model.initial import DeclaredModule, InitialWeights, parameter_infos
 from trainer.model.layers import ExpertUnit
 from trainer.model.loss import IGNORE
 from trainer.optim.optimizer import Optimizer
@@ -354,6 +354,9 @@ def measure(chosen: list[Case], worlds: Worlds, device: torch.device, folder: Pa
         def note_type(module: nn.Module, _: Any) -> None:
             if isinstance(module, WideLinear):
                 routers.add(str(module.weight.dtype))
+            if isinstance(module, DeclaredModule) and any(info.float8 for info in module.declared.values()):
+                # Also where it has been gathered.
+                assert module.weight.dtype is torch.float8_e4m3fn, describe(case)
 
         def set_factor(
             unit: FSDPModule, factor: float, set_of_torch: Any = FSDPModule.set_gradient_divide_factor

@@ -47,7 +47,7 @@ def check_model(config: Config, spec: ModelSpec, device: torch.device) -> None:
     with torch.device("meta"):
         model = make_stage(spec)
     check_declared(model, spec)
-    check_device(config.precision, device)
+    check_device(config.precision, device, config.compile and spec.adapter.weights == "fp8")
     check_recompute(model, config.activation)
     if (
         config.compile

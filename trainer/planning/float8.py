@@ -177,6 +177,9 @@ def describe_float8(config: Config, spec: ModelSpec, plan: Plan) -> list[tuple[s
     found = [("without effect", "precision.float8.gather=true: no ranks share states")] * unused
     if float8_settings(config.precision) and has_experts(spec):
         found.append(("experts", f"multiply in {config.precision.compute}, other linear layers in fp8"))
+    if spec.adapter.weights == "fp8":
+        experts = f", those of experts in {config.precision.compute}" * has_experts(spec)
+        found.append(("frozen matrices", f"in fp8{experts}"))
     return found
 
 

@@ -324,14 +324,21 @@ class Float8Multiply(Multiply):
             scaled_product(left.values, right.values, (left.back, right.back), out.dtype, role is GEMMRole.OUTPUT, out)
 
 
-def check_device(precision: PrecisionConfig, device: torch.device) -> None:
-    """Raises `ConfigError` where the device cannot multiply fp8. CPUs emulate it, slowly and with the same numbers."""
+def check_device(precision: PrecisionConfig, device: torch.device, compiled_codes: bool = False) -> None:
+    """Raises `ConfigError` where the device cannot multiply fp8. CPUs emulate it, slowly and with the same numbers.
+
+    compiled_codes: whether compiled code reads frozen matrices in fp8."""
     narrow, plain = float8_setting(precision)
-    if not narrow or device.type == "cpu":
+    decoded = "model.adapter.weights=fp8" * compiled_codes
+    if not (narrow or decoded) or device.type == "cpu":
         return
     name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-    if torch.version.hip or capability < CAPABILITY:
-        raise ConfigError(
-            f"{narrow}: {name} cannot multiply in fp8, which NVIDIA GPUs can from compute capability 8.9 on (L40S, "
-            f"H100); set {plain}"
-        )
+    if not torch.version.hip and capability >= CAPABILITY:
+        return
+    since = "which NVIDIA GPUs can from compute capability 8.9 on (L40S, H100)"
+    if narrow:
+        raise ConfigError(f"{narrow}: {name} cannot multiply in fp8, {since}; set {plain}")
+    raise ConfigError(
+        f"{decoded}: compiled code on {name} cannot read fp8, {since}; set compile=false, or "
+        "model.adapter.weights=compute"
+    )
