@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import typing
 from pathlib import Path
 
 import hydra
@@ -13,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from trainer.config import Config, ConfigError, typed
+from trainer.config import Config, ConfigError, ParallelConfig, typed
 from trainer.config.fields import CONFIGS, describe_outside
+from trainer.config.model import ModelSpec
 from trainer.planning.resolve import compose
 
 
@@ -368,3 +371,34 @@ def test_auto_is_null_where_a_setting_may_be_null():
     assert config.loss.tile is config.activation.tile is config.activation.offload is None
     with pytest.raises(ConfigError, match="loss.chunk=auto must be a whole number"):
         compose(["loss.chunk=auto"])
+
+
+def integer_settings(kind: type, path: str) -> list[str]:
+    """The names of all settings of a section that take whole numbers."""
+    found = []
+    for name, hint in typing.get_type_hints(kind).items():
+        kinds = typing.get_args(hint) or (hint,)
+        found += [f"{path}.{name}"] * (int in kinds)
+        found += [
+            inner for one in kinds if dataclasses.is_dataclass(one) for inner in integer_settings(one, f"{path}.{name}")
+        ]
+    return found
+
+
+@pytest.mark.parametrize("name", [*integer_settings(ModelSpec, "model"), *integer_settings(ParallelConfig, "parallel")])
+def test_refusals_of_whole_numbers_name_a_way_out(name):
+    """No list of legal values is empty."""
+    for value in (-1, 0, 3, 7, 4097, 10**7):
+        for problem in refused(f"{name}={value}", world_size=4):
+            assert not re.search(r"legal:\s*([(;,]|$|or )", problem), problem
+            assert re.search(r"legal:|one of|\b(set|leave|must|needs|start|above|beyond)\b", problem), problem
+
+
+@pytest.mark.parametrize(
+    "width, ways", [(4097, "4096 or 4104"), (1, "8"), (102, "96 or 104, or model.attention.heads to")]
+)
+def test_a_width_that_heads_do_not_divide(width, ways):
+    (problem,) = problems(f"model.width={width}")
+    assert f"does not divide model.width={width}; set model.width={ways}" in problem
+    for legal in re.findall(r"\d+", ways):
+        assert not refused(f"model.width={legal}")

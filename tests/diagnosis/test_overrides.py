@@ -5,12 +5,13 @@ from __future__ import annotations
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from support.estimates import every_way, lacking
 
 from trainer.config import Config, typed
-from trainer.diagnosis.evidence import RunEvidence, RunMachine
+from trainer.diagnosis.evidence import RunEvidence, RunMachine, collect_evidence
 from trainer.diagnosis.suggestions import FREED, MAX_SUGGESTIONS, MOVES, Suggestions
 from trainer.planning.estimate.step import estimate_step
 from trainer.planning.hardware import load_hardware, peak_flops
@@ -170,3 +171,25 @@ def test_a_host_that_is_slow_to_start_kernels_records_them_where_a_process_is_al
         compose([*overrides, *texts[0].split()], world_size=1)
         cpu = RunEvidence(known.folder, (), None, known.config, known.layout, RunMachine(1, 8, "CPU"), None)
         assert not any("run.cuda_graphs" in one.text for one in Suggestions(cpu, 1.0).against("host", "launch"))
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_less_recompute_is_tried_where_something_is_recomputed(mode):
+    config = compose(["+config=debug", f"activation.mode={mode}"], world_size=2)
+    known, _ = evidence("debug")
+    workshop = Suggestions(replace(known, config=config), 1.0)
+    for bound in (("compute", ""), ("memory capacity", "recompute")):
+        tried = [way.get("activation.mode") for way in workshop.alternatives(*bound)]
+        assert ("auto" in tried) == (mode != "none"), (bound, tried)
+    assert any(way.get("activation.mode") == "auto" for way in workshop.alternatives(*FREED))
+
+
+def test_what_is_said_of_a_device_without_a_file_is_true(tmp_path):
+    for device, words in (
+        ("CPU", "CPUs differ too much"),
+        ("NVIDIA T9", "no file of configs/hardware is for NVIDIA T9"),
+    ):
+        known = RunEvidence(tmp_path, [])
+        with patch("trainer.diagnosis.evidence.machine_of", return_value=RunMachine(1, 1, device)):
+            (note,) = [one for one in collect_evidence(known, []).notes if "peaks" in one]
+        assert note.startswith(words)

@@ -215,9 +215,17 @@ def test_whatever_the_metrics_the_shares_are_shares(lines):
 
 @pytest.mark.parametrize("seconds", [1e-6, 0.002, 0.22, 0.61, 1.0, 7.0, 400.0])
 def test_a_profile_is_advised_that_costs_a_hundredth_at_most(seconds):
-    every = int(say_more(seconds).removeprefix("logging.profile="))
+    every = int(say_more(RunEvidence(Path("runs/x"), []), seconds).removeprefix("logging.profile="))
     assert 0.3 <= 0.0101 * every * seconds or seconds < 1e-5
     assert every == 10 or 0.3 > 0.01 * every / 2.6 * seconds, "and not far less"
+
+
+@pytest.mark.parametrize("steps", [2, 3, 20, 400, 10**6])
+@pytest.mark.parametrize("seconds", [None, 0.002, 0.22, 7.0])
+def test_a_profile_is_advised_that_a_run_reaches_twice(steps, seconds):
+    config = compose(["+config=debug", f"run.steps={steps}"], world_size=1)
+    every = int(say_more(RunEvidence(Path("runs/x"), [], config=config), seconds).removeprefix("logging.profile="))
+    assert 1 <= every <= max(1, steps // 2)
 
 
 def test_a_step_that_stalled_is_left_out():

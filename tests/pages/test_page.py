@@ -11,6 +11,7 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -32,7 +33,9 @@ from trainer.pages.page import (
     read_assets,
     render_page,
 )
+from trainer.pages.sections import run_numbers
 from trainer.util import reading
+from trainer.util.tables import format_percent
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>'\"{{ 7919 * 7907 }}"
 
@@ -424,3 +427,24 @@ def test_only_what_was_added_is_read(tmp_path):
     assert reading.read_bytes(tmp_path / "file", 4, start=6) == b"6789"
     with pytest.raises(ConfigError, match="more than 3 bytes"):
         reading.read_bytes(tmp_path / "file", 3, start=6)
+
+
+def test_the_bubble_of_a_run_with_accounts_is_that_of_its_accounts(rich):
+    """The metric leaves out what is not computation. Without accounts it is all there is."""
+    shown = open_folders([rich])
+    (run,) = shown.runs
+    share, logged = run.profile.share("bubble"), run.curves.recent("bubble")
+    assert abs(share - logged) > 0.001
+    assert f"bubble {format_percent(share)} of the step" in page_of(rich).text
+    with patch.object(type(run), "profile", None):
+        numbers = {one.name: (one.text, one.note) for one in run_numbers(run)}
+    assert numbers["bubble"] == (format_percent(logged), "of the computation")
+
+
+def test_twenty_runs_differ_by_colour_and_dash(tmp_path):
+    page = page_of(*(write_run(tmp_path / f"run{place}", 3) for place in range(20)))
+    buttons = re.findall(r'data-run="\d+"[^>]*><span class="swatch ([^"]+)"', page.source)
+    assert len(buttons) == len(set(buttons)) == 20
+    styles = (FILES / "templates/style.css").read_text()
+    for dash in {int(name.split("dash")[1]) for name in buttons} - {0}:
+        assert f".dash{dash} {{" in styles

@@ -140,7 +140,7 @@ def test_values_of_other_settings_are_tried_where_they_are_allowed(answered, tmp
         (["steps=2"], "steps=2 must be at least 3"),
         (["engine=random"], "unknown setting 'engine'"),
         (["hardware=cpu", "sweep.parallel=2"], "trials that run beside others are slowed down"),
-        (["hardware=cpu", "parallel.tp=3"], "no plan that is tried has the given parallel.tp"),
+        (["hardware=cpu", "parallel.tp=3"], "parallel.tp=3 is in none; legal: 1, 2"),
         (["hardware=cpu", "batch.micro_sizes=3"], "did you mean 'batch.micro_size'"),
         (["hardware=cpu", "allow=[precision]"], "allow=[precision] allows nothing"),
         (["hardware=cpu", "optimizer=adamw,sgd"], "optimizer.name has several values, and changes the numbers"),

@@ -510,10 +510,14 @@ class ModelSpec:
                     "out, or set model.attention.kind=latent"
                 )
             elif a.head_dim * a.heads != self.width and self.attention.head_dim == 0:
-                legal = [n for n in list_divisors(self.width) if n <= 128 and (self.width // n) % 2 == 0]
+                unit = 2 * a.heads  # of a width whose heads have an even dimension
+                widths = [str(n) for n in (self.width // unit * unit, (self.width // unit + 1) * unit) if n]
+                legal = [str(n) for n in list_divisors(self.width) if n <= 128 and (self.width // n) % 2 == 0]
+                heads = [f"model.attention.heads to one of {', '.join(legal)}"] if legal else []
+                ways = [f"model.width={' or '.join(widths)}", *heads, "model.attention.head_dim"]
                 found.append(
-                    f"model.attention.heads={a.heads} does not divide model.width={self.width}; legal: "
-                    f"{', '.join(map(str, legal))} (or set model.attention.head_dim)"
+                    f"model.attention.heads={a.heads} does not divide model.width={self.width}; "
+                    f"set {', or '.join(ways)}"
                 )
             elif a.kv_heads < 1 or a.heads % a.kv_heads:
                 found.append(

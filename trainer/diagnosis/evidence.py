@@ -122,8 +122,13 @@ def collect_evidence(
     layout = _layout(config, machine, notes) if config else None
     kind = load_hardware(hardware, (), config_dir) if hardware else _known(machine.device, config_dir)
     if kind is None:
+        why = (
+            "CPUs differ too much for one file of configs/hardware"
+            if machine.device == "CPU"
+            else f"no file of configs/hardware is for {on_one_line(machine.device)}"
+        )
         notes.append(
-            f"no file of configs/hardware is for {on_one_line(machine.device)}, so nothing is compared with its peaks; "
+            f"{why}, so nothing is compared with its peaks; "
             "name one with --hardware (hardware=NAME of report and watch)"
         )
     steps = [record for record in known.records if record.get("step_seconds") is not None]

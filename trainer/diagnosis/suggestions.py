@@ -95,6 +95,8 @@ class Suggestions:
         moves = MOVES.get((kind, detail)) or MOVES.get((kind, ""), ())
         if detail == "imbalance" and self.config.parallel.pipeline.split == "balanced":
             moves += BUBBLE  # before, other schedules would hide what the split costs
+        if (kind, detail) != FREED and self.config.activation.mode == "none":  # nothing could be recomputed less
+            moves = tuple(move for move in moves if move not in LIGHTER)
         return list(generate_neighbours(self.config, self.layout, moves))
 
     def _freeing(self, ways: list[Changes]) -> list[MemoryOverride]:

@@ -132,12 +132,15 @@ PROFILE_COSTS = 0.3
 """Seconds that a profile takes with all that belongs to it: docs/outputs.md. It may be 1% of the time."""
 
 
-def say_more(seconds: float | None) -> str:
-    """What makes a run say where the time of a step goes, as often as costs it 1% at most. seconds: of a step; without
-    it, of one that takes a quarter of a second."""
+def say_more(evidence: RunEvidence, seconds: float | None) -> str:
+    """What makes a run say where the time of a step goes: as often as costs it 1% at most, and twice in the run at
+    least. seconds: of a step; without it, of one that takes a quarter of a second."""
     least = 100 * PROFILE_COSTS / (seconds or 0.25)
     sizes = (digit * 10**power for power in range(1, 7) for digit in (1, 2, 5))
-    return f"logging.profile={next((size for size in sizes if size >= least), 10**7)}"
+    every = next((size for size in sizes if size >= least), 10**7)
+    if evidence.config is not None:
+        every = max(1, min(every, evidence.config.run.steps // 2))
+    return f"logging.profile={every}"
 
 
 @dataclass(frozen=True)
@@ -178,7 +181,8 @@ def diagnose_evidence(evidence: RunEvidence) -> Diagnosis:
     if not profile:
         found = rules.costs_of_metrics(evidence, seconds) if seconds else []
         notes.append(
-            f"no step was profiled, and metrics alone say little: with {say_more(seconds)} a run accounts for its steps"
+            "no step was profiled, and metrics alone say little: "
+            f"with {say_more(evidence, seconds)} a run accounts for its steps"
         )
     notes += _silence(evidence, seconds or 0.0)
     if evidence.lacked:
@@ -230,7 +234,7 @@ def _verdict(evidence: RunEvidence, findings: tuple[Finding, ...], profiled: boo
         return findings[0].cost.kind, f"memory capacity ended the run (hardware) after step {step}: {evidence.lacked}"
     first = findings[0].cost if findings and (profiled or findings[0].cost.bounds) else None
     if first is None:
-        return UNKNOWN, f"metrics alone do not show what bounds the run; go on with {say_more(evidence.pace)}"
+        return UNKNOWN, f"metrics alone do not show what bounds the run; go on with {say_more(evidence, evidence.pace)}"
     return (
         first.kind,
         f"{first.kind} bounds the run ({first.layer}): {first.title}, {format_percent(first.share)} of the step",

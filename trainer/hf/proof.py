@@ -128,8 +128,9 @@ def train_transformers(
     spec: CodeSpec, tokens: Tensor, targets: Tensor, documents: Tensor | None
 ) -> tuple[float, dict[str, Tensor | None]]:
     """Loss and gradient of each parameter, by our names, of one process of transformers with eager attention; None for
-    one that is not trained. Documents are computed one by one, so that they need no mask. Adapters are a part of the weights W + scale B A: the
-    gradients of A and B follow from that of the sum. tokens, targets, documents: [batch, length]."""
+    one that is not trained. Documents are computed one by one, so that they need no mask. Adapters are a part of the
+    weights W + scale B A: the gradients of A and B follow from that of the sum. tokens, targets, documents: [batch,
+    length]."""
     config = AutoConfig.for_model(**spec.transformers["config"])
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().train()
     infos, own = declare_parameters(spec), dict(model.named_parameters(remove_duplicate=False))

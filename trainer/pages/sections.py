@@ -46,6 +46,10 @@ def run_numbers(run: RunFolder) -> list[RunNumber]:
         recent("step_seconds"),
     )
     waiting = waited / took if waited is not None and took else None
+    # Where steps are accounted for, the page tells their bubble once: the metric leaves out what is not computation.
+    bubble, whole = recent("bubble"), "of the computation"
+    if run.profile and bubble is not None:
+        bubble, whole = run.profile.share("bubble"), "of the step"
     held = best("eval_loss", True)
     eta = last("eta_seconds") if run.status.get("status") == "running" else None
     processes = run.start.get("processes")
@@ -79,7 +83,7 @@ def run_numbers(run: RunFolder) -> list[RunNumber]:
             False,
         ),
         _number("peak memory", peak and peak * GIB, format_bytes, "of the fullest rank", METRICS["memory_gib"], True),
-        _number("bubble", recent("bubble"), format_percent, "of the step", METRICS["bubble"], True),
+        _number("bubble", bubble, format_percent, whole, METRICS["bubble"], True),
         _number("waiting for data", waiting, format_percent, "of the step", METRICS["data_seconds"], True),
         _number("tokens", last("tokens"), format_count, "", METRICS["tokens"]),
         _number(

@@ -5,7 +5,7 @@
 let data = JSON.parse(document.getElementById("data").textContent);
 const choice = { x: "step", smooth: 1, log: new Map(), hidden: new Set(), zooms: new Map() };
 const charts = new Map(); // figure -> its chart, and what keys and pointer do there
-const COLOURS = 7, DASHES = [[], [6, 3], [2, 3], [8, 3, 2, 3]];
+const COLOURS = 7, DASHES = [[], [6, 3], [2, 3], [8, 3, 2, 3], [12, 4], [1, 2], [8, 2, 1, 2, 1, 2], [4, 1]];
 const KINDS = { F: "forward", B: "full backward", I: "input gradient", W: "weight gradient" };
 const STATUSES = {
   done: ["measured", "c0"], out_of_memory: ["out of memory", "c1"], failed: ["failed", "c3"], timeout: ["hung, or too slow", "c5"],
@@ -132,7 +132,8 @@ function linesOf(panel) {
     if (!series) return [];
     const all = series.i.map((at, index) => ({ x: run.x[choice.x][at], y: series.v[index] }));
     const points = all.filter(({ x }) => x !== null), held = name.startsWith("eval_loss");
-    const dash = DASHES[(several ? place : Math.floor(look / COLOURS)) % DASHES.length];
+    // Runs, and metrics beside them, that have a colour in common differ by their dashes.
+    const dash = DASHES[(Math.floor(look / COLOURS) * (several ? panel.names.length : 1) + (several ? place : 0)) % DASHES.length];
     return [{ name, run: run.label, look: `c${look % COLOURS}`, dash, held, points, shown: points }];
   })));
 }
@@ -199,7 +200,7 @@ function keyOf(one, panel, value) {
   const known = one.shown.filter(({ y }) => y !== null), far = ({ x }) => Math.abs(x - value);
   const nearest = (best, point) => (far(point) < far(best) ? point : best);
   const point = value === null ? known.at(-1) : known.reduce(nearest, known[0]);
-  const run = data.runs.length > 1 && data.runs.length <= 4 ? one.run : "";
+  const run = data.runs.length > 1 ? one.run : "";
   const name = panel.names.length > 1 ? one.name.replace(/^.*?\//, "") : "";
   const mark = element("i", { class: `dash${DASHES.indexOf(one.dash)} ${one.look}` });
   const texts = [element("em", {}, `${run} ${name}`.trim()), " ", element("b", {}, number(point?.y, 5))];

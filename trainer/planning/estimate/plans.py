@@ -110,9 +110,8 @@ def rank_plans(
     search = _Search(config, hardware, world, global_size, kept)
     candidates = sorted(search.candidates(), key=attrgetter("bound"))
     if not candidates:
-        if kept and not search.legal:
-            search.reasons.append(f"no plan that is tried has the given {' and '.join(sorted(kept))}")
-        reasons = search.reasons or ["every plan needs more memory than a device has"]
+        missing = search.list_missing() if kept and not search.legal else []
+        reasons = missing or search.reasons or ["every plan needs more memory than a device has"]
         raise ConfigError(f"no plan of {world} processes can be run: {reasons[0]}")
     best = more = search.fastest(candidates, most, ("yes", "perhaps"))
     if not best:
@@ -241,6 +240,19 @@ class _Search:
             held = self.rough_memory(plan, batch, least, schedule)
             if held <= self.hardware.memory * GIB:
                 yield PlanCandidate(bound, held, chosen, plan, batch)
+
+    def list_missing(self) -> list[str]:
+        """For each setting that is to be kept as no plan has it: its value, and those that plans have."""
+        whole = _Search(self.base, self.hardware, self.world, self.global_size)
+        parallels = list(whole.parallels())
+        found = []
+        for name in sorted(self.kept):
+            if name.startswith("parallel.") and name not in PIPELINE:
+                read = attrgetter(name.removeprefix("parallel."))
+                given, tried = read(self.base.parallel), {read(one) for one in parallels}
+                if given not in tried:
+                    found.append(f"{name}={given} is in none; legal: {', '.join(map(str, sorted(tried)))}")
+        return found or [f"none that is tried has the given {' and '.join(sorted(self.kept))} together"]
 
     def keeps(self, config: Config, names: Collection[str]) -> bool:
         """Whether what is to be kept of these settings is as it was given."""
