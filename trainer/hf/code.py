@@ -20,8 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo import error_on_graph_break
-from torch._dynamo.exc import Unsupported
 from torch.compiler import is_compiling
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -45,7 +43,7 @@ from trainer.model.experts import RoutedExperts, project_rows
 from trainer.model.initial import DeclaredModule
 from trainer.model.layers import ATTENTION_BACKENDS, AdaptableLinear, ExpertUnit
 from trainer.model.linear import DeferredGrads, column_parallel, number_layer
-from trainer.model.stage import join_reports, keep_here, split_report
+from trainer.model.stage import GraphBreak, join_reports, keep_here, run_as_one_graph, split_report
 from trainer.model.transformer import Embedding, Head, Transformer, adapt_model, document_positions
 from trainer.planning.parameters import ParameterInfo, layer_tables, outer_tables
 from trainer.precision.products import Multiply, matmul
@@ -397,9 +395,8 @@ class CodeLayer(CodeModule):
         x = arguments[0] if arguments else named.pop("hidden_states")
         with self.keep(x), use_pass(current, regather=self.recompute is None):
             try:
-                with error_on_graph_break(True):
-                    output = (self.expert_unit or self.run)(x, current, arguments[1:], named)
-            except Unsupported as error:
+                output = run_as_one_graph(self.expert_unit or self.run, x, current, arguments[1:], named)
+            except GraphBreak as error:
                 report_break(kind_of(self).__name__, str(error).partition("\n")[0])
                 self.run = self.run_body
                 output = (self.expert_unit or self.run)(x, current, arguments[1:], named)

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import error_on_graph_break
+from torch._dynamo.exc import Unsupported
 
 from trainer.config.model import ModelSpec
 from trainer.distributed.collectives import TensorGroup
@@ -182,6 +184,16 @@ def compile_function(function: Callable) -> Callable:
     # check that it is not negative.
     torch._dynamo.config.capture_dynamic_output_shape_ops = torch._dynamo.config.do_not_emit_runtime_asserts = True
     return torch.compile(function, dynamic=False)
+
+
+GraphBreak = Unsupported
+
+
+def run_as_one_graph(function: Callable[..., Result], *arguments: Any) -> Result:
+    """The result of a function, which is compiled as a whole if it is compiled. Raises `GraphBreak` where that cannot
+    be done, before anything is computed."""
+    with error_on_graph_break(True):
+        return function(*arguments)
 
 
 def capture_graph(
