@@ -152,7 +152,8 @@ ALL_EXPERTS_FUNCTIONS.register(EXPERTS, run_experts)
 
 
 def build_code(spec: CodeSpec) -> PreTrainedModel:
-    """The model of transformers for a spec, on the meta device, with the attention function of this project."""
+    """The model of transformers for a spec, on the meta device, with the attention and experts functions of this
+    project."""
     return build_model(spec.transformers["config"])
 
 

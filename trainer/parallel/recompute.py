@@ -379,9 +379,7 @@ def selective_contexts(rules: Rules) -> Any:
 
 NOTHING_SAVED = partial(selective_contexts, {})
 
-ROUTED = (
-    *("choose_experts", "choose_largest", "count_by_sequence", "exchange_counts", "order_arrivals", "select_choices"),
-)
+ROUTED = "choose_experts choose_largest count_by_sequence exchange_counts order_arrivals select_choices".split()
 ROUTING: Rules = {getattr(torch.ops.trainer, name).default: ((-1, 1, ()),) for name in ROUTED}
 """Saves the choice of experts and the counts, sizes and orders that follow from it. Chosen again, a token could go to
 another expert, because scores that are nearly equal are not computed to the same bits by every kernel. Counts and sizes
