@@ -380,7 +380,8 @@ def selective_contexts(rules: Rules) -> Any:
 NOTHING_SAVED = partial(selective_contexts, {})
 
 ROUTED = "choose_experts choose_largest count_by_sequence exchange_counts order_arrivals select_choices".split()
-ROUTING: Rules = {getattr(torch.ops.trainer, name).default: ((-1, 1, ()),) for name in ROUTED}
+ROUTING_RULE = ((-1, 1, ()),)
+ROUTING: Rules = dict.fromkeys([getattr(torch.ops.trainer, name).default for name in ROUTED], ROUTING_RULE)
 """Saves the choice of experts and the counts, sizes and orders that follow from it. Chosen again, a token could go to
 another expert, because scores that are nearly equal are not computed to the same bits by every kernel. Counts and sizes
 would be sent again, and the host would wait for them."""
@@ -410,8 +411,10 @@ class SavedChoices(TorchDispatchMode):
         return arguments[0].gather(arguments[2] if len(arguments) > 2 else -1, numbers), numbers
 
 
-def foreign_contexts(rules: Rules) -> tuple[SavedChoices, ...]:
+def foreign_contexts(rules: Rules) -> Any:
     """`selective_contexts` for a layer of transformers' code that chooses experts."""
+    if torch.compiler.is_compiling():  # changes in place are gone from a graph, so the results of `topk` can be saved
+        return selective_contexts({**rules, torch.ops.aten.topk.default: ROUTING_RULE})
     return tuple(map(SavedChoices, selective_contexts(rules)))
 
 
