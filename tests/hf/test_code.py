@@ -45,7 +45,7 @@ from trainer.model.initial import fill_parameters, parameter_infos
 from trainer.model.linear import DeferredGrads
 from trainer.model.transformer import document_positions
 from trainer.parallel.parallelize import check_declared, compile_layers, keep_buffers, multiply_in_float8
-from trainer.parallel.recompute import apply_recompute
+from trainer.parallel.recompute import apply_recompute, foreign_contexts, recompute_unrouted
 from trainer.planning.estimate.step import estimate_step
 from trainer.planning.features import check_plan, check_whole_plan, resolve_plan
 from trainer.planning.float8 import float8_linears
@@ -396,6 +396,24 @@ def test_recompute_does_not_choose_experts_again():
         with Counted() as counted:
             stage(batch.tokens, batch.targets, batch.documents)[0].backward()
         assert counted.calls == 4, mode
+
+
+def test_a_router_that_changes_its_values_is_recomputed_when_compiled():
+    weight, x = torch.randn(8, 16, requires_grad=True), torch.randn(5, 16)
+    run = recompute_unrouted(foreign_contexts)
+
+    def route(x: torch.Tensor) -> torch.Tensor:
+        scores = (x @ weight.t()).softmax(-1)
+        values, chosen = torch.topk(scores, 2, dim=-1)
+        values /= values.sum(-1, keepdim=True)
+        return (values * scores.gather(-1, chosen)).sum(-1)
+
+    gradients = []
+    for kind in (lambda function: function, partial(torch.compile, backend="aot_eager_decomp_partition")):
+        kind(lambda x: run(route, x))(x).sum().backward()
+        gradients.append(weight.grad)
+        weight.grad = None
+    torch.testing.assert_close(*gradients)
 
 
 def test_weights_are_drawn_where_a_folder_has_none(tmp_path):

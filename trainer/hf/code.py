@@ -206,8 +206,8 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(MASKS, mask_with_documents)
 
 
 def build_code(spec: CodeSpec) -> PreTrainedModel:
-    """The model of transformers for a spec, on the meta device, with the attention function of this project, or with
-    dense masks."""
+    """The model of transformers for a spec, on the meta device, with the attention and experts functions of this
+    project, or with dense masks."""
     return build_model(spec.transformers["config"], spec.transformers.get("masks", False))
 
 

@@ -218,8 +218,8 @@ def save_by_rules(rules: Rules, routing: Contexts | None) -> Callable:
     found = partial(recompute_all, context_fn=partial(routing or selective_contexts, rules))
     if routing is not foreign_contexts:
         return found
-    # The compiler makes new tensors of values that are changed, so it can save what `topk` returns.
-    return partial(found, compiled=partial(selective_contexts, {**rules, torch.ops.aten.topk.default: ((-1, 1, ()),)}))
+    # Changes in place are gone from a graph, so it can save the results of `topk` themselves.
+    return partial(found, compiled=partial(selective_contexts, {**rules, torch.ops.aten.topk.default: ROUTING_RULE}))
 
 
 def recompute_all(function: Callable, *arguments: Any, compiled: Callable | None = None, **keywords: Any) -> Any:
@@ -337,10 +337,9 @@ def selective_contexts(rules: Rules) -> Any:
 
 NOTHING_SAVED = partial(selective_contexts, {})
 
-ROUTED = (
-    *("choose_experts", "choose_largest", "count_by_sequence", "exchange_counts", "order_arrivals", "select_choices"),
-)
-ROUTING: Rules = {getattr(torch.ops.trainer, name).default: ((-1, 1, ()),) for name in ROUTED}
+ROUTED = "choose_experts choose_largest count_by_sequence exchange_counts order_arrivals select_choices".split()
+ROUTING_RULE = ((-1, 1, ()),)
+ROUTING: Rules = dict.fromkeys([getattr(torch.ops.trainer, name).default for name in ROUTED], ROUTING_RULE)
 """Saves the choice of experts and the counts, sizes and orders that follow from it. Chosen again, a token could go to
 another expert, because scores that are nearly equal are not computed to the same bits by every kernel. Counts and sizes
 would be sent again, and the host would wait for them."""

@@ -39,8 +39,8 @@ def check_code(parallel: ParallelConfig, spec: ModelSpec | None, world: int, nod
     if parallel.ep > 1 and any(not table.get("shared", True) for table in facts["tables"]):
         yield (
             f"parallel.ep={parallel.ep}: transformers' code of model_type={name} does not run its experts through the "
-            "experts interface of transformers; set parallel.ep=1, and parallel.zero.stage=3 for parameters that do "
-            "not fit"
+            "experts interface of transformers, or they have parameters in common; set parallel.ep=1, and "
+            "parallel.zero.stage=3 for parameters that do not fit"
         )
     if parallel.ep > 1 and parallel.ep_capacity:
         yield (
