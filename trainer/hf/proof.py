@@ -38,7 +38,9 @@ def guess_facts(values: dict[str, Any]) -> CodeFacts:
     """`CodeFacts` of a type by the names of its options."""
     names: dict[str, Any] = {"head_factor": "logit_scale", "head_divisor": "logits_scaling"}
     names["soft_cap"] = "final_logit_softcapping"
-    return replace(CodeFacts(), **{fact: name for fact, name in names.items() if values.get(name) is not None})
+    return replace(
+        CodeFacts(packed=None), **{fact: name for fact, name in names.items() if values.get(name) is not None}
+    )
 
 
 def prove_code(values: dict[str, Any]) -> CodeFacts:
