@@ -27,7 +27,7 @@ from trainer.hf.accepted import ACCEPTED, code_spec, plain_values
 from trainer.hf.code import CodeStage, Elsewhere, StagePass, UnsupportedAttention, attend_in_pass, use_pass
 from trainer.hf.code_weights import CodeInitialWeights, code_name
 from trainer.hf.folder import export_model
-from trainer.hf.proof import drawn_weight, guess_facts, prove_text
+from trainer.hf.proof import drawn_weight, guess_facts, prove_code, prove_text
 from trainer.model.initial import fill_parameters, parameter_infos
 from trainer.model.transformer import document_positions
 from trainer.parallel.parallelize import check_declared, keep_buffers
@@ -402,11 +402,11 @@ def test_a_type_whose_comparison_fails_is_refused(monkeypatch, broken):
     if broken == "code":
         monkeypatch.setattr(proof, "shrink_config", lambda values: {}["vocab_size"])
     if broken == "stages":
-        assert not code_spec(values, unproven=True).transformers["pp"]
+        assert not code_spec(values, prove=prove_code).transformers["pp"]
         return
     words = "is not possible" if broken in ("size", "code") else "has failed: a gradient differs by"
     with pytest.raises(ConfigError, match=f"model.code_unproven=true: .*model_type=cohere2 with transformers {words}"):
-        code_spec(values, unproven=True)
+        code_spec(values, prove=prove_code)
 
 
 @pytest.mark.parametrize("name, code", [("llama", "transformers"), ("cohere2", "auto")])

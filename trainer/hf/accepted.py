@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -94,13 +94,14 @@ FOLLOWS_LENGTH = ("dynamic", "longrope")
 """Types of rotary positions whose frequencies follow the longest sequence of a batch."""
 
 
-def code_spec(values: dict[str, Any], facts: CodeFacts | None = None, unproven: bool = False) -> CodeSpec:
+def code_spec(
+    values: dict[str, Any], facts: CodeFacts | None = None, prove: Callable[[dict[str, Any]], CodeFacts] | None = None
+) -> CodeSpec:
     """The spec of a complete config.json, whose model runs by transformers' own code. facts: of a type that is not in
-    `ACCEPTED`. unproven: whether such a type may be compared now, see `prove_code`. Raises `ConfigError` naming each
-    option that is not supported."""
+    `ACCEPTED`; prove: finds them out. Raises `ConfigError` naming each option that is not supported."""
     name = values.get("model_type")
     facts = facts or ACCEPTED.get(str(name))
-    if facts is None and not unproven:
+    if facts is None and prove is None:
         obstacle = find_obstacle(values)
         raise ConfigError(
             f"model_type={format_option(name)} is not accepted for model.code=transformers: {obstacle or UNPROVEN}; "
@@ -109,9 +110,8 @@ def code_spec(values: dict[str, Any], facts: CodeFacts | None = None, unproven: 
     if problems := option_problems(values):
         raise ConfigError(problems)
     if facts is None:
-        from trainer.hf.proof import prove_code
-
-        facts = prove_code(values)
+        assert prove is not None
+        facts = prove(values)
     return describe_code(values, facts)
 
 

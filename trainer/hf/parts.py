@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from trainer.hf.code import StagePass, base_of, use_pass
 
-
 POSITIONS = re.compile("position|pos_emb|wpe")
 """What names of modules have that look up positions."""
 
