@@ -260,12 +260,12 @@ def code_types() -> str:
     """The types that run by transformers' own code."""
     from trainer.hf.accepted import ACCEPTED
 
-    groups: dict[tuple[str, str], list[str]] = {}
+    groups: dict[tuple[str, ...], list[str]] = {}
     for name, facts in ACCEPTED.items():
-        key = ("yes" if facts.tp else "no", "yes" if facts.pp else "no")
+        key = tuple("yes" if proven else "no" for proven in (facts.tp, facts.pp, facts.packed))
         groups.setdefault(key, []).append(f"`{name}`")
     rows = ([", ".join(sorted(names)), str(len(names)), *key] for key, names in groups.items())
-    return table(("types", "number", "tensor parallelism", "pipelines"), rows, right=(1,))
+    return table(("types", "number", "tensor parallelism", "pipelines", "packed documents"), rows, right=(1,))
 
 
 def hardware() -> str:

@@ -12,8 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from trainer.config.model import CodeSpec
 from trainer.data.batches import MicroBatch
 from trainer.hf.accepted import DROPOUT
-from trainer.hf.proof import train_transformers
-from trainer.hf.small import default_values, shrink_config
+from trainer.hf.proof import default_values, shrink_config, train_transformers
 
 SIZES: dict[str, Any] = dict(
     vocab_size=61,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,14 @@ from trainer.planning.parameters import ParameterInfo
 @dataclass(frozen=True)
 class CodeFacts:
     """tp, pp: whether plans with tensor and pipeline parallelism are proven. masks: whether its code is given
-    dense masks although it looks up the attention function. head_factor, head_divisor, soft_cap: the options of
+    dense masks although it looks up the attention function. packed: whether documents of a sequence stay apart; None:
+    as its structure says, see `CodeParts`. head_factor, head_divisor, soft_cap: the options of
     config.json that scale the logits, divide them, and limit them by cap * tanh(logits / cap)."""
 
     tp: bool = True
     pp: bool = True
     masks: bool = False
+    packed: bool | None = True
     head_factor: str = ""
     head_divisor: str = ""
     soft_cap: str = ""
@@ -43,26 +45,28 @@ class CodeFacts:
 PLAIN = """
     afmoe apertus apertus1p5_text arcee aria_text axk1 bamba codegen cwm deepseek_v2 deepseek_v3 diffllama dots1
     ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe flex_olmo flint gemma glm glm4 glm4_moe glm4_moe_lite gpt_neox
-    gpt_oss gptj helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 internlm3 iquestcoder jais2 jamba kolibri1 laguna
-    lara_mini lfm2 lfm2_moe lfm3 llama mellum mimo_v2_flash minimax minimax_m2 minimax_m3_vl_text ministral ministral3
-    mistral mixtral nemotron olmo olmo2 olmo3 olmoe phi phi3 qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text
-    qwen3_moe qwen3_next sarvam_mla sarvam_moe seed_oss smollm3 solar_open starcoder2 youtu
+    gpt_oss gptj helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 internlm3 iquestcoder jais2 kolibri1 laguna lara_mini
+    lfm2 lfm2_moe lfm3 llama mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral
+    nemotron olmo olmo2 olmo3 olmoe phi phi3 qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next
+    sarvam_mla sarvam_moe seed_oss smollm3 solar_open starcoder2 youtu
 """.split()
 WITHOUT_TP = """
-    bart bert biogpt bitnet blenderbot blenderbot-small bloom camembert data2vec-text electra ernie falcon
-    falcon_mamba gpt-sw3 gpt2 gpt_bigcode gpt_neo gpt_neox_japanese jetmoe mamba mamba2 mbart megatron-bert
-    modernbert-decoder mpt mvp nemotron_h opt pegasus persimmon plbart rembert roberta roberta-prelayernorm roformer
-    stablelm trocr whisper xglm xlm-roberta xlm-roberta-xl
+    bert biogpt bitnet bloom camembert data2vec-text electra ernie falcon gpt-sw3 gpt2 gpt_bigcode gpt_neo
+    gpt_neox_japanese jetmoe mamba2 megatron-bert modernbert-decoder mpt nemotron_h opt persimmon rembert roberta
+    roberta-prelayernorm roformer stablelm xglm xlm-roberta xlm-roberta-xl
 """.split()
-DATA_ONLY = "ctrl openai-gpt".split()
+UNPACKED = "bart blenderbot blenderbot-small falcon_mamba mamba mbart mvp pegasus plbart trocr whisper".split()
 MASKED = "axk2 deepseek_v32 glm_moe_dsa".split()
 CAPPED = "beam gemma2 gemma3_text gemma4_text gemma4_unified_text nanochat vaultgemma".split()
 SCALED = "granite granite_swa granitemoe granitemoe_swa granitemoeshared minicpm3".split()
 ACCEPTED: dict[str, CodeFacts] = {
     **dict.fromkeys(PLAIN, CodeFacts()),
     **dict.fromkeys(WITHOUT_TP, CodeFacts(tp=False)),
-    **dict.fromkeys(DATA_ONLY, CodeFacts(tp=False, pp=False)),
-    **dict.fromkeys(MASKED, CodeFacts(masks=True)),
+    **dict.fromkeys(("jamba", "minimax"), CodeFacts(packed=False)),
+    **dict.fromkeys(UNPACKED, CodeFacts(tp=False, packed=False)),
+    "ctrl": CodeFacts(tp=False, pp=False),
+    "openai-gpt": CodeFacts(tp=False, pp=False, packed=False),
+    **dict.fromkeys(MASKED, CodeFacts(tp=False, masks=True)),
     **dict.fromkeys(CAPPED, CodeFacts(soft_cap="final_logit_softcapping")),
     **dict.fromkeys(("cohere", "cohere2", "cohere2_moe"), CodeFacts(head_factor="logit_scale")),
     **dict.fromkeys(SCALED, CodeFacts(head_divisor="logits_scaling")),
@@ -90,13 +94,14 @@ FOLLOWS_LENGTH = ("dynamic", "longrope")
 """Types of rotary positions whose frequencies follow the longest sequence of a batch."""
 
 
-def code_spec(values: dict[str, Any], facts: CodeFacts | None = None, unproven: bool = False) -> CodeSpec:
+def code_spec(
+    values: dict[str, Any], facts: CodeFacts | None = None, prove: Callable[[dict[str, Any]], CodeFacts] | None = None
+) -> CodeSpec:
     """The spec of a complete config.json, whose model runs by transformers' own code. facts: of a type that is not in
-    `ACCEPTED`. unproven: whether such a type may be compared now, see `prove_code`. Raises `ConfigError` naming each
-    option that is not supported."""
+    `ACCEPTED`; prove: finds them out. Raises `ConfigError` naming each option that is not supported."""
     name = values.get("model_type")
     facts = facts or ACCEPTED.get(str(name))
-    if facts is None and not unproven:
+    if facts is None and prove is None:
         obstacle = find_obstacle(values)
         raise ConfigError(
             f"model_type={format_option(name)} is not accepted for model.code=transformers: {obstacle or UNPROVEN}; "
@@ -105,9 +110,8 @@ def code_spec(values: dict[str, Any], facts: CodeFacts | None = None, unproven: 
     if problems := option_problems(values):
         raise ConfigError(problems)
     if facts is None:
-        from trainer.hf.proof import prove_code
-
-        facts = prove_code(values)
+        assert prove is not None
+        facts = prove(values)
     return describe_code(values, facts)
 
 
@@ -161,7 +165,7 @@ def describe_code(values: dict[str, Any], facts: CodeFacts) -> CodeSpec:
         "tables": tables,
         "layers": numbers,
         "paths": paths,
-        "outer": parts.plain(),
+        "outer": parts.plain() | ({} if facts.packed is None else {"packed": facts.packed}),
         "outer_tables": {side: outer_table(causal, paths, getattr(parts, side)) for side in ("before", "behind")},
         "head_scale": scale,
         "masks": masks,

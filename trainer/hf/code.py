@@ -224,8 +224,8 @@ def build_model(values: dict[str, Any], masks: bool = False) -> PreTrainedModel:
         )
     if masks:
         # What is above the layers makes the masks. The layers keep eager attention, which reads them.
-        above = copy.copy(model.config)
-        above._attn_implementation_internal = MASKS
+        above = AutoConfig.for_model(**copy.deepcopy(values), attn_implementation=MASKS)
+        above.use_cache = False
         for module in model.modules():
             if "config" in vars(module) and any(isinstance(child, nn.ModuleList) for child in module.modules()):
                 module.config = above

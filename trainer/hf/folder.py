@@ -97,7 +97,11 @@ def read_code_spec(folder: Path, raw: dict[str, Any], notes: list[str], unproven
         notes.append(
             f"model.from_hf={folder}: auto_map names code of the folder, which is not run; transformers' own is"
         )
-    return code_spec(open_config(folder), unproven=unproven)
+    if unproven:
+        from trainer.hf.proof import prove_code
+
+        return code_spec(open_config(folder), prove=prove_code)
+    return code_spec(open_config(folder))
 
 
 def runs_by_code(model_type: str | None) -> bool:

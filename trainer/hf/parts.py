@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -14,6 +15,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trainer.hf.code import TrialPass, base_of, use_pass
+
+POSITIONS = re.compile("position|pos_emb|wpe")
+"""What names of modules have that look up positions."""
 
 
 class UnsupportedCode(Exception):
@@ -147,7 +151,7 @@ def trace_calls(
     parts.takes_positions = any("position_ids" in inspect.signature(one.forward).parameters for one in (base, owner))
     counts = [one for one in causal.modules() if hasattr(one, "create_position_ids_from_inputs_embeds")]
     parts.first_position = counts[0].padding_idx + 1 if counts else 0
-    told = parts.takes_positions or not any("pos" in name for name, _ in causal.named_modules())
+    told = parts.takes_positions or not any(POSITIONS.search(name) for name, _ in causal.named_modules())
     named = {"position_ids": positions} if parts.takes_positions else {}
     named |= {"attention_mask": torch.ones_like(positions)} if masks else {}
     try:
