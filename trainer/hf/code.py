@@ -292,7 +292,7 @@ class CodeModule(DeclaredModule):
 class CodeLinear(CodeModule, AdaptableLinear):
     """An `nn.Linear` of transformers. Its weight gradient may be deferred."""
 
-    multiply = staticmethod(matmul)
+    multiply: Any = staticmethod(matmul)
 
     def forward(self, x: Tensor) -> Tensor:
         bias, group = None if self.bias is None else self.local("bias"), PASS.current.group
@@ -592,8 +592,8 @@ class CodeStage(Transformer):
         shape = tuple(tokens.shape)
         x: Any = self.embed(tokens, positions) if self.first else hidden
         current = StagePass(x, shape, documents, length, self.group, self.context)
-        for kind in self.attention_kinds:  # before the layers, because compiled ones must not make a mask each
-            current.mask(self, *kind, tokens.device)
+        for window, changed in self.attention_kinds:  # before the layers, because compiled ones must not make a mask each
+            current.mask(self, window, changed, tokens.device)
         x = self.run_layers(current, positions)
         if not self.last:
             return x
