@@ -82,6 +82,19 @@ def test_what_fits_for_sure_is_taken(tmp_path, capsys):
     assert "taken: 1, none fits for sure" in capsys.readouterr().out and "perhaps fits" in out.read_text()
 
 
+def test_a_plan_that_does_not_fit_says_what_would(capsys):
+    words = ["+config=llama3_8b", "hardware=h100", "processes=1"]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "fits                   no:" in shown
+    change = shown.split("to make it fit")[1].split()[0]
+    assert main([*words, change]) == 0
+    shown = capsys.readouterr().out
+    assert "fits                   yes:" in shown and "to make it fit" not in shown
+    assert main([*words, "hardware.memory=8"]) == 0
+    assert "plans=all searches the others" in capsys.readouterr().out
+
+
 def test_processes_are_spread_over_the_given_nodes(tmp_path):
     numbers, found = tmp_path / "numbers.json", {}
     for words in ("nodes=4 processes=4", "processes=4", "nodes=4 processes=4 hardware.devices=1"):

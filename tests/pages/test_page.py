@@ -447,4 +447,4 @@ def test_twenty_runs_differ_by_colour_and_dash(tmp_path):
     assert len(buttons) == len(set(buttons)) == 20
     styles = (FILES / "templates/style.css").read_text()
     for dash in {int(name.split("dash")[1]) for name in buttons} - {0}:
-        assert f".dash{dash} {{" in styles
+        assert f".swatch.dash{dash} {{" in styles

@@ -98,7 +98,7 @@ def print_estimates(found: list[StepEstimate], title: str, options: EstimateOpti
     if options.plans:
         report.show_plans(found, f"{title}\n{report.describe_choice(found, chosen)}", options.tokens)
     shapes = shapes_of(chosen)
-    report.print_estimate(chosen, options.tokens, [(one.setting, one.text) for one in shapes])
+    report.print_estimate(chosen, options.tokens, [(one.setting, one.text) for one in shapes], suggest_smaller(chosen))
     if options.json:
         plans = [report.to_json(one, options.tokens) | {"chosen": one is chosen} for one in found]
         for one, plan in zip(found, plans):
@@ -114,6 +114,23 @@ def shapes_of(one: StepEstimate) -> list[ShapeAdvice]:
     from trainer.diagnosis.suggestions import advise_shapes
 
     return [] if one.hardware.device == "CPU" else advise_shapes(one.config, one.layout, one.hardware.device)
+
+
+def suggest_smaller(one: StepEstimate) -> list[str]:
+    """What makes a plan fit that does not: overrides with what they are predicted to take, in lines."""
+    from trainer.diagnosis.evidence import RunEvidence, RunMachine
+    from trainer.diagnosis.suggestions import FREED, Suggestions
+
+    if one.fits != "no":
+        return []
+    machine = RunMachine(one.layout.plan.world, min(one.layout.plan.world, one.hardware.devices), one.hardware.device)
+    lacked = {"status": "failed", "reason": "OutOfMemoryError: CUDA out of memory"}
+    evidence = RunEvidence(
+        Path(), config=one.config, layout=one.layout, machine=machine, hardware=one.hardware, status=lacked
+    )
+    found = Suggestions(evidence, one.seconds).against(*FREED)
+    lines = [f"{override.text}  ({override.told})" if override.told else override.text for override in found]
+    return lines or ["no change of this plan alone: plans=all searches the others, or add nodes"]
 
 
 def estimate_plan(

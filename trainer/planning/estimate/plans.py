@@ -148,8 +148,8 @@ class _Search:
             if candidate.bound >= limit:
                 break
             found = self.estimate(limit, candidate)
-            if found is not None and found.fits in fits and identify(found) not in names:
-                names.add(identify(found))
+            if found is not None and found.fits in fits and identify_plan(found) not in names:
+                names.add(identify_plan(found))
                 best = sorted([*best, found], key=attrgetter("seconds"))[:most]
         return best
 
@@ -358,7 +358,7 @@ def deeper_interleaving(depth: int, ranks: int, microbatches: int) -> list[tuple
     ]
 
 
-def identify(one: StepEstimate) -> tuple[object, ...]:
+def identify_plan(one: StepEstimate) -> tuple[object, ...]:
     """What two names of one plan have in common: degrees, batch, time and memory."""
     plan, numbers = one.layout.plan, (f"{number:.9e}" for number in (one.seconds, one.memory))
     return *plan.degrees.items(), one.layout.batch, *numbers

@@ -26,10 +26,13 @@ DAY = 86400.0
 Form = Callable[[float], str]
 
 
-def print_estimate(found: StepEstimate, tokens: float = 0.0, shapes: tables.Rows = ()) -> None:
+def print_estimate(
+    found: StepEstimate, tokens: float = 0.0, shapes: tables.Rows = (), smaller: Sequence[str] = ()
+) -> None:
     """Prints one plan. tokens: a budget whose days and device hours are wanted. shapes: settings whose products do not
-    fill the device, and what is to be said of each."""
-    parts = {"plan": _plan(found), "memory": _memory(found), "time": _time(found), "result": _result(found, tokens)}
+    fill the device, and what is to be said of each. smaller: what makes a plan fit that does not."""
+    memory = [*_memory(found), *(("to make it fit" if text == smaller[0] else "or", text) for text in smaller)]
+    parts = {"plan": _plan(found), "memory": memory, "time": _time(found), "result": _result(found, tokens)}
     tables.print_sections(parts | ({"shapes": shapes} if shapes else {}))
 
 
