@@ -275,7 +275,7 @@ class CodeLayer(CodeModule):
     tile = 0
     run_tile: Callable
     keep: Callable
-    caches = True
+    caches: bool
 
     def prepare(self, last: bool) -> None:
         """last: whether it is the last layer of its stage."""
@@ -376,6 +376,8 @@ class CodeStage(Transformer):
             layer.prepare(index == layers.stop - 1)
             for name, kind in spec.layer(index).code["blocks"].items():
                 layer.get_submodule(name).kind = kind
+            # A layer that mixes tokens otherwise has nothing that a cache keeps.
+            layer.caches = any(module in kinds for module in layer.modules())
         own = {module for index in layers for module in base.layers[index].modules()}
         self.attention_kinds = dict.fromkeys(kind for module, kind in kinds.items() if module in own)
         for index in set(range(spec.depth)) - set(layers):
