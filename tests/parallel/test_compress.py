@@ -567,6 +567,17 @@ def test_codecs_that_were_chosen_read_as_set_by_hand(codecs, chosen, feedback):
     assert found == saved | {"chosen": [], "settings": found["settings"]} and found["settings"]["min_size"] == 0
 
 
+@pytest.mark.parametrize("name, other", [("block", 64), ("hadamard", 32), ("stochastic", True)])
+def test_settings_that_are_gone_count_only_where_they_were_set(name, other):
+    """A checkpoint of an earlier version, which wrote all of them, resumes with its errors where they had defaults."""
+    now = {"chosen": [], "settings": {"outer": asdict(HopConfig(codec="int8")), "min_size": 0}}
+    gone = {"block": None, "hadamard": 0, "stochastic": False}
+    before = {"chosen": [], "settings": {"outer": now["settings"]["outer"] | gone, "min_size": 0}}
+    assert with_chosen_codecs(before) == now
+    before["settings"]["outer"][name] = other
+    assert with_chosen_codecs(before)["settings"]["outer"] == now["settings"]["outer"] | {name: other}
+
+
 @pytest.mark.parametrize("damaged", [{}, {"settings": None}, {"settings": [1]}, {"settings": {"inner": "auto"}}])
 def test_an_identity_without_settings_is_that_of_no_run(damaged):
     saved = {"chosen": ["inner"], **damaged}
