@@ -98,7 +98,7 @@ def test_measured_layers_of_short_documents(world, order, measured):
     found = drawn()
     lengths = {"data__documents__mean": found.mean, "data__documents__median": found.median}
     way = {"parallel__context__method": "allgather", "parallel__context__order": order} if world > 1 else {}
-    assert seconds(world, data__mask_documents=True, **lengths, **way) == pytest.approx(measured, rel=0.07)
+    assert seconds(world, data__mask_documents=True, **lengths, **way) == pytest.approx(measured, rel=0.08)
     assert seconds(world, **way) > 3 * measured
 
 

@@ -76,7 +76,7 @@ def share(problems: list[Problem], engine: str, trials: int, seeds: int = 1) -> 
 
 def test_the_best_plan_of_published_measurements_is_found_in_four_trials(problems):
     found = {name: share(problems, name, 4, seeds) for name, seeds in (("model", 1), ("random", 10), ("tpe", 10))}
-    assert len(problems) >= 70 and found["model"] >= 0.92 and max(found["random"], found["tpe"]) < 0.5, found
+    assert len(problems) >= 60 and found["model"] >= 0.92 and max(found["random"], found["tpe"]) < 0.5, found
 
 
 # Problems made up
