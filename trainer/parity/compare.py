@@ -405,7 +405,7 @@ def error_limits(kind: str, plain: RunComparison | None = None, losses: Sequence
         errors = (*largest, plain.weights)
         limits = ErrorLimits(*(max(limit, SLACK[kind] * error) for limit, error in zip(table, errors)))
         changed = relative_error(losses[number], losses[0]) if number < len(losses) else 0.0
-        found.append(limits._replace(loss=max(limits.loss, largest[2] * changed)))
+        found.append(limits._replace(loss=max(limits.loss, SLACK[kind] * largest[2] * changed)))
     return found
 
 
