@@ -69,15 +69,15 @@ def count_loaded(module: str) -> int:
 
 
 BUDGETS = {
-    "tokens of trainer/": (lambda: sum(map(count_tokens, FILES)), 413_500),
+    "tokens of trainer/": (lambda: sum(map(count_tokens, FILES)), 418_500),
     "files of trainer/": (lambda: len(FILES), 230),
     "files loaded with trainer.training.run": (lambda: count_loaded("trainer.training.run"), 152),
     "files loaded with trainer.training.step": (lambda: count_loaded("trainer.training.step"), 92),
-    "settings": (count_settings, 233),
+    "settings": (count_settings, 225),
     "pages of docs/": (lambda: len(list((ROOT / "docs").glob("*.md"))), 18),
     "words of docs/": (lambda: count_words(*(ROOT / "docs").glob("*.md")), 49_200),
     "words of README.md": (lambda: count_words(ROOT / "README.md"), 1_700),
-    "files of bench/": (lambda: len(list((ROOT / "bench").glob("*.py"))), 16),
+    "files of bench/": (lambda: len(list((ROOT / "bench").glob("*.py"))), 17),
 }
 
 
