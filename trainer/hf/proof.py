@@ -32,7 +32,6 @@ MOST = 20_000_000
 SEQUENCES, LENGTH, FIRST = 4, 16, 3
 """Of the compared batch. FIRST: its smallest token, behind those that are padding."""
 
-
 SIZES: dict[str, Any] = {
     **dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=4, max_position_embeddings=64),
     **dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8, sliding_window=6),
@@ -40,7 +39,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("moe_k", "moe_topk", "top_k_experts"), 2),
     **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size", "expert_ffn_hidden_size"), 24),
-    **dict.fromkeys(("moe_shared_expert_intermediate_size",), 24),
+    "moe_shared_expert_intermediate_size": 24,
     **dict.fromkeys(("n_shared_experts", "num_shared_experts", "first_k_dense_replace", "n_group", "topk_group"), 1),
     **dict.fromkeys(("decoder_sparse_step", "moe_layer_start_index"), 1),
     **dict.fromkeys(("num_nextn_predict_layers", "num_kv_shared_layers", "hidden_size_per_layer_input"), 0),
@@ -48,19 +47,19 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers"), 4),
     **dict.fromkeys(("n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads"), 4),
     **dict.fromkeys(("ffn_hidden_size", "intermediate_size_mlp", "ffn_dim", "n_inner", "decoder_ffn_dim"), 48),
-    **dict.fromkeys(("encoder_ffn_dim", "block_ff_dim", "input_embedding_size", "lru_width"), 48),
+    **dict.fromkeys(("encoder_ffn_dim", "block_ff_dim"), 48),
     **dict.fromkeys(("input_embedding_size", "output_embedding_size", "lru_width"), 32),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
     **dict.fromkeys(("qk_nope_head_dim", "v_head_dim", "global_head_dim", "query_pre_attn_scalar"), 8),
-    **dict.fromkeys(("qk_rope_head_dim", "rotary_dim", "n_groups", "mamba_n_groups", "mamba_ngroups"), 4),
+    **dict.fromkeys(("qk_rope_head_dim", "rotary_dim"), 4),
     **dict.fromkeys(("n_groups", "mamba_n_groups", "mamba_ngroups"), 2),
     **dict.fromkeys(("n_mamba_heads", "mamba_n_heads", "mamba_num_heads", "mamba_d_head", "mamba_head_dim"), 8),
     **dict.fromkeys(("state_size", "mamba_d_state", "ssm_state_size", "chunk_size", "mamba_chunk_size"), 8),
-    **dict.fromkeys(("linear_num_key_heads",), 2),
     **dict.fromkeys(("linear_num_value_heads", "linear_num_heads"), 4),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 8),
     **dict.fromkeys(("n_positions", "n_ctx", "max_seq_len"), 64),
-    **dict.fromkeys(("num_global_key_value_heads",), 2),
+    "linear_num_key_heads": 2,
+    "num_global_key_value_heads": 2,
     "attention_chunk_size": 6,
     "rotary_pct": 0.5,
     "mamba_d_ssm": 64,
