@@ -187,7 +187,7 @@ def test_unknown_fields_are_named() -> None:
     "changes, words",
     [
         ({"width": 0}, ["model.width=0 must be positive"]),
-        ({"attention__heads": 5}, ["model.attention.heads=5", "model.width=32", "legal: 1, 2, 4, 8, 16 ("]),
+        ({"attention__heads": 5}, ["model.attention.heads=5", "model.width=32", "one of 1, 2, 4, 8, 16,"]),
         ({"attention__heads": 0}, ["model.attention.heads=0 must be positive"]),
         ({"attention__head_dim": -8}, ["model.attention.head_dim=-8"]),
         ({"attention__kv_heads": 3}, ["model.attention.kv_heads=3", "model.attention.heads=4", "legal: 1, 2, 4"]),

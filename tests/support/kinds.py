@@ -310,7 +310,7 @@ def sweep_results(folder: Path) -> File:
 
 
 def sweep_start(folder: Path) -> File:
-    results.note_start(trial(folder), job="17")
+    results.note_start(trial(folder))
 
     def read() -> None:
         if started := results.read_start(trial(folder)):

@@ -75,7 +75,7 @@ def test_whatever_becomes_of_trials_is_a_result(answered, tmp_path, capsys):
     assert main(answered("budget=4", faults=faults)) == 0
     shown = capsys.readouterr().out
     assert f"page: {folder / 'report.html'}" in shown
-    assert "debug-tune: 16 plans, 1 of 4 trials" in shown and "ended: budget=4 trials are measured" in shown
+    assert "debug-tune: 15 plans, 1 of 4 trials" in shown and "ended: budget=4 trials are measured" in shown
     found = lines(folder)
     assert [line["status"] for line in found] == ["out_of_memory", "done", "failed", "done"]
     assert found[2]["reason"] == "a defect" and found[0]["step_seconds_p50"] is None
@@ -93,7 +93,7 @@ def test_whatever_becomes_of_trials_is_a_result(answered, tmp_path, capsys):
     start, words = search["command"].split(" --processes 2 ")
     assert start == "trainer train" and compose(shlex.split(words), folder, 2) == again
     told = {one["plan"]: one for one in search["foretold"]}
-    assert len(told) == 16 and all(one["low"] < one["expected"] < one["high"] for one in told.values())
+    assert len(told) == 15 and all(one["low"] < one["expected"] < one["high"] for one in told.values())
     tried = [told[line["trial"]] for line in found]
     assert [one["expected"] for one in tried] == [line["expected_seconds"] for line in found]
     width, wide = ({name: log(one["high"] / one["low"]) for name, one in some.items()} for some in (told, before))

@@ -21,7 +21,7 @@ from trainer.distributed.collectives import TensorGroup
 from trainer.distributed.mesh import join_world
 from trainer.model.experts import Experts
 from trainer.parallel.experts.apply import DISPATCH
-from trainer.parallel.recompute import recompute_unrouted
+from trainer.parallel.recompute import recompute_unrouted, selective_contexts
 from trainer.planning.plan import Plan
 
 CPU, WIDTH, INNER, EXPERTS, TOKENS = torch.device("cpu"), 8, 16, 8, 6
@@ -71,7 +71,7 @@ def passes(experts: Experts, x: Tensor, chosen: Tensor, weights: Tensor, again: 
         return output
 
     left_out: list[Tensor] = []
-    result = recompute_unrouted()(body, x) if again else body(x)
+    result = recompute_unrouted(selective_contexts)(body, x) if again else body(x)
     result.backward(torch.linspace(-1, 1, result.numel(), dtype=torch.float64).view_as(result))
     parameters = [layer.weight for layer in (experts.gate, experts.up, experts.down)]
     return [left_out[0], result.detach(), *(one.grad for one in (x, weights, *parameters))]

@@ -152,8 +152,12 @@ class FSDP:
                 else self.whole.union(*(unit.parameters() for unit in experts)),
             )
         end_reductions_in_forward(model)
-        wide = {one for module in model.modules() if isinstance(module, WideLinear) for one in module.parameters()}
-        wide |= {one for one in model.parameters() if one.dtype is E4M3}
+        wide = {
+            one
+            for module in model.modules()
+            for one in module.parameters(recurse=False)
+            if isinstance(module, WideLinear) or one.dtype is E4M3
+        }
         if compute is not torch.float32:
             keep_wide(fsdp_units(model), wide)
         if experts and plan.stage == 3:
