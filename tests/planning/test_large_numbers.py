@@ -67,7 +67,7 @@ def outcome(command, arguments: list[str]) -> str:
     value=st.one_of(st.sampled_from([2**20, 1_250_000, 10**9, 10**12, 10**12 + 39]), st.integers(10, 10**12)),
     base=st.sampled_from(BASES),
 )
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 def test_any_number_of_a_setting_is_answered_or_refused(name, value, base):
     assert outcome(estimate.main, [*base, f"{name}={value}"]) in ("0", "2")
 

@@ -154,7 +154,7 @@ def left_out(found: StepEstimate) -> list[str]:
 WIDTH = 120
 """Characters of the widest table."""
 
-DROPPED = ("MFU", "bubble", "exposed", "device hours", "batch")
+DROPPED = ("MFU", "bubble", "exposed", "device hours", "batch", "step")
 """Columns that a table leaves out where it is too wide otherwise, the first first. The page of one plan has them."""
 
 
@@ -191,7 +191,7 @@ def _row(number: int, found: StepEstimate, tokens: float) -> dict[str, Any]:
     layout, speed = found.layout, found.tokens_per_second
     pipeline, seconds = layout.pipeline.schedule, tokens / speed
     budget = {
-        "for the tokens": tables.format_duration(seconds),
+        "time": tables.format_duration(seconds),
         "device hours": tables.format_count(seconds * layout.plan.world / 3600),
     }
     return {
@@ -228,7 +228,7 @@ def name_recompute(config: Config) -> str:
     """What saves activation memory, in a few words."""
     activation, loss = config.activation, bool(config.loss.tile)
     tiles = ("tiles" if loss else "layer tiles") if activation.tile else "loss tiles" if loss else ""
-    return ", ".join(part for part in (activation.mode, tiles, "offload" * bool(activation.offload)) if part)
+    return "+".join(part for part in (activation.mode, tiles, "offload" * bool(activation.offload)) if part)
 
 
 def _even(band: float) -> ErrorBand:
