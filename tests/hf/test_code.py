@@ -50,7 +50,7 @@ from trainer.planning.estimate.step import estimate_step
 from trainer.planning.features import check_plan, check_whole_plan, resolve_plan
 from trainer.planning.float8 import float8_linears
 from trainer.planning.hardware import load_hardware
-from trainer.planning.layer import flops_per_token, parameter_counts
+from trainer.planning.layer import flops_per_token, model_programs, parameter_counts
 from trainer.planning.parameters import declare_parameters, router_shapes
 from trainer.planning.resolve import compose, resolve_layout
 from trainer.planning.states import state_bytes
@@ -432,6 +432,12 @@ def test_auto_takes_our_blocks_where_the_type_is_known(tmp_path):
     assert isinstance(code, CodeSpec)
     assert parameter_counts(code) == parameter_counts(ours)
     assert flops_per_token(code, 64, True) == pytest.approx(flops_per_token(ours, 64, True))
+
+
+@pytest.mark.parametrize("name", [*MODELS, *MIXTURES, *PARTS])
+def test_collectives_of_the_program_of_a_layer_belong_to_its_gemms(name):
+    for program in model_programs(spec_of(name), 64, 2, 2):
+        assert all(set(op.gemms) <= program.gemms.keys() for op in program.ops)
 
 
 def test_estimates_of_shared_experts_and_of_adapters_are_those_of_our_blocks(tmp_path):

@@ -75,6 +75,7 @@ TWO: list[dict[str, Any]] = [
     *({"model": name, "stage": 3, "recompute": "full"} for name in ("gpt2", "falcon", "bart")),
     *({"model": name, "pp": 2, "schedule": "zb_v"} for name in ("gpt2", "roberta", "bart", "mamba2")),
     {"model": "qwen3_next", "tp": 2},
+    {"model": "qwen3_next", "ep": 2, "stage": 3, "recompute": "full"},
 ]
 FOUR: list[dict[str, Any]] = [
     *(

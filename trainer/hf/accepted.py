@@ -313,7 +313,7 @@ def layer_code(layer: nn.Module, path: str, plan: dict[str, str], top_k: int, un
             parameters[full] = plain_info(replace(info, trained=full not in unused))
     kept = {name for name, _ in layer.named_buffers()} & set(layer.state_dict())
     buffers = {name: list(buffer.shape) for name, buffer in layer.named_buffers() if name in kept}
-    stacked = [module for module in layer.modules() if any(p.dim() == 3 for p in module.parameters(recurse=False))]
+    stacked = [module for module in layer.modules() if holds_experts(module)]
     shared = {"shared": len(stacked) == 1 and can_share(stacked[0])} if stacked else {}
     return {"parameters": parameters, "buffers": buffers, "blocks": blocks, "attention": attention} | shared
 

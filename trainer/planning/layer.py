@@ -268,18 +268,20 @@ def code_program(layer: CodeLayerSpec, width: int, tp: int, element_bytes: int, 
     is not known: each GEMM is taken to keep its input, as autograd does, and its result once more."""
     blocks, whole = layer.code["blocks"], float(element_bytes * width)
     stream, sends = whole / tp, whole * (tp > 1)
-    ops, seen = [Op("input", "residual", result=stream, saved=stream)], set[str]()
-    for name, info in layer_table(layer, width).items():
+    ops, seen, table = [Op("input", "residual", result=stream, saved=stream)], set[str](), layer_table(layer, width)
+    matrices = [name.removesuffix(".weight") for name, info in table.items() if info.role == "matrix"]
+    for name, info in table.items():
         block, matrix = name.split(".")[0], name.removesuffix(".weight")
         kind = blocks.get(block)
         rows = 1.0 if kind else info.active * info.shape[0] / tp if info.stacked else 1 / tp
         if kind and block not in seen:
-            ops.append(Op(f"{block}.all_gather", "all_gather", deferred=stream, gemms=(matrix,), sends=sends))
+            first = tuple(one for one in matrices if one.split(".")[0] == block)[:1]
+            ops.append(Op(f"{block}.all_gather", "all_gather", deferred=stream, gemms=first, sends=sends))
             if block == layer.code["attention"]:
                 flops = attention_flops(layer.attention, keys, tp if kind == "cut" else 1)
                 ops.append(Op("attention", "attention", flops=flops, result=stream, saved=stream))
             if kind == "cut":
-                ops.append(Op(f"{block}.reduce_scatter", "reduce_scatter", eager=whole, gemms=(matrix,), sends=sends))
+                ops.append(Op(f"{block}.reduce_scatter", "reduce_scatter", eager=whole, gemms=first, sends=sends))
         seen.add(block)
         if info.role == "matrix":
             outputs, inputs = shape = info.multiplied(tp)[-2:]
