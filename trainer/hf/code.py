@@ -592,10 +592,7 @@ class CodeStage(Transformer):
         shape = tuple(tokens.shape)
         x: Any = self.embed(tokens, positions) if self.first else hidden
         current = StagePass(x, shape, documents, length, self.group, self.context)
-        for (
-            window,
-            changed,
-        ) in self.attention_kinds:  # before the layers, because compiled ones must not make a mask each
+        for window, changed in self.attention_kinds:  # before the layers: compiled ones must not make a mask each
             current.mask(self, window, changed, tokens.device)
         x = self.run_layers(current, positions)
         if not self.last:

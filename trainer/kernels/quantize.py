@@ -34,7 +34,8 @@ def _scale(magnitude, LARGEST: tl.constexpr):
 
 
 @triton.jit
-def _code(x, LARGEST: tl.constexpr):
+def _round_code(x, LARGEST: tl.constexpr):
+    """Values in units of their block's scale -> the nearest codes."""
     return tl.minimum(tl.maximum(tl.floor(x + 0.5), -LARGEST), LARGEST)
 
 
@@ -77,7 +78,7 @@ def _pack(
         high += tl.load(kept + place + HALF, mask=there, other=0.0) * of
     scale, inverse = _scale(_magnitude(low, high), LARGEST)
     tl.store(scales + row * (row_bytes // 4) + block, scale, mask=block < (count + 3) // 4 * 4)
-    low_code, high_code = _code(low * inverse[:, None], LARGEST), _code(high * inverse[:, None], LARGEST)
+    low_code, high_code = _round_code(low * inverse[:, None], LARGEST), _round_code(high * inverse[:, None], LARGEST)
     if KIND == "int8":
         out = codes + row * row_bytes + block[:, None] * BLOCK + inside
         tl.store(out, low_code.to(tl.int8).to(tl.uint8, bitcast=True), mask=there)

@@ -154,7 +154,7 @@ def left_out(found: StepEstimate) -> list[str]:
 WIDTH = 120
 """Characters of the widest table."""
 
-DROPPED = ("MFU", "bubble", "exposed", "device hours", "batch", "step")
+DROPPED = ("MFU", "bubble", "exposed", "device hours", "batch")
 """Columns that a table leaves out where it is too wide otherwise, the first first. The page of one plan has them."""
 
 
@@ -162,18 +162,18 @@ def show_plans(found: Sequence[StepEstimate], title: str, tokens: float = 0.0) -
     """Prints a table of several plans. tokens: a budget whose days and device hours are wanted."""
     rows = [_row(number, one, tokens) for number, one in enumerate(found, start=1)]
     if all(one.layout.plan.pp == 1 for one in found):
-        rows = [_without(_without(row, "schedule"), "bubble") for row in rows]
+        rows = [_leave_out(_leave_out(row, "schedule"), "bubble") for row in rows]
     for name in DROPPED:
-        if _width(rows) > WIDTH:
-            rows = [_without(row, name) for row in rows]
+        if _measure_width(rows) > WIDTH:
+            rows = [_leave_out(row, name) for row in rows]
     tables.print_rows(f"{title}\n{_describe_bands(found)}", rows)
 
 
-def _without(row: dict[str, Any], name: str) -> dict[str, Any]:
+def _leave_out(row: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key != name}
 
 
-def _width(rows: Sequence[Mapping[str, Any]]) -> int:
+def _measure_width(rows: Sequence[Mapping[str, Any]]) -> int:
     """Characters of a table, with two spaces between its columns."""
     widths = (max(len(name), *(len(str(row[name])) for row in rows)) for name in rows[0])
     return sum(widths) + 2 * (len(rows[0]) - 1)
