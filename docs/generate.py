@@ -144,22 +144,22 @@ def recipes() -> str:
 
 
 RECEIPTS: dict[str, dict[str, tuple[int, ...]]] = {
-    "gpt2_124m_h100x1": {"h100": (1, 8), "h200": (1, 8)},
-    "tinyllama_1b_h100x1": {"h100": (1, 2, 8)},
-    "tinyllama_1b_h200x1": {"h200": (1, 2, 8)},
+    "gpt2_124m_h100x1": {"h100": (1, 8)},
+    "tinyllama_1b_h100x1": {"h100": (1, 8)},
+    "tinyllama_1b_h200x1": {"h200": (1, 8)},
     "llama32_3b_h100x8": {"h100": (8, 64)},
-    "llama3_8b_h100x1": {"h100": (1,), "h200": (1,)},
+    "llama3_8b_h100x1": {"h100": (1,)},
     "llama3_8b_h100x2": {"h100": (2,)},
     "llama3_8b_h100x4": {"h100": (4,)},
-    "llama3_8b_h100x8": {"h100": (8, 64, 256)},
+    "llama3_8b_h100x8": {"h100": (8, 64)},
     "llama3_8b_h200x2": {"h200": (2,)},
     "llama3_8b_tp2_h200x2": {"h200": (2,)},
     "llama3_8b_h200x4": {"h200": (4,)},
-    "llama3_8b_h200x8": {"h200": (8, 64, 256)},
+    "llama3_8b_h200x8": {"h200": (8, 64)},
     "llama3_70b_h100x32": {"h100": (32,)},
-    "llama3_70b_h100x64": {"h100": (64, 256)},
+    "llama3_70b_h100x64": {"h100": (64,)},
     "llama3_70b_h200x16": {"h200": (16,)},
-    "llama3_70b_h200x32": {"h200": (32, 128)},
+    "llama3_70b_h200x32": {"h200": (32,)},
     "finetune_8b_h100x8": {"h100": (8,)},
     "finetune_8b_h200x2": {"h200": (2,)},
     "lora_8b_h100x1": {"h100": (1,)},
@@ -340,7 +340,9 @@ def _simulated(name: str, chunks: int, microbatches: int, ranks: int = 4) -> Sim
 
 def deepspeed() -> str:
     """The keys that `parallel.zero.deepspeed` takes."""
-    return table(("key", "value", "needs"), _keys(OWN, ""))
+    keys = sorted(_keys(OWN, ""), key=lambda row: row[1])
+    groups = itertools.groupby(keys, key=lambda row: row[1])
+    return table(("needs", "keys"), ([needs, ", ".join(key for key, _ in rows)] for needs, rows in groups))
 
 
 def _keys(key: DeepSpeedKey, path: str) -> Iterator[list[str]]:
@@ -348,11 +350,11 @@ def _keys(key: DeepSpeedKey, path: str) -> Iterator[list[str]]:
         inner_path = f"{path}.{name}" if path else name
         if isinstance(inner.value, dict):
             yield from (
-                [cell, value, "; ".join(filter(None, [*(f"`{need}`" for need in inner.needs), needs]))]
-                for cell, value, needs in _keys(inner, inner_path)
+                [cell, "; ".join(filter(None, [*(f"`{need}`" for need in inner.needs), needs]))]
+                for cell, needs in _keys(inner, inner_path)
             )
         else:
-            yield [f"`{inner_path}`", inner.value, "; ".join(f"`{need}`" for need in inner.needs)]
+            yield [f"`{inner_path}`", "; ".join(f"`{need}`" for need in inner.needs)]
 
 
 def example(name: str) -> str:

@@ -105,7 +105,7 @@ def code_spec(
         obstacle = find_obstacle(values)
         raise ConfigError(
             f"model_type={format_option(name)} is not accepted for model.code=transformers: {obstacle or UNPROVEN}; "
-            "docs/transformers_code.md has the accepted types"
+            "docs/data_and_models.md has the accepted types"
         )
     if problems := option_problems(values):
         raise ConfigError(problems)

@@ -61,7 +61,7 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
     if model_type not in FAMILIES:
         raise ConfigError(
             f"model_type={format_option(model_type)} is not supported; supported: {', '.join(FAMILIES)}, and with "
-            "model.code=transformers the types in docs/transformers_code.md"
+            "model.code=transformers the types in docs/data_and_models.md"
         )
     family, config = FAMILIES[model_type], rename_options(config)
     names = {new: f"{new} or {old}" for old, new in family.renamed.items()}
