@@ -49,14 +49,11 @@ from trainer.planning.layer import ATTENTION_BACKWARD, model_programs
 from trainer.planning.parameters import layer_specs
 from trainer.planning.plan import Plan
 
-WAYS = {  # method, order, groups of heads
-    "gather": ("allgather", "zigzag", 4),
-    "gather at once": ("allgather", "zigzag", 1),
-    "allgather contiguous": ("allgather", "contiguous", 4),
-    "allgather blocks": ("allgather", "blocks", 4),
-    "halo": ("halo", "zigzag", 4),
-    "heads": ("ulysses", "auto", 4),
-    "both": ("hybrid", "auto", 4),  # heads among two
+WAYS = {  # method, order
+    "gather": ("allgather", "zigzag"),
+    "allgather blocks": ("allgather", "blocks"),
+    "heads": ("ulysses", "auto"),
+    "both": ("hybrid", "auto"),  # heads among neighbours of a node
 }
 MASKS: dict[str, dict[str, Any]] = {
     "causal": {},
@@ -70,9 +67,9 @@ DOCUMENT = 3000
 WINDOW = 4096
 """Tokens that a query sees, where there is a window in `layers`."""
 LAYER_WAYS = {
-    "causal": ("gather", "gather at once", "allgather blocks", "heads", "both"),
+    "causal": ("gather", "allgather blocks", "heads", "both"),
     "documents": ("gather", "allgather blocks", "heads", "both"),
-    "window": ("gather", "heads", "halo"),
+    "window": ("gather", "heads"),
 }
 """What is measured of whole layers, by mask."""
 
@@ -97,11 +94,8 @@ def shared(model: Transformer, way: str, length: int, documents: bool, plan: Pla
     """Lets all ranks share the sequences of a model."""
     config = Config()
     config.batch.sequence_length, config.data.mask_documents = length, documents
-    method, order, groups = WAYS[way]
     config.parallel.cp = plan.cp
-    config.parallel.context.method, config.parallel.context.order = method, order
-    config.parallel.context.groups = groups
-    config.parallel.context.inner = 2 if method == "hybrid" else None
+    config.parallel.context.method, config.parallel.context.order = WAYS[way]
     share_sequences(model, config, model.spec, plan, world)
     return model.context
 
@@ -164,7 +158,7 @@ def exact(world: World, plan: Plan, length: int = 2048) -> Iterator[dict[str, An
             model.load_state_dict(weights)
             plain = worst(passes(model, hidden.to(dtype), tokens, documents, weight), expected)
             for way in WAYS:
-                if way == "halo" and "window" not in changes or way == "heads" and kv_heads % plan.cp:
+                if way == "heads" and kv_heads % plan.cp:
                     continue
                 if way == "both" and not two_by_two(plan):
                     continue

@@ -411,7 +411,7 @@ def dense_plans(gpus: int) -> list[str]:
 
 
 def context_plans(gpus: int) -> list[str]:
-    methods = ["method=allgather", "method=ulysses", "method=hybrid parallel.context.inner=2"]
+    methods = ["method=allgather", "method=ulysses", "method=hybrid"]
     plans = [f"parallel.cp={gpus} parallel.context.{method}" for method in methods]
     return [*plans, "parallel.cp=4 parallel.zero.stage=3"]
 

@@ -47,13 +47,10 @@ def spec_of(heads: int, kv_heads: int, *windows: int) -> ModelSpec:
     return spec
 
 
-@given(st.sampled_from(["contiguous", "zigzag", "blocks"]), st.integers(1, 3), st.integers(1, 4), st.integers(1, 5))
+@given(st.sampled_from(["zigzag", "blocks"]), st.integers(1, 3), st.integers(1, 4), st.integers(1, 5))
 def test_every_token_is_held_once_and_in_order(order, inner, outer, unit):
     length = 2 * inner * outer * unit * 4
-    groups = [
-        ContextGroup(ContextPlan(inner, outer, order, 2 * inner, False, 1), rank, None, None)
-        for rank in range(inner * outer)
-    ]
+    groups = [ContextGroup(ContextPlan(inner, outer, order), rank, None, None) for rank in range(inner * outer)]
     held = [group.own(length, CPU) for group in groups]
     assert {len(one) for one in held} == {length // (inner * outer)}
     assert torch.cat(held).sort().values.tolist() == list(range(length))
@@ -69,7 +66,7 @@ def counted_balance(order: str, ranks: int, first: torch.Tensor) -> float:
     """Keys that the queries of the busiest rank see, over the mean, from what each query sees."""
     length = first.shape[1]
     seen = torch.arange(length) - first[0] + 1
-    group = ContextGroup(ContextPlan(1, ranks, order, 128, False, 1), 0, None, None)
+    group = ContextGroup(ContextPlan(1, ranks, order), 0, None, None)
     work = seen[group.order(length, CPU)].view(ranks, -1).sum(1).double()
     return (work.max() / work.mean()).item()
 
@@ -80,8 +77,8 @@ def test_balance_is_that_of_the_keys_that_queries_see(length, ranks, window):
     starts = [draw_documents(USUAL, length, draw) for draw in range(DRAWS)]
     sizes = [torch.tensor([*one, length]).diff() for one in starts]
     documents = [torch.arange(len(one)).repeat_interleave(one)[None] for one in sizes]
-    for order in ("contiguous", "zigzag", "blocks"):
-        context = ContextPlan(1, ranks, order, 128, False, 1)
+    for order in ("zigzag", "blocks"):
+        context = ContextPlan(1, ranks, order)
         alone = counted_balance(order, ranks, first_seen(None, length, window, CPU))
         packs = mean(counted_balance(order, ranks, first_seen(one, length, window, CPU)) for one in documents)
         assert load_imbalance(context, length, window, None) == pytest.approx(alone)
@@ -90,31 +87,28 @@ def test_balance_is_that_of_the_keys_that_queries_see(length, ranks, window):
 
 def test_each_order_is_balanced_for_what_it_is_for():
     def of(order: str, masked: bool, inner: int = 1) -> float:
-        return load_imbalance(ContextPlan(inner, 8 // inner, order, 128, False, 1), 2**17, 0, USUAL if masked else None)
+        return load_imbalance(ContextPlan(inner, 8 // inner, order), 2**17, 0, USUAL if masked else None)
 
-    assert of("zigzag", False) == 1.0 and of("contiguous", False) == pytest.approx(1.875, abs=1e-4)
-    assert (
-        of("blocks", False) < 1.001 and of("blocks", True) < 1.02 and 1.3 < of("zigzag", True) < of("contiguous", True)
-    )
-    assert of("contiguous", True, inner=8) == 1.0  # whole sequences
+    assert of("zigzag", False) == 1.0
+    assert of("blocks", False) < 1.001 and of("blocks", True) < 1.02 and 1.3 < of("zigzag", True)
+    assert of("zigzag", True, inner=8) == 1.0  # whole sequences
     drawn = [float(size) for seed in range(40) for size in torch.tensor(draw_documents(USUAL, 2**21, seed)).diff()]
     assert mean(drawn) == pytest.approx(USUAL.mean, rel=0.05)
     assert sorted(drawn)[len(drawn) // 2] == pytest.approx(USUAL.median, rel=0.05)
 
 
 CHOSEN = [  # model, processes, node, settings -> method, order
-    ("whole sequences take the faster kernel", spec_of(32, 1), 2, 2, {"cp": 2}, (2, 1, "contiguous")),
+    ("whole sequences take the faster kernel", spec_of(32, 1), 2, 2, {"cp": 2}, (2, 1, "whole")),
     ("few keys of short sequences are gathered", spec_of(32, 1), 2, 2, {"cp": 2, "length": 1024}, (1, 2, "blocks")),
     ("blocks of few tokens compute more", spec_of(32, 1), 2, 2, {"cp": 2, "length": 512}, (1, 2, "zigzag")),
-    ("what is not gathered need not be dealt out", spec_of(32, 8), 2, 2, {"cp": 2, "length": 30}, (2, 1, "contiguous")),
-    ("heads enough are exchanged", spec_of(32, 8), 2, 2, {"cp": 2}, (2, 1, "contiguous")),
-    ("many ranks exchange heads", spec_of(16, 8), 16, 16, {"cp": 16}, (16, 1, "contiguous")),
+    ("what is not gathered need not be dealt out", spec_of(32, 8), 2, 2, {"cp": 2, "length": 30}, (2, 1, "whole")),
+    ("heads enough are exchanged", spec_of(32, 8), 2, 2, {"cp": 2}, (2, 1, "whole")),
+    ("many ranks exchange heads", spec_of(16, 8), 16, 16, {"cp": 16}, (16, 1, "whole")),
     ("heads stay on a node", spec_of(32, 8), 32, 8, {"cp": 32}, (8, 4, "blocks")),
     ("tensor ranks leave none", spec_of(8, 1), 16, 8, {"cp": 2, "tp": 8, "dp": 1}, (1, 2, "blocks")),
-    ("windows are fetched", spec_of(32, 8, 64, 64, 0), 4, 4, {"cp": 4}, (1, 4, "zigzag")),
     ("documents", spec_of(32, 1), 2, 2, {"cp": 2, "mask": True}, (1, 2, "blocks")),
     ("short documents", spec_of(32, 1), 2, 2, {"cp": 2, "mask": True, "length": 1024}, (1, 2, "blocks")),
-    ("odd blocks", spec_of(32, 1), 2, 2, {"cp": 2, "mask": True, "length": 1792}, (1, 2, "blocks")),
+    ("an odd number of blocks", spec_of(32, 1), 2, 2, {"cp": 2, "mask": True, "length": 1792}, (1, 2, "zigzag")),
     (
         "documents leave little to compute",
         spec_of(32, 8),
@@ -123,18 +117,9 @@ CHOSEN = [  # model, processes, node, settings -> method, order
         {"cp": 4, "mask": True, "length": 2**17},
         (1, 4, "blocks"),
     ),
-    ("and one document much", spec_of(32, 8), 4, 4, {"cp": 4, "length": 2**17}, (4, 1, "contiguous")),
-    ("documents and windows", spec_of(32, 8, 64, 64, 0), 2, 2, {"cp": 2, "mask": True}, (1, 2, "zigzag")),
-    (
-        "halo keeps runs",
-        spec_of(32, 8, 64, 0),
-        2,
-        2,
-        {"cp": 2, "context__method": "halo", "mask": True},
-        (1, 2, "zigzag"),
-    ),
+    ("and one document much", spec_of(32, 8), 4, 4, {"cp": 4, "length": 2**17}, (4, 1, "whole")),
+    ("documents and windows", spec_of(32, 8, 64, 64, 0), 2, 2, {"cp": 2, "mask": True}, (1, 2, "blocks")),
     ("blocks are not cut", spec_of(32, 1), 2, 2, {"cp": 2, "mask": True, "length": 4092}, (1, 2, "zigzag")),
-    ("a block means blocks", spec_of(32, 8), 2, 2, {"cp": 2, "mask": True, "context__block": 64}, (1, 2, "blocks")),
     ("an order means gathering", spec_of(32, 8), 8, 8, {"cp": 8, "context__order": "zigzag"}, (4, 2, "zigzag")),
 ]
 
@@ -154,18 +139,13 @@ def test_traffic_is_that_of_the_published_formulas(again):
     attention = spec_of(32, 8).layer(0).attention
     for cp in (2, 4, 8, 16):
         own = 2**15 // cp
-        gather, once = ContextPlan(1, cp, "zigzag", 128, False, 1), 2 * 8 * 8 * (cp - 1) * own
+        gather, once = ContextPlan(1, cp, "zigzag"), 2 * 8 * 8 * (cp - 1) * own
         assert context_traffic(attention, gather, 2**15, 1, again) == ((0, 0), (once, 2 * once))
         compiled = context_traffic(attention, gather, 2**15, 1, again, compiled=True)
         assert compiled.outer == (once, (1 + again) * once)  # what it has gathered it keeps
-        inner, outer = context_traffic(attention, ContextPlan(cp, 1, "contiguous", 128, False, 1), 2**15, 1, again)
+        inner, outer = context_traffic(attention, ContextPlan(cp, 1, "whole"), 2**15, 1, again)
         once = (64 + 2 * max(8, cp)) * 8 * (cp - 1) / cp * own
         assert inner == pytest.approx((once, (1 + again) * once)) and outer == (0, 0)
-    window = spec_of(32, 8, 65).layer(0).attention
-    for cp, order, runs in ((4, "zigzag", 2), (2, "zigzag", 1), (4, "contiguous", 1)):
-        once = 2 * 8 * 8 * 64 * runs
-        halo = context_traffic(window, ContextPlan(1, cp, order, 128, True, 1), 2**15, 1, again)
-        assert halo == ((0, 0), (once, (1 + again) * once))
 
 
 @pytest.mark.parametrize(
@@ -199,12 +179,12 @@ def test_a_step_of_llama3_8b_is_estimated(length, cp, gathered, exchanged):
 @pytest.mark.parametrize(
     "method, more, expected",
     [  # 32 layers of 112 and of 70 MiB, in two or three passes
-        ("allgather", "", "keys gathered over 8 ranks, blocks order of 128; 10.5 GiB a rank and step"),
-        ("allgather", "compile=true", "keys gathered over 8 ranks, blocks order of 128; 7.00 GiB a rank and step"),
+        ("allgather", "", "keys gathered over 8 ranks, blocks order; 10.5 GiB a rank and step"),
+        ("allgather", "compile=true", "keys gathered over 8 ranks, blocks order; 7.00 GiB a rank and step"),
         (
             "allgather",
             "activation=full compile=true",
-            "keys gathered over 8 ranks, blocks order of 128; 10.5 GiB a rank and step",
+            "keys gathered over 8 ranks, blocks order; 10.5 GiB a rank and step",
         ),
         ("ulysses", "", "heads exchanged over 8 ranks; 4.38 GiB a rank and step"),
         ("ulysses", "activation=full", "heads exchanged over 8 ranks; 6.56 GiB a rank and step"),
@@ -281,8 +261,6 @@ def layer_seconds(cp: int, length: int, masked: bool, method: str, order: str, h
     """Of a layer in a step, without its update."""
     spec = shipped("llama3_8b")
     ways = {"parallel__context__method": method, "parallel__context__order": order} if cp > 1 else {}
-    if method == "hybrid" and cp > 1:
-        ways["parallel__context__inner"] = 2
     sizes = {"batch__sequence_length": length, "batch__micro_size": 1, "batch__global_size": 1}
     changes = {"activation__mode": "full", "data__mask_documents": masked, "parallel__cp": cp}
     config = settings(spec, **changes, **sizes, **ways)
@@ -317,11 +295,6 @@ def test_a_layer_of_one_gpu_is_as_fast_as_measured(length, measured, limit):
     assert layer_seconds(1, length, False, *WAYS["ulysses"]) == pytest.approx(measured, rel=limit)
 
 
-def test_what_is_not_balanced_takes_longer():
-    balanced = layer_seconds(8, 2**17, False, "allgather", "zigzag")
-    assert 1.3 * balanced < layer_seconds(8, 2**17, False, "allgather", "contiguous") < 1.875 * balanced
-
-
 REMARKS = [  # processes, of a node, settings, words; no words: nothing is said
     (1, 1, "batch.sequence_length=131072", ["model.extend={max_length: 131072, scaling: yarn, factor: 16", "=8192"]),
     (1, 1, "batch.sequence_length=8192", []),
@@ -332,15 +305,14 @@ REMARKS = [  # processes, of a node, settings, words; no words: nothing is said
         ["model.extend={max_length: 131072, factor: 64}"],
     ),
     (1, 1, "batch.sequence_length=131072 model.attention.rope.scaling=dynamic", []),
-    (16, 8, "parallel.cp=16 parallel.context.method=ulysses", ["16 ranks", "nodes of 8", "=hybrid", "inner=8"]),
+    (16, 8, "parallel.cp=16 parallel.context.method=ulysses", ["16 ranks", "nodes of 8", "=hybrid"]),
     (16, 8, "parallel.cp=8 parallel.context.method=ulysses", []),
     (16, 8, "parallel.cp=16", []),
-    (16, 4, "parallel.cp=16 parallel.context.method=hybrid parallel.context.inner=8", ["over 8 ranks", "inner=4"]),
     (
         2,
         2,
         "parallel.cp=2 data.mask_documents=true parallel.context.method=allgather batch.sequence_length=8000",
-        ["batch.sequence_length=8000", "zigzag order", "=7936 or 8192 can", "1."],
+        ["batch.sequence_length=8000", "zigzag order", "=7680 or 8192 can", "1."],
     ),
     (2, 2, "parallel.cp=2 data.mask_documents=true parallel.context.method=allgather", []),
     (2, 2, "parallel.cp=2 parallel.context.method=allgather batch.sequence_length=8000", ["zigzag order", "1.2 times"]),
@@ -382,12 +354,7 @@ REFUSED = [  # processes, model, settings, words, a legal neighbour that they na
         2,
         spec_of(4, 2),
         {"cp": 2, "context__order": "blocks", "length": 500},
-        [
-            "batch.sequence_length=500",
-            "blocks order",
-            "=256, or batch.sequence_length=512",
-            "parallel.context.block=125",
-        ],
+        ["batch.sequence_length=500", "blocks order", "=256, or batch.sequence_length=512"],
         {"cp": 2, "context__order": "blocks", "length": 512},
     ),
     (4, spec_of(4, 2), {"cp": 2, "tp": 2, "length": 510}, ["parallel.cp=2 x parallel.tp=2", "508 or 512"], {"cp": 2}),
@@ -414,35 +381,6 @@ REFUSED = [  # processes, model, settings, words, a legal neighbour that they na
     ),
     (
         4,
-        spec_of(4, 2),
-        {"cp": 4, "context__method": "hybrid", "context__inner": 3},
-        ["parallel.context.inner=3", "set parallel.context.inner=2, or"],
-        {"cp": 4, "context__method": "hybrid", "context__inner": 2},
-    ),
-    (
-        4,
-        spec_of(4, 2),
-        {"cp": 4, "context__inner": 2},
-        ["parallel.context.inner=2 is for parallel.context.method=hybrid"],
-        {"cp": 4, "context__inner": 2, "context__method": "hybrid"},
-    ),
-    (
-        2,
-        spec_of(4, 2, 900),
-        {"cp": 2, "context__method": "halo", "length": 1024},
-        ["method=halo", "at most 257", "windows of 900", "method=allgather"],
-        {"cp": 2, "context__method": "halo", "length": 4096},
-    ),
-    (2, spec_of(4, 2), {"cp": 2, "context__method": "halo"}, ["no window in any layer"], {"cp": 2}),
-    (
-        2,
-        spec_of(4, 2, 90),
-        {"cp": 2, "context__method": "halo", "context__order": "blocks"},
-        ["method=halo", "order=zigzag"],
-        {"cp": 2, "context__method": "halo", "context__order": "zigzag"},
-    ),
-    (
-        4,
         spec_of(6, 3),
         {"cp": 4, "context__method": "hybrid"},
         ["heads=6, kv_heads=3", "set parallel.context.method=allgather"],
@@ -451,34 +389,14 @@ REFUSED = [  # processes, model, settings, words, a legal neighbour that they na
     (
         1,
         spec_of(4, 2),
-        {"cp": 1, "context__method": "ulysses", "context__groups": 2},
-        ["method=ulysses", "groups=2", "parallel.cp=1", "set parallel.context.method=auto parallel.context.groups=4"],
-        {"cp": 1},
-    ),
-    (
-        2,
-        spec_of(4, 2),
-        {"cp": 2, "context__method": "allgather", "context__block": 64, "context__order": "zigzag"},
-        ["block=64 has no meaning in zigzag order", "set parallel.context.block=128, or parallel.context.order=blocks"],
-        {"cp": 2, "context__method": "allgather", "context__block": 64, "context__order": "blocks"},
-    ),
-    (
-        2,
-        spec_of(4, 2),
-        {"cp": 2, "context__method": "ulysses", "context__groups": 1},
+        {"cp": 1, "context__method": "ulysses", "context__order": "blocks"},
         [
-            "groups=1 has no meaning",
             "method=ulysses",
-            "set parallel.context.groups=4, or parallel.context.method=allgather",
+            "order=blocks",
+            "parallel.cp=1",
+            "set parallel.context.method=auto parallel.context.order=auto",
         ],
-        {"cp": 2, "context__groups": 1},
-    ),
-    (
-        2,
-        spec_of(4, 2),
-        {"cp": 2, "context__method": "hybrid", "context__inner": 2, "context__block": 64, "mask": True},
-        ["method=hybrid with", "set parallel.context.method=allgather parallel.context.inner=null"],
-        {"cp": 2, "context__block": 64, "mask": True},
+        {"cp": 1},
     ),
     (4, spec_of(4, 2), {"cp": 2, "shard": 3, "zero__stage": 3}, ["4 data- and context-parallel ranks"], {"cp": 2}),
     (
@@ -539,11 +457,8 @@ def asked(draw: st.DrawFn) -> tuple[ModelSpec, int, int, dict[str, Any]]:
         "parallel__cp": cp,
         "parallel__tp": tp,
         "parallel__dp": draw(st.sampled_from([-1, world // cp // tp])),
-        "parallel__context__method": draw(st.sampled_from(["auto", "allgather", "ulysses", "halo", "hybrid"])),
-        "parallel__context__order": draw(st.sampled_from(["auto", "auto", "auto", "contiguous", "zigzag", "blocks"])),
-        "parallel__context__inner": draw(st.sampled_from([None] * 6 + [2, 3])),
-        "parallel__context__block": draw(st.sampled_from([128] * 6 + [64])),
-        "parallel__context__groups": draw(st.sampled_from([4] * 6 + [2])),
+        "parallel__context__method": draw(st.sampled_from(["auto", "allgather", "ulysses", "hybrid"])),
+        "parallel__context__order": draw(st.sampled_from(["auto", "auto", "zigzag", "blocks"])),
         "batch__sequence_length": draw(lengths),
         "batch__global_size": draw(st.sampled_from([None, world // cp // tp])),
         "data__mask_documents": draw(st.booleans()),

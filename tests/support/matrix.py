@@ -16,7 +16,7 @@ import torch
 
 Case = dict[str, Any]
 
-WAYS = ("allgather zigzag", "allgather blocks", "halo zigzag", "ulysses")
+WAYS = ("allgather zigzag", "allgather blocks", "ulysses")
 """How context-parallel ranks share sequences: method and order."""
 
 LAYOUT = {
@@ -86,8 +86,7 @@ def world(case: Case) -> int:
 
 def legal(case: Case) -> bool:
     """Whether the layout exists on at most 8 processes: a pipeline has a schedule, whose stages 9 layers can fill; what
-    ZeRO shards has ranks to be sharded over; sequences that are shared have a way, and 4 heads to exchange or a window
-    to fetch keys for."""
+    ZeRO shards has ranks to be sharded over; sequences that are shared have a way, and 4 heads to exchange."""
     return (
         world(case) <= 8
         and (case["schedule"] == "none") == (case["pp"] == 1)
@@ -95,7 +94,6 @@ def legal(case: Case) -> bool:
         and (case["stage"] == 0 or case["dp"] * case["cp"] > 1)
         and (case["way"] == "none") == (case["cp"] == 1)
         and (case["way"] != "ulysses" or case["tp"] < 4)
-        and (case["way"] != "halo zigzag" or case.get("attention", "window_cap") == "window_cap")
     )
 
 
@@ -141,10 +139,8 @@ def possible() -> set[tuple]:
 def asked(pair: tuple) -> bool:
     """Whether the sample is to have two values together. See `possible`."""
     case = dict(pair)
-    return (
-        (case.get("schedule", "none") in KINDS or "pp" in case or case.get("cp") == 2)
-        and not (case.get("stage") in (1, 2) and 4 in (case.get("tp"), case.get("pp")))
-        and not (case.get("way") == "halo zigzag" and case.get("attention", "window_cap") != "window_cap")
+    return (case.get("schedule", "none") in KINDS or "pp" in case or case.get("cp") == 2) and not (
+        case.get("stage") in (1, 2) and 4 in (case.get("tp"), case.get("pp"))
     )
 
 
@@ -226,7 +222,7 @@ CONTEXT = [
     PLAIN | {"cp": 4, "way": "hybrid zigzag", "attention": "window_cap", "stage": 2, "precision": "bf16"},
     PLAIN | {"cp": 4, "way": "ulysses", "kv_heads": 1, "stage": 1, "recompute": "every2"},
     PLAIN | {"cp": 2, "way": "auto", "dp": 2, "stage": 3, "shard": 2, "attention": "documents"},
-    PLAIN | {"cp": 2, "way": "allgather contiguous", "dp": 2, "stage": 3, "offload": True, "micro_batches": 3},
+    PLAIN | {"cp": 2, "way": "allgather zigzag", "dp": 2, "stage": 3, "offload": True, "micro_batches": 3},
 ]
 """Sequences that ranks share, where the sample has less: on four, and states that fewer or the host hold."""
 

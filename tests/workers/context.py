@@ -43,7 +43,7 @@ from trainer.model.initial import InitialWeights, fill_parameters
 from trainer.model.layers import Layer
 from trainer.model.transformer import Transformer
 from trainer.parallel.context.apply import share_sequences
-from trainer.parallel.context.plan import ContextPlan, context_traffic
+from trainer.parallel.context.plan import ContextPlan, context_traffic, divide_heads
 from trainer.parallel.parallelize import compile_layers, keep_buffers
 from trainer.parallel.recompute import apply_recompute
 from trainer.planning.features import resolve_plan
@@ -53,16 +53,12 @@ from trainer.planning.recompute import left_by_recompute
 LENGTH, RANKS = 32, 4
 CPU = torch.device("cpu")
 
-WAYS = {  # method, order, inner
-    "allgather zigzag": ("allgather", "zigzag", None),
-    "allgather contiguous": ("allgather", "contiguous", None),
-    "allgather blocks": ("allgather", "blocks", None),
-    "halo zigzag": ("halo", "zigzag", None),
-    "halo contiguous": ("halo", "contiguous", None),
-    "ulysses": ("ulysses", "auto", None),
-    "hybrid zigzag": ("hybrid", "zigzag", 2),
-    "hybrid contiguous": ("hybrid", "contiguous", 2),
-    "hybrid blocks": ("hybrid", "blocks", 2),
+WAYS = {  # method, order
+    "allgather zigzag": ("allgather", "zigzag"),
+    "allgather blocks": ("allgather", "blocks"),
+    "ulysses": ("ulysses", "auto"),
+    "hybrid zigzag": ("hybrid", "zigzag"),
+    "hybrid blocks": ("hybrid", "blocks"),
 }
 LONGROPE = {
     "scaling": "longrope",
@@ -70,7 +66,7 @@ LONGROPE = {
     "short_factor": [1.0, 1.5, 2.0],
     "long_factor": [1.0, 3.0, 5.0],
 }
-MASKS: dict[str, dict[str, Any]] = {  # window: beyond the run of tokens that a rank holds; of one more, all are fetched
+MASKS: dict[str, dict[str, Any]] = {  # window: beyond the run of tokens that a rank holds
     "causal": {},
     "documents": {"documents": True, "rope": LONGROPE},
     "window": {"window": 1},
@@ -81,7 +77,7 @@ MASKS: dict[str, dict[str, Any]] = {  # window: beyond the run of tokens that a 
 
 
 class Case(NamedTuple):
-    """Sequences that `size` ranks share. run: tokens of a rank that are neighbours; groups: of heads, at most."""
+    """Sequences that `size` ranks share. run: tokens of a rank that are neighbours in zigzag order."""
 
     way: str
     mask: str
@@ -90,18 +86,11 @@ class Case(NamedTuple):
     batch: int
     length: int
     run: int
-    groups: int
 
     @property
     def window(self) -> int:
         beyond = MASKS[self.mask].get("window")
         return 0 if beyond is None else self.run + beyond
-
-    @property
-    def fetches(self) -> bool:
-        """Whether ranks fetch the keys before a run."""
-        halo = "halo" in self.way or self.way in ("hybrid zigzag", "hybrid contiguous")
-        return halo and 1 < self.window <= self.run + 1
 
 
 def cases() -> list[Case]:
@@ -109,12 +98,9 @@ def cases() -> list[Case]:
     drawn, choose = [], random.Random(10)
     for way, mask, heads in itertools.product(WAYS, MASKS, (1, 2, 4)):
         size = 4 if "hybrid" in way else choose.choice((2, 4))
-        length, batch, groups = choose.choice((2 * size, 16, 32, 64)), choose.choice((1, 3)), choose.choice((1, 2, 4))
+        length, batch = choose.choice((2 * size, 16, 24, 48)), choose.choice((1, 3))
         ranks = {"ulysses": 1, "hybrid": 2}.get(way.split()[0], size)
-        run = length // (ranks * (1 if "contiguous" in way else 2))
-        case = Case(way, mask, heads, size, batch, length, run, groups)
-        if "halo" not in way or case.fetches:
-            drawn.append(case)
+        drawn.append(Case(way, mask, heads, size, batch, length, length // (2 * ranks)))
     return drawn
 
 
@@ -182,16 +168,12 @@ def formula(
     return size * spec.depth * context_traffic(spec.layer(0).attention, context, length, 1, float(again), kept).all
 
 
-def share(model: Transformer, world: World, way: str, masked: bool, groups: int = 2, length: int = LENGTH) -> None:
+def share(model: Transformer, world: World, way: str, masked: bool, length: int = LENGTH) -> None:
     """Lets the ranks of `world` share the model's sequences."""
     config, size = Config(), world.context.size()
     config.batch.sequence_length, config.data.mask_documents = length, masked
     config.parallel.cp, context = size, config.parallel.context
-    context.method, context.order, context.inner = WAYS[way]
-    if context.order == "blocks":
-        context.block = max(length // (4 * size), 1)
-    if context.method != "ulysses":
-        context.groups = groups
+    context.method, context.order = WAYS[way]
     plan = resolve_plan(config.parallel, RANKS, model.spec)
     share_sequences(model, config, model.spec, plan, world)
 
@@ -231,12 +213,12 @@ def measure(worlds: dict[int, World]) -> list[dict[str, Any]]:
         model = models[kind]
         if key not in expected:
             expected[key] = numbers(model, *data)
-        share(model, world, case.way, data[0], case.groups, case.length)
+        share(model, world, case.way, data[0], case.length)
         counts, found = counted(model), numbers(model, *data)
         # A CPU's soft caps are computed with copies of keys, which are kept.
         elements = formula(model.spec, model.context.plan, False, "soft_cap" in mask, case.batch, case.length)
         model.context = None
-        told = {"fetches": case.fetches, "error": furthest(found, expected[key], world), "formula": elements}
+        told = {"error": furthest(found, expected[key], world), "formula": elements}
         results.append(case._asdict() | told | {"counts": dict(counts), "received": Counted.received["elements"]})
     everyone = worlds[RANKS].gather([(result["counts"], result["received"]) for result in results])
     return [
@@ -266,7 +248,7 @@ def compiled(world: World) -> list[dict[str, Any]]:
     for way, changes in (
         ("allgather zigzag", {}),
         ("allgather blocks", {"documents": True}),
-        ("halo contiguous", {"window": 5}),
+        ("allgather zigzag", {"window": 5}),
         ("ulysses", {}),
     ):
         masked = "documents" in changes
@@ -300,13 +282,14 @@ def recomputed(world: World) -> dict[str, dict[str, Any]]:
     tokens, targets, _ = batch(False)
     gathering = [("allgather zigzag", *case) for case in (("none", 1), ("none", 4), ("kept", 2))]
     modes = "none", "full", "selective"
-    every = itertools.product(("allgather zigzag", "ulysses", "halo zigzag"), modes, (2,))
+    every = itertools.product(("allgather zigzag", "ulysses"), modes, (2,))
     for way, mode, groups in [*gathering, *every]:
-        spec = tiny_spec(depth=2, attention={"kv_heads": 4, "window": 5 if "halo" in way else 0})
+        spec = tiny_spec(depth=2, attention={"kv_heads": 4})
         model = build(spec)
         activation = ActivationConfig(mode="none" if mode == "kept" else mode)
         apply_recompute(model, activation)
-        share(model, world, way, False, groups)
+        share(model, world, way, False)
+        context_attention.divide_heads = lambda heads, groups=groups: groups
         counts = counted(model)
         whole: list[weakref.ref] = []
         context_attention.KVAllGather = SimpleNamespace(apply=lambda *given: noted(KVAllGather.apply(*given), whole))
@@ -316,6 +299,7 @@ def recomputed(world: World) -> dict[str, dict[str, Any]]:
         kept = sum(each() is not None for each in whole)
         context_attention.KVAllGather, Counted.most = KVAllGather, 0
         loss.backward()
+        context_attention.divide_heads = divide_heads
         digest = sum(parameter.grad.double().sum().item() for parameter in model.parameters())
         again = {left.attends for left in left_by_recompute(model_programs(spec, LENGTH, 1, 8), activation)}
         expected = formula(spec, model.context.plan, again == {1.0}, mode == "kept")

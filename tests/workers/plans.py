@@ -202,8 +202,6 @@ def context_of(case: Case) -> dict[str, Any]:
     return {
         "parallel__context__method": method,
         "parallel__context__order": order or "auto",
-        "parallel__context__block": 2 if order == "blocks" else 128,
-        "parallel__context__inner": 2 if method == "hybrid" else None,
     }
 
 

@@ -34,7 +34,7 @@ class AchievedConfig:
     last_queries: float = option(
         0.58,
         "what causal attention of queries that are not the first of their keys reaches, as a share of `attention` "
-        "(ranks that share sequences in contiguous or zigzag order); that of an H200 until it is measured",
+        "(ranks that share sequences in zigzag order); that of an H200 until it is measured",
         range="(0, inf)",
     )
     block_mask: float = option(

@@ -285,31 +285,17 @@ class ContextConfig:
     method: str = option(
         "auto",
         "allgather (each rank gathers the keys and values of the whole sequence), ulysses (all-to-all into heads and "
-        "back), halo (allgather, but where a window is short enough a rank fetches only the keys before its parts), "
-        "hybrid (ulysses among neighbours, allgather among groups of them), auto (the fastest by the rate of "
-        "attention's kernel, the balance of the order and the bytes that are sent, a network counted dearer than a "
-        "node; the all-to-all never leaves a node)",
-        ("auto", "allgather", "ulysses", "halo", "hybrid"),
+        "back), hybrid (ulysses among neighbours on a node, allgather among groups of them), auto (the fastest by the "
+        "rate of attention's kernel, the balance of the order and the bytes that are sent; the all-to-all never leaves "
+        "a node)",
+        ("auto", "allgather", "ulysses", "hybrid"),
     )
     order: str = option(
         "auto",
-        "which parts of a sequence a rank holds: contiguous (one run), zigzag (an early and a late one, which balances "
-        "causal attention), blocks (many, which balances packed documents); auto: zigzag or blocks, whichever divides "
-        "the length and is faster on GPUs; zigzag with method=halo; blocks where block is set",
-        ("auto", "contiguous", "zigzag", "blocks"),
-    )
-    block: int = option(128, "order=blocks: tokens of a block", unit="tokens", range="[1, inf)")
-    inner: int | None = option(
-        None,
-        "method=hybrid: neighbours that exchange heads; null means those of a node",
-        unit="ranks",
-        range="[2, inf)",
-    )
-    groups: int = option(
-        4,
-        "keys and values are gathered in up to so many groups of heads, one while attention runs on the one before",
-        unit="groups",
-        range="[1, inf)",
+        "which parts of a sequence a rank holds: zigzag (an early and a late one, which balances causal attention), "
+        "blocks (many, of 128 tokens where they divide the length, which balances packed documents); auto: the faster "
+        "one on GPUs",
+        ("auto", "zigzag", "blocks"),
     )
 
 

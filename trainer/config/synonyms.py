@@ -148,6 +148,11 @@ REMOVED = {
         f"parallel.context.method={old}": f"was removed; its name is parallel.context.method={new} now"
         for old, new in RENAMED_METHODS.items()
     },
+    "parallel.context.method=halo": "was removed; set method=auto, which gathers the keys of windows too",
+    "parallel.context.order=contiguous": "was removed; set order=auto",
+    "parallel.context.block": "it was removed: blocks are of 128 tokens; leave it out",
+    "parallel.context.inner": "it was removed: the most neighbours of a node exchange heads; leave it out",
+    "parallel.context.groups": "it was removed: keys are gathered in up to four groups of heads; leave it out",
     "activation.modules": "it was removed; leave it out and name what is kept, as activation.mode=selective "
     "'activation.save=[attention,attention.*]' does, which recomputes feed-forward blocks",
     "activation.budget": "it was removed; leave it out and set activation=auto",

@@ -4,9 +4,8 @@ Everything but attention works on a rank's own tokens. There are two methods, wh
 `parallel/context/plan.py`).
 
 gather: every rank all-gathers the keys and values of all tokens and computes its own queries (Llama 3, arXiv
-2407.21783, section 3.3.2). Where a window is short enough, it fetches only the keys before its runs (halo). Keys come
-in groups of heads, the next group while attention computes this one. Backward gathers them again instead of keeping
-them.
+2407.21783, section 3.3.2). Keys come in groups of heads, the next group while attention computes this one. Backward
+gathers them again instead of keeping them.
 
 heads: an all-to-all turns parts of sequences into parts of heads, and back (DeepSpeed-Ulysses, arXiv 2309.14509).
 
@@ -31,28 +30,13 @@ from trainer.parallel.context.plan import ContextPlan, divide_heads
 # they see of them. Masks are computed from places in the whole sequence, so they do not depend on how it is split.
 
 
-class HaloPart(NamedTuple):
+class QueryRun(NamedTuple):
     """A run of this rank's queries and the keys that it needs, as (first, end) of the tensors at hand, and their
     mask."""
 
     queries: tuple[int, int]
     keys: tuple[int, int]
     mask: Any
-
-
-class HaloExchange(NamedTuple):
-    """How a rank fetches the keys before its runs.
-
-    sent: places, among its own tokens, of those that others need, ordered by destination. to, of: number of tokens that
-    go to and come from each outer rank. fetched, own: where the fetched tokens and its own ones go, such that each run
-    follows the keys before it.
-    """
-
-    sent: Tensor
-    to: list[int]
-    of: list[int]
-    fetched: Tensor
-    own: Tensor
 
 
 @dataclass(frozen=True)
@@ -64,10 +48,9 @@ class SharedMask:
     """
 
     group: ContextGroup
-    parts: tuple[HaloPart, ...]
+    parts: tuple[QueryRun, ...]
     order: Tensor
     inverse: Tensor
-    halo: HaloExchange | None = None
     again: bool = True
 
 
@@ -108,64 +91,28 @@ class ContextGroup:
         self, documents: Tensor | None, length: int, window: int, changed: bool, device: torch.device
     ) -> SharedMask:
         """Like `attention.build_mask`, for shared sequences. documents: of whole sequences."""
-        size, runs, halo = self.plan.run(length), self.runs(length), None
+        size, runs = self.plan.run(length), self.runs(length)
         order = self.order(length, device)
         first, whole = first_seen(documents, length, window, device), (0, length)
         # After the exchange of heads a rank has whole sequences, so the ordinary mask applies.
         if self.keys is None:
-            parts = [HaloPart(whole, whole, build_mask(documents, length, window, changed, device))]
-        elif before := self.plan.fetched(window, length):
-            parts, halo = self._halo_parts(first, before, size, runs), self._halo(before, size, length, device)
+            parts = [QueryRun(whole, whole, build_mask(documents, length, window, changed, device))]
         # Each run sees all keys before it, so attention takes a prefix of the keys and runs without a mask. Small
         # blocks would make too many kernels.
         elif is_plain(documents, length, window, changed) and self.plan.order != "blocks":
             parts = [self._early_part(first, number, run, size) for number, run in enumerate(runs)]
         else:
             mine = order.view(self.plan.outer, -1)[self.keys.rank]
-            parts = [HaloPart((0, len(mine)), whole, mask_of(first[:, mine], mine, length))]
-        return SharedMask(self, tuple(parts), order, torch.argsort(order), halo)
+            parts = [QueryRun((0, len(mine)), whole, mask_of(first[:, mine], mine, length))]
+        return SharedMask(self, tuple(parts), order, torch.argsort(order))
 
     @staticmethod
-    def _early_part(first: Tensor, number: int, run: int, size: int) -> HaloPart:
+    def _early_part(first: Tensor, number: int, run: int, size: int) -> QueryRun:
         """A run of queries that sees all keys before it. A GPU's kernel needs no mask for that."""
         stop = (run + 1) * size
         places = torch.arange(stop - size, stop, device=first.device)
         mask = None if first.is_cuda else mask_of(first[:, places], places, stop)
-        return HaloPart((number * size, (number + 1) * size), (0, stop), mask)
-
-    @staticmethod
-    def _halo_parts(first: Tensor, before: int, size: int, runs: list[int]) -> list[HaloPart]:
-        """For each run its queries, its own keys and the `before` keys that were fetched in front of them."""
-        parts, stop = [], 0
-        for number, run in enumerate(runs):
-            start, fetched = run * size, before * (run > 0)
-            places = torch.arange(fetched, fetched + size, device=first.device)
-            # Places within this run's keys: they begin at place `start - fetched` of the sequence.
-            seen = (first[:, start : start + size] - (start - fetched)).clamp(min=0)
-            keys = stop, stop + fetched + size
-            parts.append(HaloPart((number * size, (number + 1) * size), keys, mask_of(seen, places, fetched + size)))
-            stop = keys[1]
-        return parts
-
-    def _halo(self, before: int, size: int, length: int, device: torch.device) -> HaloExchange:
-        """The exchange in which the last `before` keys of each run go to the holder of the next run."""
-        runs, last, ranks = self.runs(length), self.plan.outer * self.plan.rows(length) - 1, range(self.plan.outer)
-        # Both ends sort by the other rank and then by place, so the order of the tokens between two ranks is the same
-        # on both.
-        sent = sorted((self.holder(run + 1), place) for place, run in enumerate(runs) if run < last)
-        received = sorted((self.holder(run - 1), place) for place, run in enumerate(runs) if run > 0)
-        offsets, inside = torch.arange(before, device=device), torch.arange(size, device=device)
-        fetches = [run > 0 for run in runs]
-        # Where each run's keys begin in the result: earlier runs take `size` keys each, and `before` more where they
-        # fetch.
-        starts = [place * size + before * sum(fetches[:place]) for place in range(len(runs))]
-        return HaloExchange(
-            torch.cat([offsets[:0], *((place + 1) * size - before + offsets for _, place in sent)]),
-            [before * sum(to == rank for to, _ in sent) for rank in ranks],
-            [before * sum(of == rank for of, _ in received) for rank in ranks],
-            torch.cat([offsets[:0], *(starts[place] + offsets for _, place in received)]),
-            torch.cat([start + before * fetch + inside for start, fetch in zip(starts, fetches)]),
-        )
+        return QueryRun((number * size, (number + 1) * size), (0, stop), mask)
 
 
 def without_regather(mask: Any) -> Any:
@@ -185,29 +132,6 @@ class AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple:
         return None, ctx.group.wait(ctx.group.exchange(gradient))
-
-
-class HaloFetch(torch.autograd.Function):
-    """This rank's tokens [tokens, ...] -> its runs, each behind the keys before it. See `HaloExchange`.
-
-    Not written with `cat`: where a rank fetches nothing, the compiler would drop the empty tensor, and with it the
-    exchange in a recomputed layer, for which the other ranks wait.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, group: TensorGroup, halo: HaloExchange, x: Tensor) -> Tensor:
-        ctx.group, ctx.halo = group, halo
-        whole = x.new_empty(len(halo.fetched) + len(halo.own), *x.shape[1:])
-        whole[halo.fetched] = group.wait(group.exchange(x[halo.sent], halo.of, halo.to))
-        whole[halo.own] = x
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple:
-        halo = ctx.halo
-        # A key that another rank has used too has two gradients. The one from there comes back by the reverse exchange.
-        returned = ctx.group.wait(ctx.group.exchange(gradient[halo.fetched], halo.to, halo.of))
-        return None, None, gradient[halo.own].index_add(0, halo.sent, returned)
 
 
 class KVGradReduce(torch.autograd.Function):
@@ -344,9 +268,7 @@ def attend_gathered(
 
     if group is None:
         return attend_parts(query, key, value, shared.parts, scale, soft_cap, sinks)
-    if shared.halo is not None:
-        return run(query, HaloFetch.apply(group, shared.halo, pack_kv(key, value)), sinks)
-    count = divide_heads(key.shape[1], shared.group.plan.groups)
+    count = divide_heads(key.shape[1])
     keys, values, queries = key.chunk(count, 1), value.chunk(count, 1), query.chunk(count, 1)
     of_queries = [None] * count if sinks is None else sinks.chunk(count)
     parts = [pack_kv(keys[number], values[number]) for number in range(count)]
@@ -384,7 +306,7 @@ def attend_parts(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    parts: Sequence[HaloPart],
+    parts: Sequence[QueryRun],
     scale: float,
     soft_cap: float,
     sinks: Tensor | None = None,

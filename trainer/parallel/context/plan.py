@@ -35,60 +35,52 @@ from trainer.planning.plan import Feature, Plan, check_degrees, check_mesh, reso
 DRAWS = 8
 """How often documents are drawn, where an order's balance depends on them."""
 
-ROWS = {"contiguous": 1, "zigzag": 2}
-"""Runs of tokens that each rank holds, where the order says it."""
+BLOCK = 128
+"""Tokens of a run in order of blocks, where they divide the sequence."""
+
+GROUPS = 4
+"""Groups of key-value heads that are gathered one after the other, at most: one while attention runs on the one
+before."""
 
 
 @dataclass(frozen=True)
 class ContextPlan:
-    """How the ranks of a group share sequences.
-
-    inner x outer: see above. order: of tokens over the outer ranks; block: of order blocks. halo: whether layers with a
-    window fetch only the keys before each run, where runs are as long as that and few: blocks are not. groups: of
-    key-value heads that are gathered one after the other, at most.
-    """
+    """How the ranks of a group share sequences. inner x outer: see above. order: of tokens over the outer ranks, zigzag
+    or blocks; whole for one of them."""
 
     inner: int
     outer: int
     order: str
-    block: int
-    halo: bool
-    groups: int
 
     def rows(self, length: int) -> int:
         """Runs of tokens that an outer rank holds of a sequence. Row i of the sequence's runs is dealt out from the
         first rank to the last for even i, and back for odd i."""
-        return ROWS[self.order] if self.order in ROWS else length // (self.outer * self.block)
+        return length // (self.outer * self.run(length))
 
     def run(self, length: int) -> int:
         """Tokens of a run."""
-        return length // (self.outer * ROWS[self.order]) if self.order in ROWS else self.block
+        if self.outer == 1:
+            return length
+        half = length // (2 * self.outer)
+        return math.gcd(BLOCK, half) if self.order == "blocks" else half
 
-    def fetched(self, window: int, length: int) -> int:
-        """The keys that a layer with this window (0: none) fetches before each run; 0: it gathers all."""
-        fits = self.outer > 1 and self.order in ROWS and 1 < window <= self.run(length) + 1
-        return window - 1 if self.halo and fits else 0
-
-    def parts(self, attention: AttentionSpec, tp: int, length: int) -> int:
+    def parts(self, attention: AttentionSpec, tp: int) -> int:
         """Groups of heads for which attention runs one after the other, on one of `tp` tensor-parallel ranks: several
         where their keys are gathered."""
-        if self.outer == 1 or self.fetched(attention.window, length):
+        if self.outer == 1:
             return 1
-        return divide_heads(max(max(attention.kv_heads // tp, 1) // self.inner, 1), self.groups)
+        return divide_heads(max(max(attention.kv_heads // tp, 1) // self.inner, 1))
 
     def describe(self) -> str:
-        order = f"{self.order} order" + f" of {self.block}" * (self.order == "blocks")
         if self.outer == 1:
             return f"heads exchanged over {self.inner} ranks"
         exchanged = f"heads exchanged over {self.inner}, " if self.inner > 1 else ""
-        return f"{exchanged}keys gathered over {self.outer} ranks, {order}"
+        return f"{exchanged}keys gathered over {self.outer} ranks, {self.order} order"
 
 
-def divide_heads(heads: int, most: int) -> int:
-    """Into how many equal groups heads are divided: as many as go, and at most `most`."""
-    while heads % most:
-        most -= 1
-    return most
+def divide_heads(heads: int) -> int:
+    """Into how many equal groups heads are divided: as many as go, and at most `GROUPS`."""
+    return max(count for count in range(1, GROUPS + 1) if heads % count == 0)
 
 
 class PassElements(NamedTuple):
@@ -125,9 +117,6 @@ def context_traffic(
     exchanged = (2 * heads + 2 * max(keys, inner)) * size * own * (inner - 1) / inner
     among_inner = PassElements(exchanged, (1 + again) * exchanged)
     token = 2 * max(keys / inner, 1) * size  # keys and values
-    if before := context.fetched(attention.window, length):
-        moved = token * before * min(context.rows(length), outer - 1)  # of two ranks one has neighbouring runs
-        return ContextTraffic(among_inner, PassElements(moved, (1 + again) * moved))
     gathered = token * own * inner * (outer - 1)
     # Gradients are summed over ranks.
     return ContextTraffic(among_inner, PassElements(gathered, (1 + (again if compiled else 1)) * gathered))
@@ -204,7 +193,7 @@ def computed_share(
 
 def gathered_elements(attention: AttentionSpec, context: ContextPlan, length: int, tp: int) -> float:
     """Elements of the keys and values that one rank has before it at once, of one sequence; 0 where none travel."""
-    if context.outer == 1 or context.fetched(attention.window, length):
+    if context.outer == 1:
         return 0.0
     return 2 * max(max(attention.kv_heads / tp, 1) / context.inner, 1) * attention.head_dim * length
 
@@ -307,55 +296,41 @@ def choose_context(request: ContextRequest) -> ContextPlan:
     """What is asked for, or the best of what `auto` allows."""
     asked, cp = request.asked, request.plan.cp
     match asked.method:
-        case "allgather" | "halo":
+        case "allgather":
             return build_context(request, 1)
         case "ulysses":
             return build_context(request, cp)
         case "hybrid":
-            between = [n for n in list_divisors(cp)[1:-1] if n in request.legal and request.inside % n == 0]
-            inner = asked.inner or (between[-1] if between else 1)
-            return build_context(request, inner if cp % inner == 0 else 1)  # which is refused
-    gathers = any(getattr(asked, name) != UNSET[name] for name in ("order", "block", "groups"))
-    ways = [
-        build_context(request, n)
-        for n in request.legal
-        if request.inside % n == 0 and (n < cp or n == 1 or not gathers)
-    ]
-    return fastest_order(request, usable_orders(request, ways))
+            return build_context(request, max(inner_ranks(request), default=1))  # 1 is refused
+    ways = [n for n in request.legal if request.inside % n == 0 and (n < cp or n == 1 or asked.order == "auto")]
+    return fastest_order(request, [build_context(request, n) for n in ways])
 
 
-def usable_orders(request: ContextRequest, ways: list[ContextPlan]) -> list[ContextPlan]:
-    """The ways in which the sequence can be dealt out; the first way if there are none."""
-    return [one for one in ways if request.length % length_multiple(one, request.plan) == 0] or ways[:1]
+def inner_ranks(request: ContextRequest) -> list[int]:
+    """Numbers of neighbours on a node that can exchange heads, where others gather keys."""
+    return [n for n in request.legal if 1 < n < request.plan.cp and request.inside % n == 0]
 
 
 def fastest_order(request: ContextRequest, ways: list[ContextPlan]) -> ContextPlan:
-    return min(ways, key=lambda one: context_cost(request, one)) if len(ways) > 1 else ways[0]
+    dealt = [one for one in ways if request.length % length_multiple(one, request.plan) == 0] or ways[:1]
+    return min(dealt, key=lambda one: context_cost(request, one)) if len(dealt) > 1 else dealt[0]
 
 
 def build_context(request: ContextRequest, inner: int) -> ContextPlan:
-    """Sequences shared as asked, with heads exchanged among `inner` ranks. order=auto: the faster of zigzag and blocks;
-    for documents blocks, which stand any lengths, unless zigzag spares gathering."""
-    asked, outer = request.asked, request.plan.cp // inner
-    orders: tuple[str, ...] = (asked.order,)
-    if outer == 1:  # one rank alone has one run
-        orders = ("contiguous",)
-    elif asked.order == "auto" and asked.method == "halo":  # keys are fetched before runs
-        orders = ("zigzag",)
-    elif asked.order == "auto":
-        orders = ("zigzag", "blocks") if asked.block == UNSET["block"] else ("blocks",)
-    halo = asked.method != "allgather"
-    ways = usable_orders(
-        request, [ContextPlan(inner, outer, order, asked.block, halo, asked.groups) for order in orders]
-    )
-    spared = any(ways[0].fetched(layer.window, request.length) for layer in request.layers)
-    return fastest_order(request, ways) if spared or not request.masked else ways[-1]
+    """Sequences shared as asked, with heads exchanged among `inner` ranks. order=auto: the faster of zigzag and blocks,
+    where blocks divide the length; for documents blocks, which stand any lengths."""
+    order, outer = request.asked.order, request.plan.cp // inner
+    if outer == 1 or order != "auto":
+        return ContextPlan(inner, outer, "whole" if outer == 1 else order)
+    zigzag, blocks = (ContextPlan(inner, outer, order) for order in ("zigzag", "blocks"))
+    if request.length % (2 * BLOCK * outer):
+        return zigzag
+    return blocks if request.masked else fastest_order(request, [zigzag, blocks])
 
 
 def length_multiple(context: ContextPlan, plan: Plan) -> int:
     """What the length of a sequence must be a multiple of."""
-    dealt = context.outer * (context.block if context.order == "blocks" else ROWS[context.order])
-    return math.lcm(dealt, plan.cp * plan.tp)
+    return math.lcm(1 if context.outer == 1 else 2 * context.outer, plan.cp * plan.tp)
 
 
 def context_cost(request: ContextRequest, context: ContextPlan) -> float:
@@ -406,8 +381,7 @@ def find_faults(request: ContextRequest, chosen: ContextPlan) -> Iterator[Contex
         yield from _alone(request.asked)
         return
     yield from _unused(request.asked, chosen)
-    found = list(_heads(request, chosen)) or list(_dealing(request, chosen)) or list(_halo(request, chosen))
-    yield from found
+    yield from list(_heads(request, chosen)) or _dealing(request, chosen)
 
 
 def _way(**values: Any) -> Way:
@@ -418,7 +392,7 @@ def _smaller(request: ContextRequest) -> list[Way]:
     return [{"parallel.cp": n} for n in reversed(list_divisors(request.plan.cp)[:-1])]
 
 
-GATHER = [_way(method="allgather"), _way(method="allgather", order="contiguous")]
+GATHER = [_way(method="allgather")]
 
 
 def _alone(asked: ContextConfig) -> Iterator[ContextFault]:
@@ -432,22 +406,13 @@ def _alone(asked: ContextConfig) -> Iterator[ContextFault]:
 
 def _unused(asked: ContextConfig, chosen: ContextPlan) -> Iterator[ContextFault]:
     """Settings that what was chosen has no use for."""
-    method = f"{SECTION}.method={asked.method}"
-
-    def unused(name: str, why: str, *ways: Iterable[Way]) -> Iterator[ContextFault]:
-        if (value := getattr(asked, name)) != UNSET[name]:
-            reset = _way(**{name: UNSET[name]})
-            yield ContextFault(f"{SECTION}.{name}={value} {why}", [[reset], *map(list, ways)], reset)
-
-    if asked.method != "hybrid":
-        yield from unused("inner", f"is for {SECTION}.method=hybrid, not for {asked.method}", [_way(method="hybrid")])
-    whole = f"has no meaning with {method}, where every rank has whole sequences"
-    if chosen.outer == 1:
-        yield from unused("order", whole, GATHER)
-        yield from unused("groups", whole, GATHER)
-    if chosen.order != "blocks" and not (chosen.outer == 1 and asked.order == "blocks"):
-        why = whole if chosen.outer == 1 else f"has no meaning in {chosen.order} order"
-        yield from unused("block", why, [_way(order="blocks"), _way(method="allgather", order="blocks")])
+    if chosen.outer == 1 and asked.order != "auto":
+        reset = _way(order="auto")
+        text = (
+            f"{SECTION}.order={asked.order} has no meaning with {SECTION}.method={asked.method}, where every rank has "
+            "whole sequences"
+        )
+        yield ContextFault(text, [[reset], GATHER], reset)
 
 
 def _heads(request: ContextRequest, chosen: ContextPlan) -> Iterator[ContextFault]:
@@ -457,11 +422,9 @@ def _heads(request: ContextRequest, chosen: ContextPlan) -> Iterator[ContextFaul
     if asked.method == "ulysses" and plan.cp not in request.legal:
         text = f"{name} cannot share {heads} over parallel.cp={plan.cp} ranks"
         yield ContextFault(text, [_smaller(request), GATHER])
-    if asked.method == "hybrid" and not (1 < chosen.inner < plan.cp and chosen.inner in request.legal):
-        given = f"with {SECTION}.inner={asked.inner} " if asked.inner else ""
-        between = [_way(inner=n) for n in reversed(request.legal) if 1 < n < plan.cp]
-        text = f"{name} {given}needs some of parallel.cp={plan.cp} ranks on a node to share {heads}"
-        yield ContextFault(text, [between, GATHER, [_way(method="ulysses")]])
+    if asked.method == "hybrid" and chosen.inner == 1:
+        text = f"{name} needs some of parallel.cp={plan.cp} ranks on a node to share {heads}"
+        yield ContextFault(text, [GATHER, [_way(method="ulysses")]])
 
 
 def _dealing(request: ContextRequest, chosen: ContextPlan) -> Iterator[ContextFault]:
@@ -470,31 +433,8 @@ def _dealing(request: ContextRequest, chosen: ContextPlan) -> Iterator[ContextFa
         return
     below = length // whole * whole
     near = [[{"batch.sequence_length": n}] for n in (below, below + whole) if n]
-    blocks = []
-    if chosen.order == "blocks" and length % chosen.outer == 0:
-        sizes = list_divisors(length // chosen.outer)
-        blocks = [_way(block=size) for size in reversed(sizes) if size < chosen.block]
     text = f"batch.sequence_length={length} cannot be dealt out to parallel.cp={plan.cp} ranks in {chosen.order} order"
-    yield ContextFault(text, [*near, _smaller(request), blocks])
-
-
-def _halo(request: ContextRequest, chosen: ContextPlan) -> Iterator[ContextFault]:
-    plan, name = request.plan, f"{SECTION}.method=halo"
-    if request.asked.method != "halo" or any(chosen.fetched(a.window, request.length) for a in request.layers):
-        return
-    if chosen.order == "blocks":
-        yield ContextFault(f"{name} has too little in blocks to attend to", [[_way(order="zigzag")], GATHER])
-        return
-    windows = sorted({layer.window for layer in request.layers if layer.window > 1})
-    why = f"windows of {', '.join(map(str, windows))}" if windows else "no window in any layer"
-    step = length_multiple(chosen, plan)
-    needed = (windows[0] - 1) * chosen.outer * ROWS[chosen.order] if windows else 0
-    text = (
-        f"{name} needs a layer whose window is at most {chosen.run(request.length) + 1}, one more than the run of "
-        f"tokens that parallel.cp={plan.cp} ranks in {chosen.order} order hold, and this model has {why}"
-    )
-    longer = [{"batch.sequence_length": -(-needed // step) * step}] if windows else []
-    yield ContextFault(text, [GATHER, longer, _smaller(request)])
+    yield ContextFault(text, [*near, _smaller(request)])
 
 
 # What planning asks of every feature (`planning/features.py`).
@@ -523,8 +463,7 @@ def warn_of_context(config: Config, spec: ModelSpec, plan: Plan, node: int) -> l
 
 def _between_nodes(request: ContextRequest, context: ContextPlan) -> Iterator[str]:
     if context.inner > 1 and request.inside % context.inner:
-        within = [n for n in request.legal if 1 < n < request.plan.cp and request.inside % n == 0]
-        other = f"hybrid parallel.context.inner={within[-1]}" if within else "allgather"
+        other = "hybrid" if inner_ranks(request) else "allgather"
         yield (
             f"heads are exchanged over {context.inner} ranks on several nodes of {request.node} processes, between "
             f"which a byte takes some {BETWEEN_NODES:g} times as long; parallel.context.method={other} exchanges none "
@@ -534,7 +473,7 @@ def _between_nodes(request: ContextRequest, context: ContextPlan) -> Iterator[st
 
 def _not_dealt(request: ContextRequest, context: ContextPlan) -> Iterator[str]:
     """Blocks that `order=auto` would take if they divided the length."""
-    blocks = length_multiple(replace(context, order="blocks"), request.plan)
+    blocks = math.lcm(2 * BLOCK * context.outer, request.plan.cp * request.plan.tp)
     if request.asked.order != "auto" or context.order != "zigzag" or request.length % blocks == 0:
         return
     below = request.length // blocks * blocks
@@ -542,7 +481,7 @@ def _not_dealt(request: ContextRequest, context: ContextPlan) -> Iterator[str]:
     slower = f"{context_cost(near[-1], context) / context_cost(near[-1], build_context(near[-1], context.inner)):.1f}"
     if slower != "1.0":
         yield (
-            f"batch.sequence_length={request.length} cannot be dealt out in blocks of {context.block}: in zigzag order "
+            f"batch.sequence_length={request.length} cannot be dealt out in blocks of {BLOCK}: in zigzag order "
             f"attention takes about {slower} times as long on GPUs; "
             f"batch.sequence_length={' or '.join(str(one.length) for one in near)} can"
         )

@@ -65,8 +65,8 @@ def gathered_keys(layout: Layout, element: int) -> list[float]:
 
 def groups_of_heads(layout: Layout) -> list[int]:
     """In how many groups of heads each layer attends."""
-    context, tp, length = layout.context, layout.plan.tp, layout.batch.sequence_length
-    return [1 if context is None else context.parts(layer.attention, tp, length) for layer in layer_specs(layout.spec)]
+    context, tp = layout.context, layout.plan.tp
+    return [1 if context is None else context.parts(layer.attention, tp) for layer in layer_specs(layout.spec)]
 
 
 def mask_bytes_by_layer(layout: Layout, masked: bool) -> list[float]:
@@ -90,10 +90,6 @@ def mask_of(layout: Layout, attention: AttentionSpec, masked: bool) -> float:
     if context is None:
         return mask_bytes(batch, length, length) * tables
     order = 2.0 * PLACE * length  # of tokens over ranks, there and back
-    if before := context.fetched(attention.window, length):
-        run = context.run(length)
-        halo = PLACE * context.rows(length) * (2 * before + run)
-        return order + halo + context.rows(length) * mask_bytes(batch, run, before + run)
     return order + mask_bytes(batch, length // context.outer, length) * tables
 
 

@@ -304,7 +304,7 @@ class _Timer:
             return {}, {}, 0.0
         length, tp = self.batch.sequence_length, self.plan.tp
         moved = context_traffic(attention, self.context, length, tp, again, self.config.compile)
-        size, parts = self.element * self.batch.micro_size, self.context.parts(attention, tp, length)
+        size, parts = self.element * self.batch.micro_size, self.context.parts(attention, tp)
         exchanged = _transfer_seconds(self.neighbours, moved.inner, size, 2)
         fetched = _transfer_seconds(self.gatherers, moved.outer, size, parts)
         terms = []
