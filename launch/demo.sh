@@ -12,7 +12,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 cat <<TEXT
 
 What to try next:
-  .venv/bin/trainer watch runs/demo                  # the curves, as a page
+  .venv/bin/trainer report runs/demo                 # the curves, as a page
   .venv/bin/trainer sample runs/demo prompt="def "   # text from the trained model
   .venv/bin/trainer train --processes 2 +config=demo run.name=other parallel=zero1   # the same run under another plan
   .venv/bin/trainer train --processes 8 +config=demo run.name=demo3d run.device=cpu  # data, tensor and pipeline parallelism

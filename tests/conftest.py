@@ -69,7 +69,7 @@ LONG = (
     "test_planted_defects.py",
     "test_start.py",
     "test_extreme_numbers.py",
-    "test_watch.py",
+    "test_drawn_page.py",
     "test_worked_examples.py",
 )
 """Files that take longest, in the order in which pytest-xdist's workers take them: those that compute and those that

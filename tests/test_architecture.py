@@ -157,7 +157,7 @@ def test_what_is_asked_and_decided_needs_no_torch(place):
 
 def test_what_starts_runs_or_reads_of_them_needs_no_torch():
     """Importing it takes seconds, and these start often: before and after each job, and beside runs."""
-    names = ["cluster.job", "sweep", "tuning.search", "observe.diagnose_run", "pages.server", "plots.templates"]
+    names = ["cluster.job", "sweep", "tuning.search", "observe.diagnose_run", "plots.templates"]
     code = f"import sys, importlib\nfor name in {names}: importlib.import_module(f'trainer.{{name}}')\n"
     assert (
         subprocess.run([sys.executable, "-c", code + "sys.exit('torch' in sys.modules)"], cwd=PACKAGE.parent).returncode

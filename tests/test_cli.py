@@ -348,7 +348,7 @@ REQUIRED = {word: [*commands.load_command(word).required] for word in commands.W
 
 def test_missing_arguments_are_named_without_torch_or_hydra():
     words = [word for word, needed in REQUIRED.items() if needed]
-    assert {"sample", "export", "merge", "eval", "report", "watch", "diagnose", "preflight"} <= set(words)
+    assert {"sample", "export", "merge", "eval", "report", "diagnose", "preflight"} <= set(words)
     for word, (code, out, error) in zip(words, answers(*([word] for word in words)), strict=True):
         assert code == 2 and not out and error.startswith("configuration error"), (word, error)
         assert all(f"{name}=... is needed" in error for name in REQUIRED[word]), (word, error)
@@ -409,8 +409,11 @@ def test_examples_are_understood(word):
     assert (program, name) == ("trainer", word)
     given, problems = command.read(arguments)
     assert not problems
-    if word != "watch":  # looks for the folder
-        assert command.convert(given, problems)
+    assert command.convert(given, problems)
+
+
+def test_a_removed_command_names_another(capsys):
+    assert commands.main(["watch", "runs/demo"]) == 2 and "trainer report RUN" in capsys.readouterr().err
 
 
 def test_a_stray_word_stops_a_command_before_it_computes():

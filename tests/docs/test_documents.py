@@ -253,9 +253,6 @@ def module(
                 {"SECTION": "run", "WORD": "run"}.get(given["help"], given["help"])
             )
         elif rest:
-            if word == "watch":  # which looks whether they are there
-                for folder in given["runs"]:
-                    Path(folder).mkdir(parents=True, exist_ok=True)
             understood(word, command.convert(given, problems), world)
 
 

@@ -7,12 +7,8 @@ import io
 import json
 import os
 import random
-import socket
 import subprocess
 import sys
-import threading
-import urllib.parse
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -21,7 +17,6 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from support.runs import write_run, write_search
-from test_watch import serving
 
 from trainer.cluster import job
 from trainer.commands import diagnose, plot, report
@@ -160,8 +155,6 @@ def test_a_folder_whose_name_is_no_text_is_shown(tmp_path, capsys):
     assert report.main([str(folder)]) == 0
     assert plot.main([str(folder)]) == 0
     assert diagnose.main([str(folder)]) == 0
-    with serving(folder) as server:
-        assert asked(server, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n").startswith(b"HTTP/1.0 200")
 
 
 @given(
@@ -193,76 +186,3 @@ def test_a_line_of_a_run_is_printed_where_its_text_cannot_be_encoded(tmp_path):
         capture_output=True,
     )
     assert done.returncode == 0 and b"\\u20ac" in done.stdout, done.stderr
-
-
-# The server
-
-LINE = st.one_of(
-    st.binary(max_size=60),
-    st.sampled_from(
-        [b"GET http://[::1/ HTTP/1.1", b"GET //[ HTTP/1.1", b"GET / HTTP/9.9", b"GET / HTTP/1." + b"9" * 5000]
-        + [b"GET", b"GET /", b"POST / HTTP/1.1", b"BREW / HTTP/1.1", b"GET /" + b"a" * 70_000 + b" HTTP/1.1"]
-        + [b"GET \0 HTTP/1.1", b"GET http://\xff]@:/ HTTP/1.1", b"get / http/1.1", b"GET /live?version=%ff&% HTTP/1.1"]
-    ),
-    st.text(max_size=30).map(lambda text: f"GET /{urllib.parse.quote(text, errors='replace')} HTTP/1.1".encode()),
-    st.text(max_size=30).map(lambda text: f"GET http://{text} HTTP/1.1".encode("utf-8", "replace")),
-)
-HEADERS = st.one_of(
-    st.just(b"Host: localhost\r\n"),
-    st.binary(max_size=60),
-    st.sampled_from(
-        [
-            b"Host: [::1\r\n",
-            b"Host: \xff\xfe\r\n",
-            b"Host\r\n",
-            b": localhost\r\n",
-            b"a: b\r\n" * 200,
-            b"Host: " + b"a" * 70_000,
-        ]
-        + [b"Host: localhost\r\nExpect: 100-continue\r\nConnection: keep-alive\r\n", b"Host: localhost\r\n folded\r\n"]
-    ),
-)
-
-
-def asked(server, request: bytes, drop: bool = False) -> bytes:
-    with socket.create_connection(("127.0.0.1", server.server_port), timeout=10) as connection:
-        try:
-            connection.sendall(request)
-            if drop:  # with a reset, while the answer is under way
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-                return b""
-            connection.shutdown(socket.SHUT_WR)
-            return b"".join(iter(lambda: connection.recv(1 << 16), b""))
-        except TimeoutError:
-            raise
-        except OSError:  # the server has refused the rest of a long request, and closed the connection
-            return b""
-
-
-@pytest.fixture(scope="module")
-def server(good) -> Iterator[Any]:
-    with serving(good / "run") as one:
-        yield one
-
-
-@given(line=LINE, headers=HEADERS, drop=st.booleans())
-@example(line=b"GET http://[::1/ HTTP/1.1", headers=b"Host: localhost\r\n", drop=False)
-@example(line=b"GET / HTTP/1.1", headers=b"Host: localhost\r\n", drop=True)
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
-def test_any_request_has_an_answer_and_no_traceback(server, line, headers, drop):
-    told: list[BaseException] = []
-    before, sys.stderr = sys.stderr, io.StringIO()
-    hook, threading.excepthook = threading.excepthook, lambda caught: told.append(caught.exc_value)
-    try:
-        answer = asked(server, line + b"\r\n" + headers + b"\r\n", drop)
-        alive = asked(server, b"GET /live?version=%d HTTP/1.1\r\nHost: localhost\r\n\r\n" % server.version)
-        printed = sys.stderr.getvalue()
-    finally:
-        sys.stderr, threading.excepthook = before, hook
-    assert not printed and not told, (printed, told)
-    assert alive.startswith(b"HTTP/1.0 20")
-    if answer.startswith(b"HTTP/"):
-        code = int(answer.split()[1])
-        assert 400 <= code < 500 or code in (501, 505) or code in (200, 204) and b"localhost" in headers.lower(), (
-            answer[:200]
-        )

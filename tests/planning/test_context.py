@@ -353,9 +353,9 @@ REFUSED = [  # processes, model, settings, words, a legal neighbour that they na
     (
         2,
         spec_of(4, 2),
-        {"cp": 2, "context__order": "blocks", "length": 500},
-        ["batch.sequence_length=500", "blocks order", "=256, or batch.sequence_length=512"],
-        {"cp": 2, "context__order": "blocks", "length": 512},
+        {"cp": 2, "context__order": "blocks", "length": 502},
+        ["batch.sequence_length=502", "blocks order", "=500, or batch.sequence_length=504"],
+        {"cp": 2, "context__order": "blocks", "length": 504},
     ),
     (4, spec_of(4, 2), {"cp": 2, "tp": 2, "length": 510}, ["parallel.cp=2 x parallel.tp=2", "508 or 512"], {"cp": 2}),
     (

@@ -199,10 +199,7 @@ def merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 def context_of(case: Case) -> dict[str, Any]:
     method, _, order = case["way"].partition(" ")
-    return {
-        "parallel__context__method": method,
-        "parallel__context__order": order or "auto",
-    }
+    return {"parallel__context__method": method, "parallel__context__order": order or "auto"}
 
 
 MIXED = {

@@ -17,8 +17,12 @@ from trainer.util.exit_codes import refuse_config
 WORDS = {word: f"{word}.main" for word in ("train", "estimate", "probe", "tune", "diagnose", "plot", "report")}
 WORDS |= {word: f"{word}.main" for word in ("sample", "export", "merge", "parity", "preflight", "torchrun")}
 WORDS |= {"sweep": "train.sweep", "eval": "evaluate.main", "completion": "completion.main", "help": "help.main"}
-WORDS |= {"watch": "report.watch", "prepare": "corpus.prepare", "show": "corpus.show"}
+WORDS |= {"prepare": "corpus.prepare", "show": "corpus.show"}
 """Word -> module in this folder, and the `Command` in it."""
+
+
+REMOVED = {"watch": "trainer report RUN writes the page of a run, also while it goes on"}
+"""Commands of earlier versions -> what to use instead."""
 
 
 def load_command(word: str) -> Any:
@@ -34,6 +38,8 @@ def main(arguments: Sequence[str] | None = None, own: bool = False) -> int:
     first = arguments[0] if arguments else ""
     if first in WORDS and first != "train":
         return load_command(first)(arguments[1:])
+    if first in REMOVED:
+        return refuse_config(ConfigError(f"'{first}' was removed; {REMOVED[first]}"))
     unknown = first.isidentifier() and first not in WORDS and not any(CONFIGS.glob(f"*/{first}.yaml"))
     if unknown and (close := difflib.get_close_matches(first, WORDS, 1)):
         return refuse_config(ConfigError(f"'{first}' is no command; did you mean '{close[0]}'? See trainer --help"))

@@ -225,12 +225,12 @@ def read_assets(*names: str) -> str:
 
 
 @cache
-def security_policy(live: bool) -> str:
+def security_policy() -> str:
     """What the page may do, as a Content-Security-Policy: run its scripts, use its style."""
     digests = [base64.b64encode(hashlib.sha256(read_assets(*names).encode()).digest()).decode() for names in SCRIPTS]
     scripts = " ".join(f"'sha256-{digest}'" for digest in digests)
     rules = ("default-src 'none'", f"script-src {scripts}", "style-src 'unsafe-inline'", "img-src data:")
-    return "; ".join((*rules, "base-uri 'none'", "form-action 'none'", *["connect-src 'self'"] * live))
+    return "; ".join((*rules, "base-uri 'none'", "form-action 'none'"))
 
 
 def drawn_panels(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
@@ -353,18 +353,16 @@ def content_of(shown: PageRuns, data: dict[str, Any]) -> str:
     )  # fmt: skip
 
 
-def render_page(shown: PageRuns, version: str | None = None, seconds: float = 0.0) -> str:
-    """The whole page. version: of one that is served while its runs go on, and asks for what is new every `seconds`."""
+def render_page(shown: PageRuns) -> str:
+    """The whole page."""
     data = data_of(shown)
     return template_environment().get_template("page.html").render(
         title=shown.title,
-        policy=security_policy(version is not None),
+        policy=security_policy(),
         style=read_assets("templates/style.css"),
         scripts=[read_assets(*names) for names in SCRIPTS],
         content=content_of(shown, data),
         data=data,
-        version=version,
-        seconds=seconds,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-// What the reader does on the page, and what is new of runs that go on.
+// What the reader does on the page.
 
 const chartAt = (event) => (event.target.tagName === "CANVAS" ? charts.get(event.target.closest("figure")) : undefined);
 
@@ -68,31 +68,3 @@ try { const kept = localStorage.getItem("theme"); if (kept) document.documentEle
 
 dark.addEventListener("change", draw);
 draw();
-
-// The page of trainer watch asks for what is new; what is open stays open, and what is chosen stays chosen.
-const live = document.getElementById("live");
-
-async function look() {
-  try {
-    const answer = await fetch(`live?version=${live.dataset.version}`, { cache: "no-store" });
-    if (answer.status === 200) {
-      const fresh = await answer.json(), page = document.getElementById("page");
-      const open = [...page.querySelectorAll("details[open]")].map((one) => one.id);
-      data = fresh.data;
-      for (const { chart } of charts.values()) chart.destroy();
-      charts.clear();
-      page.innerHTML = fresh.content; // made by the same template, which escapes all that is a run's
-      for (const id of open) document.getElementById(id)?.setAttribute("open", "");
-      live.dataset.version = fresh.version;
-      document.title = fresh.title;
-      draw();
-    }
-    live.className = "";
-    live.textContent = "live";
-  } catch {
-    live.className = "lost";
-    live.textContent = "not connected";
-  }
-  setTimeout(look, 1000 * live.dataset.seconds);
-}
-if (live) setTimeout(look, 1000 * live.dataset.seconds);

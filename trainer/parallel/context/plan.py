@@ -351,7 +351,8 @@ def context_cost(request: ContextRequest, context: ContextPlan) -> float:
 
 def explain_fault(request: ContextRequest, fault: ContextFault) -> str:
     """The fault, and its ways out that are legal; settings that a way leaves without a meaning are reset by it."""
-    named = [way for group in fault.ways if (way := _first(request, group))] or [_first(request, GATHER)]
+    gathering = [GATHER | way for way in ({}, *_lengths(request, 2 * request.plan.cp))]
+    named = [way for group in fault.ways if (way := _first(request, group))] or [_first(request, gathering)]
     ways = (" ".join(f"{name}={'null' if value is None else value}" for name, value in way.items()) for way in named)
     return f"{fault.text}; set {', or '.join(ways)}"
 
@@ -392,7 +393,14 @@ def _smaller(request: ContextRequest) -> list[Way]:
     return [{"parallel.cp": n} for n in reversed(list_divisors(request.plan.cp)[:-1])]
 
 
-GATHER = [_way(method="allgather")]
+def _lengths(request: ContextRequest, multiple: int) -> list[Way]:
+    """The nearest lengths of a sequence that can be dealt out."""
+    whole = math.lcm(multiple, request.plan.cp * request.plan.tp)
+    below = request.length // whole * whole
+    return [{"batch.sequence_length": length} for length in (below, below + whole) if length]
+
+
+GATHER = _way(method="allgather")
 
 
 def _alone(asked: ContextConfig) -> Iterator[ContextFault]:
@@ -412,7 +420,7 @@ def _unused(asked: ContextConfig, chosen: ContextPlan) -> Iterator[ContextFault]
             f"{SECTION}.order={asked.order} has no meaning with {SECTION}.method={asked.method}, where every rank has "
             "whole sequences"
         )
-        yield ContextFault(text, [[reset], GATHER], reset)
+        yield ContextFault(text, [[reset], [GATHER]], reset)
 
 
 def _heads(request: ContextRequest, chosen: ContextPlan) -> Iterator[ContextFault]:
@@ -421,20 +429,18 @@ def _heads(request: ContextRequest, chosen: ContextPlan) -> Iterator[ContextFaul
     heads = f"heads={layer.heads}, kv_heads={layer.kv_heads}" + f" and parallel.tp={plan.tp}" * (plan.tp > 1)
     if asked.method == "ulysses" and plan.cp not in request.legal:
         text = f"{name} cannot share {heads} over parallel.cp={plan.cp} ranks"
-        yield ContextFault(text, [_smaller(request), GATHER])
+        yield ContextFault(text, [_smaller(request), [GATHER]])
     if asked.method == "hybrid" and chosen.inner == 1:
         text = f"{name} needs some of parallel.cp={plan.cp} ranks on a node to share {heads}"
-        yield ContextFault(text, [GATHER, [_way(method="ulysses")]])
+        yield ContextFault(text, [[GATHER], [_way(method="ulysses")]])
 
 
 def _dealing(request: ContextRequest, chosen: ContextPlan) -> Iterator[ContextFault]:
     length, plan, whole = request.length, request.plan, length_multiple(chosen, request.plan)
     if length % whole == 0:
         return
-    below = length // whole * whole
-    near = [[{"batch.sequence_length": n}] for n in (below, below + whole) if n]
     text = f"batch.sequence_length={length} cannot be dealt out to parallel.cp={plan.cp} ranks in {chosen.order} order"
-    yield ContextFault(text, [*near, _smaller(request)])
+    yield ContextFault(text, [*([way] for way in _lengths(request, whole)), _smaller(request)])
 
 
 # What planning asks of every feature (`planning/features.py`).

@@ -1,17 +1,9 @@
-"""The page of runs while they go on: what is new arrives, and nothing else can be asked for."""
+"""The page of runs as a browser draws it."""
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import itertools
 import json
-import shutil
-import signal
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -19,134 +11,13 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from support.browser import CHROMIUM, Browser
-from support.runs import account, step_line, write_metrics, write_run, write_search
+from support.runs import account, write_metrics, write_run, write_search
 
-from trainer.commands.report import watch
-from trainer.pages.page import PageRuns, write_page
-from trainer.pages.server import PageServer, start_server
+from trainer.pages.page import write_page
 from trainer.planning.schedules.costs import StageCosts
 from trainer.planning.schedules.ir import Action
 from trainer.planning.schedules.simulate import ActionSpan, measure_timeline, simulate_schedule, write_timeline
 from trainer.planning.schedules.templates import TEMPLATES, build_schedule
-
-
-@contextlib.contextmanager
-def serving(*folders: Path, seconds: float = 0.2) -> Iterator[PageServer]:
-    with start_server(PageRuns(folders), 0, seconds) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-def ask(server: PageServer, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], str]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
-    connection.request(method, path, headers=headers)
-    answer = connection.getresponse()
-    with contextlib.closing(connection):
-        return answer.status, dict(answer.headers), answer.read().decode()
-
-
-def add(folder: Path, step: int, **more: float) -> None:
-    with open(folder / "metrics.jsonl", "a") as file:
-        file.write(json.dumps(step_line(step, **more)) + "\n")
-
-
-def losses(text: str) -> list[float]:
-    (series,) = (one for one in json.loads(text)["data"]["runs"][0]["series"] if one["name"] == "loss")
-    return series["v"]
-
-
-def test_new_lines_arrive_as_they_come(tmp_path):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    with serving(folder) as server:
-        assert ask(server, "/")[0] == 200, "a run that has not begun"
-        write_metrics(folder, 3)
-        version = json.loads(ask(server, "/live?version=")[2])["version"]
-        assert ask(server, f"/live?version={version}")[0] == 204
-        add(folder, 4, loss=1.25)
-        status, _, text = ask(server, f"/live?version={version}")
-        assert status == 200 and losses(text)[-1] == 1.25 and len(losses(text)) == 4
-        assert "step 4" in json.loads(text)["content"] and json.loads(text)["version"] > version
-        (folder / "status.json").write_text('{"status": "stopped", "step": 4, "steps": 9}')
-        assert "stopped" in ask(server, f"/live?version={json.loads(text)['version']}")[2]
-        shutil.rmtree(folder)
-        assert ask(server, "/live?version=")[0] == 200, "what was read is still shown"
-
-
-def test_trials_arrive_as_they_begin(tmp_path):
-    """Of a sweep and of a search, from an empty folder on."""
-    sweep = tmp_path / "sweep"
-    sweep.mkdir()
-    with serving(sweep) as server:
-        assert "no step done yet" in ask(server, "/")[2]
-        for place, trial in enumerate(("b", "a")):
-            version = json.loads(ask(server, "/live?version=")[2])["version"]
-            write_metrics(sweep / trial, 2)
-            (sweep / trial / "trial.json").write_text("{}")
-            fresh = json.loads(ask(server, f"/live?version={version}")[2])
-            assert [run["label"] for run in fresh["data"]["runs"]] == sorted("ba"[: place + 1])
-        write_search(sweep)
-        fresh = json.loads(ask(server, f"/live?version={fresh['version']}")[2])
-        assert len(fresh["data"]["runs"]) == 4 and len(fresh["data"]["searches"][0]) == 8
-        assert "out of memory" in fresh["content"] and fresh["title"] == "sweep: 4 trials"
-
-
-@pytest.mark.parametrize(
-    "path", ["/metrics.jsonl", "/../status.json", "//etc/passwd", "/run/", "/%2e%2e/status.json", "/live/", "/page.js"]
-)
-def test_there_is_nothing_but_the_page(tmp_path, path):
-    write_metrics(tmp_path / "run", 1)
-    with serving(tmp_path / "run") as server:
-        assert ask(server, path)[0] == 404 and ask(server, path)[2] == "there is only the page, at /\n"
-
-
-def test_others_cannot_ask(tmp_path):
-    write_metrics(tmp_path / "run", 1)
-    with serving(tmp_path / "run") as server:
-        assert server.server_address[0] == "127.0.0.1"
-        for name, status in {
-            "localhost:1": 200,
-            "127.0.0.1": 200,
-            "[::1]:9": 200,
-            "evil.example:8765": 403,
-            "": 403,
-        }.items():
-            assert ask(server, "/", Host=name)[0] == status, name
-        assert ask(server, "/", "POST")[0] == 501
-        status, headers, text = ask(server, "/", "HEAD")
-        assert status == 200 and not text and int(headers["Content-Length"]) > 10_000
-        assert "frame-ancestors 'none'" in headers["Content-Security-Policy"]
-        assert headers["X-Content-Type-Options"] == "nosniff" and headers["Cache-Control"] == "no-store"
-        assert "Access-Control-Allow-Origin" not in headers and headers["Cross-Origin-Resource-Policy"] == "same-origin"
-
-
-def test_what_cannot_be_served_is_said_once(tmp_path, capsys):
-    assert watch([str(tmp_path / "no"), "port=99999", "every=0"]) == 2
-    told = capsys.readouterr().err
-    assert "port=99999 must lie in [0, 65535]" in told and "every=0.0 must lie" in told and "no is no folder" in told
-    with serving(tmp_path) as server:
-        assert watch([str(tmp_path), f"port={server.server_port}"]) == 2
-    assert "cannot be used (Address already in use); give another one, or 0" in capsys.readouterr().err
-
-
-def test_the_command_serves_until_ctrl_c(tmp_path):
-    write_metrics(tmp_path / "run", 2)
-    command = [sys.executable, "-m", "trainer", "watch", str(tmp_path / "run"), "port=0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        address, *_ = process.stdout.readline().split()
-        connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=10)
-        connection.request("GET", "/")
-        assert b"2 of" not in (page := connection.getresponse().read()) and b"step 2" in page
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0 and process.stderr.read() == ""
-
-
-# In a browser
 
 
 @pytest.fixture(scope="module")
@@ -543,31 +414,3 @@ def test_any_search_roofline_and_timeline_is_drawn(browser, tmp_path_factory, pl
         elif plans:
             assert told["0 foretold"] == sum(status not in (None, "other") for *_, status in plans)
             assert told["0 front"] == sum(status in (None, "other", "done") for *_, status in plans)
-
-
-def test_an_open_page_shows_new_steps(browser, tmp_path):
-    folder = write_run(tmp_path / "run", 20)
-    with serving(folder) as server:
-        browser.open(f"http://{server.address}/", 1280)
-        browser.evaluate(
-            "document.querySelector('[data-x=hours]').click(); document.getElementById('settings').open = true"
-        )
-        for step in range(21, 26):
-            add(folder, step)
-        newest = "Math.max(...data.runs[0].x.step)"
-        deadline = time.monotonic() + 20
-        while browser.evaluate(newest) < 25 and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert browser.evaluate(newest) == 25 and "step 25" in browser.evaluate(
-            "document.querySelector('header').textContent"
-        )
-        assert browser.evaluate("choice.x === 'hours' && document.getElementById('settings').open"), (
-            "what is chosen stays"
-        )
-        assert browser.evaluate(SEEN)["drawn"] == browser.evaluate(SEEN)["plots"] and not browser.complaints
-    deadline = time.monotonic() + 20
-    lost = "document.getElementById('live').className === 'lost'"
-    while not browser.evaluate(lost) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert browser.evaluate(lost)
-    browser.complaints.clear()  # that it cannot connect is what was asked for
