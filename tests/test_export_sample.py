@@ -143,7 +143,7 @@ def test_prompts_of_a_file_are_continued_together(tmp_path: Path, capsys) -> Non
     assert sample.main([*command, "prompt=class Queue", f"stop=[\"{stop}\", 'never, ever']"]) == 0
     stopped = texts[1].partition(stop)[0] + "\n"
     assert capsys.readouterr().out == stopped
-    assert over_processes(4, [*together, "tp=2", "cp=2", f'stop=["{stop}"]']) == f"--- 1\n{texts[0]}--- 2\n{stopped}"
+    assert over_processes(4, [*together, "tp=2", f'stop=["{stop}"]']) == f"--- 1\n{texts[0]}--- 2\n{stopped}"
 
 
 def over_processes(count: int, command: list[str]) -> str:
@@ -180,11 +180,11 @@ def test_command_line(tmp_path: Path, capsys, monkeypatch) -> None:
             "checkpoint=... is needed",
         )
     )
-    wrong = ["temperature=-1", "tokens=0", "top_p=1.5", "prompt=a", "prompts=b", 'stop=[""]', "seed=-1", "cp=0"]
+    wrong = ["temperature=-1", "tokens=0", "top_p=1.5", "prompt=a", "prompts=b", 'stop=[""]', "seed=-1", "tp=0"]
     assert sample.main(["x", *wrong]) == 2
     error, ranges = capsys.readouterr().err, ("temperature=-1", "tokens=0", "top_p=1.5 must lie in (0, 1]", "seed=-1")
     assert all(
-        text in error for text in (*ranges, "cp=0", "prompts=b ex", "stop=['']: every text begins with an empty")
+        text in error for text in (*ranges, "tp=0", "prompts=b ex", "stop=['']: every text begins with an empty")
     )
     assert sample.main(["x", "y"]) == 2
     assert "'y' is one word too many; checkpoint can stand without a name" in capsys.readouterr().err
@@ -210,7 +210,7 @@ def test_command_line(tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "6")
     for degrees, words in (
         (["tp=3"], "tp=3 does not divide"),
-        (["tp=2", "cp=2"], "tp=2 x cp=2 needs a multiple of 4 processes, but 6 run; start 4 or 8 with"),
+        (["tp=4"], "tp=4 needs a multiple of 4 processes, but 6 run; start 4 or 8 with"),
     ):
         assert sample.main([*command, *degrees]) == 2
         assert words in capsys.readouterr().err
@@ -218,7 +218,7 @@ def test_command_line(tmp_path: Path, capsys, monkeypatch) -> None:
     assert trainer_main(["sample", "--processes", "3", *command, "tp=2", "seed=x"]) == 2  # before any process starts
     assert capsys.readouterr().err == "configuration error: seed=x must be a whole number\n"
     assert trainer_main(["sample", "--processes", "3", *command, "tp=2"]) == 2
-    assert "error: tp=2 x cp=1 needs a multiple of 2 processes, but 3 run" in capsys.readouterr().err
+    assert "error: tp=2 needs a multiple of 2 processes, but 3 run" in capsys.readouterr().err
     (tmp_path / "tokenizer").rename(tmp_path / "elsewhere")
     assert sample.main([f"checkpoint={tmp_path}"]) == 2
     assert "tokenizer" in capsys.readouterr().err

@@ -100,14 +100,3 @@ def test_gradients_of_two_groups_of_heads_arrive_at_a_time(results):
     """One travels behind attention of the group before; more would take the memory of all."""
     for name, one in gathering(results).items():
         assert one["arriving"] == min(2, int(name.split()[-1])), name
-
-
-def test_ranks_that_share_a_cache_compute_the_logits_of_one(results):
-    """Each holds every c-th key of a sequence, and the parts of attention are brought together: in fp64, with windows
-    and soft caps, where ranks see no key, and beyond a block of slots."""
-    found = results["generated"]
-    assert {(one["mask"], one["size"]) for one in found} == {
-        (m, s) for m in ("causal", "window", "cap") for s in (1, 2, 4)
-    }
-    for one in found:
-        assert one["error"] < 1e-13 and one["slots"] == [-(-67 // one["size"])] * 3, one

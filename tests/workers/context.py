@@ -22,7 +22,6 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from support.generation import generate_tokens
 from support.launch import fork, leave
 from support.reference import tiny_spec
 from torch import Tensor
@@ -34,17 +33,14 @@ from trainer.config import ActivationConfig, Config
 from trainer.config.model import ModelSpec
 from trainer.distributed.collectives import TensorGroup
 from trainer.distributed.mesh import World, join_world
-from trainer.generate.sampling import SamplingOptions
-from trainer.generate.sharded_model import ShardedModel, kv_group
 from trainer.model import context_attention
-from trainer.model.cache import KVCache
 from trainer.model.context_attention import KVAllGather
 from trainer.model.initial import InitialWeights, fill_parameters
 from trainer.model.layers import Layer
 from trainer.model.transformer import Transformer
 from trainer.parallel.context.apply import share_sequences
 from trainer.parallel.context.plan import ContextPlan, context_traffic, divide_heads
-from trainer.parallel.parallelize import compile_layers, keep_buffers
+from trainer.parallel.parallelize import compile_layers
 from trainer.parallel.recompute import apply_recompute
 from trainer.planning.features import resolve_plan
 from trainer.planning.layer import model_programs
@@ -308,57 +304,10 @@ def recomputed(world: World) -> dict[str, dict[str, Any]]:
     return results
 
 
-LOGITS: list[Tensor] = []
-CACHES: list[KVCache] = []
-
-
-class Noting(SamplingOptions):
-    """Keeps the logits that tokens are chosen from."""
-
-    def choose(self, logits: Tensor, draw: Tensor) -> Tensor:
-        LOGITS.append(logits.clone())
-        return super().choose(logits, draw)
-
-
-class Kept(ShardedModel):
-    """Keeps the cache that it makes."""
-
-    def cache(self, rows: int, capacity: int) -> KVCache:
-        CACHES.append(super().cache(rows, capacity))
-        return CACHES[-1]
-
-
-def generated(worlds: dict[int, World]) -> list[dict[str, Any]]:
-    """The largest difference of any logit where ranks share the slots of a cache from that of one rank, and the slots
-    of a row that a rank holds."""
-    results, generator = [], torch.Generator().manual_seed(2)
-    prompts = [torch.randint(0, 61, (length,), generator=generator).tolist() for length in (1, 9, 60)]
-    for mask, changes in {"causal": {}, "window": {"window": 5}, "cap": {"soft_cap": 2.0, "sinks": True}}.items():
-        spec = tiny_spec(max_length=90, attention=changes | {"kv_heads": 2})
-        model = build(spec)
-        keep_buffers(model, CPU)
-        seen = []
-        for size, world in {1: None, **worlds}.items():
-            group = None if world is None else kv_group(world)
-            placed = Kept(spec, {0: model}, CPU, torch.float64, sequence=group)
-            LOGITS.clear()
-            generate_tokens(placed, prompts, 7, Noting(1.0))
-            seen.append(torch.stack(LOGITS))
-            slots = [keys.shape[2] for keys, _ in CACHES[-1].layers.values()]
-            error = (seen[-1] - seen[0]).abs().max() / seen[0].abs().max()
-            results.append({"mask": mask, "size": size, "error": error.item(), "slots": slots})
-    return results
-
-
 def main(out: str) -> None:
     plan = resolve_plan(Config().parallel, RANKS)
     worlds = {size: join_world(replace(plan, cp=size), CPU) for size in (2, 4)}
-    results = {
-        "ways": measure(worlds),
-        "recompute": recomputed(worlds[4]),
-        "compiled": compiled(worlds[2]),
-        "generated": generated(worlds),
-    }
+    results = {"ways": measure(worlds), "recompute": recomputed(worlds[4]), "compiled": compiled(worlds[2])}
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(results))
 

@@ -33,11 +33,9 @@ class SampleOptions(ModelOptions, LaunchOptions):
     stop: list[str] = option([], "end before any of these texts (\\n in one is a new line)")
     seed: int = option(0, "seeds the choice", range="[0, inf)")
     dtype: str = option("auto", "compute type; auto is bf16 on a GPU and fp32 else", ("auto", "fp32", "bf16", "fp16"))
-    tp: int = option(1, "of several processes, those that share each layer's matrices", range="[1, inf)")
-    cp: int = option(
+    tp: int = option(
         1,
-        "those that share the kept keys of each sequence, and have the same part of the model each; what is left of "
-        "processes / (tp x cp) shares parameters (ZeRO-3)",
+        "of several processes, those that share each layer's matrices; the rest shares parameters (ZeRO-3)",
         range="[1, inf)",
     )
     device: str = option("auto", "auto takes a GPU where there is one", ("auto", "cpu", "cuda"))
@@ -51,14 +49,14 @@ class SampleOptions(ModelOptions, LaunchOptions):
             yield f"prompt={self.prompt} and prompts={self.prompts} exclude each other; leave one out"
         if self.chat and not (self.prompt or self.prompts):
             yield "chat=true makes a user's message of each prompt, and there is none; give prompt=TEXT or prompts=FILE"
-        together, processes = self.tp * self.cp, int(os.environ.get("WORLD_SIZE", self.count()))
-        if together > 0 and processes % together:
+        processes = int(os.environ.get("WORLD_SIZE", self.count()))
+        if self.tp > 0 and processes % self.tp:
             from trainer.planning.plan import nearby_worlds
 
-            counts = " or ".join(map(str, nearby_worlds(processes, together, processes)))
+            counts = " or ".join(map(str, nearby_worlds(processes, self.tp, processes)))
             yield (
-                f"tp={self.tp} x cp={self.cp} needs a multiple of {together} processes, but {processes} run; start "
-                f"{counts} with --gpus or --processes, or set tp and cp such that tp x cp divides {processes}"
+                f"tp={self.tp} needs a multiple of {self.tp} processes, but {processes} run; start {counts} with --gpus "
+                f"or --processes, or set a tp that divides {processes}"
             )
 
 
@@ -95,7 +93,7 @@ def run(options: SampleOptions) -> None:
     auto = "bf16" if device.type == "cuda" else "fp32"
     dtype = auto if options.dtype == "auto" else options.dtype
     alone = not dist.is_initialized()
-    model = place_saved(saved, device, dtype, options.tp, int(os.environ.get("WORLD_SIZE", 1)), options.cp)
+    model = place_saved(saved, device, dtype, options.tp, int(os.environ.get("WORLD_SIZE", 1)))
     sampling = SamplingOptions(options.temperature, options.top_k, options.top_p, options.seed)
     print_continuations(
         model,

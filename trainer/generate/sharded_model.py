@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,13 +17,11 @@ from trainer.config import Config, ConfigError
 from trainer.config.model import ModelSpec
 from trainer.distributed.mesh import World, join_world
 from trainer.distributed.p2p import PipelineChannels
-from trainer.distributed.sharded_kv import ShardedKVGroup
 from trainer.hf.stages import make_stage
 from trainer.model.cache import BLOCK, KVCache
 from trainer.model.experts import cast_model
 from trainer.model.initial import fill_parameters
 from trainer.model.stage import Stage, keep_here
-from trainer.parallel.context.apply import make_member
 from trainer.parallel.parallelize import keep_buffers, parallelize
 from trainer.parallel.zero.fsdp import FSDP
 from trainer.planning.features import resolve_plan
@@ -52,7 +50,6 @@ class ShardedModel:
     placement: Sequence[int] = (0,)
     channels: PipelineChannels | None = None
     world: World | None = None
-    sequence: ShardedKVGroup | None = None
 
     @property
     def layers(self) -> list[Any]:
@@ -73,7 +70,7 @@ class ShardedModel:
     def cache(self, rows: int, capacity: int) -> KVCache:
         """For so many sequences, with rows that tensor-parallel ranks can share."""
         rows, keeps = self.padded(rows, 1), all(layer.caches for layer in self.layers)
-        return KVCache(rows, capacity, self.device, self.sequence, keeps)
+        return KVCache(rows, capacity, self.device, keeps)
 
     def padded(self, count: int, multiple: int) -> int:
         """The next multiple that tensor-parallel ranks can share."""
@@ -131,19 +128,16 @@ def list_rotaries(stage: nn.Module) -> Iterator[nn.Module]:
     return (module for module in stage.modules() if hasattr(module, "reach"))
 
 
-def place_saved(
-    saved: SavedModel, device: torch.device, dtype: str, tp: int = 1, processes: int = 1, cp: int = 1
-) -> ShardedModel:
+def place_saved(saved: SavedModel, device: torch.device, dtype: str, tp: int = 1, processes: int = 1) -> ShardedModel:
     """The model of a checkpoint, in the type that it computes in, on one process or over `processes`. Of these, `tp`
-    share each layer, and `cp` have the same part of the model each and share the kept keys of every sequence; the
-    others share parameters, which each layer gathers when it computes (ZeRO-3). Parameters are read one at a time.
-    Raises `ConfigError` where so many processes cannot share the model."""
+    share each layer; the others share parameters, which each layer gathers when it computes (ZeRO-3). Parameters are
+    read one at a time. Raises `ConfigError` where so many processes cannot share the model."""
 
     def value(name: str, info: object) -> Tensor:
         return saved.tensor(name)
 
     compute = DTYPES[dtype]
-    if processes == tp == cp == 1:
+    if processes == tp == 1:
         with torch.device("meta"):
             model = make_stage(saved.spec)
         cast_model(model, compute)
@@ -153,20 +147,17 @@ def place_saved(
         fill_routers(model, saved)
         return ShardedModel(saved.spec, {0: model.eval()}, device, compute)
     config = Config()
-    config.parallel.tp, config.parallel.cp, config.precision.compute = tp, cp, dtype
-    config.parallel.zero.stage, config.parallel.shard = 3, max(1, processes // (tp * cp))
+    config.parallel.tp, config.precision.compute = tp, dtype
+    config.parallel.zero.stage, config.parallel.shard = 3, max(1, processes // tp)
     try:
         plan = resolve_plan(config.parallel, processes, saved.spec)
     except ConfigError as error:
-        named = [problem.replace("parallel.tp", "tp").replace("parallel.cp", "cp") for problem in error.problems]
-        raise ConfigError(named) from None
+        raise ConfigError([problem.replace("parallel.tp", "tp") for problem in error.problems]) from None
     world = join_world(plan, device)
-    # Ranks that share keys compute all tokens: what training shares sequences by is left out.
-    alone = replace(plan, cp=1)
-    model = parallelize(config, saved.spec, range(saved.spec.depth), alone, world, FrozenEngine(config, alone, world))
+    model = parallelize(config, saved.spec, range(saved.spec.depth), plan, world, FrozenEngine(config, plan, world))
     fill_parameters(model, value)
     fill_routers(model, saved)
-    return ShardedModel(saved.spec, {0: model.eval()}, device, compute, tp, world=world, sequence=kv_group(world))
+    return ShardedModel(saved.spec, {0: model.eval()}, device, compute, tp, world=world)
 
 
 def fill_routers(model: Stage, saved: SavedModel) -> None:
@@ -185,8 +176,3 @@ class FrozenEngine(FSDP):
         model.requires_grad_(False)  # else FSDP wants one type of all parameters of a layer
         if self.plan.shard > 1:
             super().shard(model)
-
-
-def kv_group(world: World) -> ShardedKVGroup | None:
-    """The ranks that share sequences, and so the slots of a cache."""
-    return None if world.context is None else make_member(world.context.get_group(), ShardedKVGroup)

@@ -1,10 +1,7 @@
 """Keys and values of earlier tokens, kept so that a further token costs a pass over itself alone.
 
 A cache has a row for each sequence and a slot for each of its tokens. Its shapes stay, and where a pass reads and
-writes is in tensors, so that a pass of one token a row can be captured as a CUDA graph for each `extent`.
-
-Ranks may share the slots of every row: rank r of c holds each c-th, so that all hold equally many at any length. Each
-attends to its own, and `ShardedKVGroup` brings the parts together."""
+writes is in tensors, so that a pass of one token a row can be captured as a CUDA graph for each `extent`."""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.distributed.sharded_kv import ShardedKVGroup, merge_attention
 from trainer.model.attention import build_mask, cap_score, causal_attention
 
 BLOCK = 64
@@ -25,18 +21,13 @@ BLOCK = 64
 class KVCache:
     """Keys and values of `rows` sequences of at most `capacity` tokens, by layer; storage comes with the first pass.
 
-    group: the ranks that share the slots of each row, None where each rank has all. keeps: whether keys and values are
-    kept at all; without, every pass has to be over whole contexts. lengths: int [rows]: in a pass over contexts, their
-    lengths; in a pass of one token a row, the tokens before it. extent: slots, of all ranks together, that such a pass
-    looks at. Who runs the passes sets both.
+    keeps: whether keys and values are kept at all; without, every pass has to be over whole contexts. lengths: int
+    [rows]: in a pass over contexts, their lengths; in a pass of one token a row, the tokens before it. extent: slots
+    that such a pass looks at. Who runs the passes sets both.
     """
 
-    def __init__(
-        self, rows: int, capacity: int, device: torch.device, group: ShardedKVGroup | None = None, keeps: bool = True
-    ):
-        self.rows, self.capacity, self.device, self.group = rows, capacity, device, group
-        self.keeps = keeps
-        self.ranks, self.rank = (1, 0) if group is None else (group.size, group.rank)
+    def __init__(self, rows: int, capacity: int, device: torch.device, keeps: bool = True):
+        self.rows, self.capacity, self.device, self.keeps = rows, capacity, device, keeps
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         self.extent = 0
         self.layers: dict[str, tuple[Tensor, Tensor]] = {}
@@ -57,9 +48,9 @@ class KVCache:
         return CachedPass(self, False, positions[:, None], positions + 1, {})
 
     def of(self, layer: str, key: Tensor) -> tuple[Tensor, Tensor]:
-        """This rank's slots of a layer's keys and values, each [rows, kv_heads, slots, head_dim]."""
+        """The slots of a layer's keys and values, each [rows, kv_heads, slots, head_dim]."""
         if layer not in self.layers:
-            shape = self.rows, key.shape[1], -(-self.capacity // self.ranks), key.shape[3]
+            shape = self.rows, key.shape[1], self.capacity, key.shape[3]
             self.layers[layer] = key.new_zeros(shape), key.new_zeros(shape)
         return self.layers[layer]
 
@@ -67,25 +58,20 @@ class KVCache:
         """Writes the contexts of the first rows: [rows, kv_heads, length, head_dim]. What pads a context is written
         too, and overwritten before it is seen."""
         for kept, new in zip(self.of(layer, key), (key, value)):
-            own = new[:, :, self.rank :: self.ranks][:, :, : kept.shape[2]]
-            kept[: len(own), :, : own.shape[2]] = own
+            fitting = new[:, :, : kept.shape[2]]
+            kept[: len(fitting), :, : fitting.shape[2]] = fitting
 
     def put(self, layer: str, key: Tensor, value: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Writes one token a row: [rows, kv_heads, 1, head_dim], at `positions` [rows, 1]. Returns the slots within
         `extent`."""
-        rows, place, slots = torch.arange(self.rows, device=self.device), positions[:, 0], -(-self.extent // self.ranks)
-        found = self.of(layer, key)
+        rows, found = torch.arange(self.rows, device=self.device), self.of(layer, key)
         for kept, new in zip(found, (key[:, :, 0], value[:, :, 0])):
-            if self.group is not None:
-                mine = place % self.ranks == self.rank
-                new = torch.where(mine[:, None, None], new, kept[rows, :, place // self.ranks])
-            kept[rows, :, place // self.ranks] = new
-        return found[0][:, :, :slots], found[1][:, :, :slots]
+            kept[rows, :, positions[:, 0]] = new
+        return found[0][:, :, : self.extent], found[1][:, :, : self.extent]
 
     def visible(self, positions: Tensor, window: int) -> Tensor:
         """Which slots within `extent` the token at each of `positions` [rows, 1] sees: bool [rows, 1, 1, slots]."""
-        slots = min(-(-self.extent // self.ranks), -(-self.capacity // self.ranks))
-        place = torch.arange(slots, device=self.device) * self.ranks + self.rank
+        place = torch.arange(min(self.extent, self.capacity), device=self.device)
         seen = place <= positions
         return (seen & (place > positions - window) if window else seen)[:, None, None]
 
@@ -144,38 +130,30 @@ def attend_cached(
         cache.fill(layer, key, value)
         return causal_attention(query, key, value, mask, scale, soft_cap, sinks)
     keys, values = cache.put(layer, key, value, positions)
-    if cache.group is None and not soft_cap and sinks is None:
-        # Heads that share keys are queries of one head: no copies of keys.
-        grouped = query.reshape(len(query), keys.shape[1], -1, query.shape[3])
-        return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale).view_as(query)
-    parts = attend_kv(query, keys, values, mask, scale, soft_cap)
-    if sinks is not None:
-        parts = add_sinks(*parts, sinks if cache.rank == 0 else torch.full_like(sinks, -math.inf))
-    return (merge_attention(*parts)[0] if cache.group is None else cache.group.combine(*parts)).to(query.dtype)
+    return attend_kept(query, keys, values, mask, scale, soft_cap, sinks)
 
 
-def add_sinks(attended: Tensor, logsum: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Parts of attention, and one more: the sinks [heads], whose values are zero. Of ranks that share the slots, one
-    adds them, and the others add -inf."""
-    logits = sinks.to(logsum.dtype)[:, None].expand(len(logsum), -1, 1)
-    return F.pad(attended, (0, 0, 0, 1)), torch.cat([logsum, logits], 2)
-
-
-def attend_kv(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float, soft_cap: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """Attention to some of the keys, as far as it goes. query: [rows, heads, 1, head_dim]; key, value: [rows, kv_heads,
-    slots, head_dim]; visible: bool [rows, 1, 1, slots].
-
-    Returns the result [rows, heads, 1, head_dim] and the log of the sum of exponentiated scores [rows, heads, 1], fp32
-    or wider; zeros and -inf where nothing is visible."""
-    grouped = query.reshape(len(query), key.shape[1], -1, query.shape[3])
-    scores = grouped @ key.transpose(-1, -2) * scale
+def attend_kept(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    scale: float,
+    soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of one token a row. query, result: [rows, heads, 1, head_dim]; keys, values: [rows, kv_heads, slots,
+    head_dim]; visible: bool [rows, 1, 1, slots], of each row at least one."""
+    # Heads that share keys are queries of one head: no copies of keys.
+    grouped = query.reshape(len(query), keys.shape[1], -1, query.shape[3])
+    if not soft_cap and sinks is None:
+        return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=visible, scale=scale).view_as(query)
+    scores = grouped @ keys.transpose(-1, -2) * scale
     if soft_cap:
         scores = cap_score(scores, cap=soft_cap)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).masked_fill(~visible, -math.inf)
-    top = scores.amax(-1, keepdim=True)
-    weights = torch.exp(scores - torch.where(top == -math.inf, 0.0, top))
-    total = weights.sum(-1, keepdim=True)
-    attended = (weights / torch.where(total == 0, 1.0, total)).to(value.dtype) @ value
-    return attended.to(scores.dtype).view_as(query), (top + total.log()).view(query.shape[:3])
+    if sinks is not None:
+        logits = sinks.to(scores.dtype).view(1, keys.shape[1], -1, 1)
+        scores = torch.cat([scores, logits.expand(len(scores), -1, -1, -1)], -1)
+    weights = scores.softmax(-1)[..., : keys.shape[2]].to(values.dtype)
+    return (weights @ values).view_as(query)

@@ -325,8 +325,8 @@ TEMPERATURE, TOP_K = 0.8, 50
 
 
 def sharded_model(state: TrainState) -> ShardedModel:
-    """The model in training, under its plan. Ranks that share sequences share the KV cache."""
-    from trainer.generate.sharded_model import ShardedModel, kv_group  # few runs write samples
+    """The model in training, under its plan."""
+    from trainer.generate.sharded_model import ShardedModel  # few runs write samples
 
     return ShardedModel(
         state.spec,
@@ -337,7 +337,6 @@ def sharded_model(state: TrainState) -> ShardedModel:
         state.pipeline.schedule.placement,
         state.channels,
         state.world,
-        kv_group(state.world),
     )
 
 
