@@ -81,8 +81,17 @@ def write_index(folder: Path, listed: dict[str, str]) -> dict[str, str]:
     return listed
 
 
-@pytest.mark.parametrize("stored", ["embedding", "head", "equal", "nearly equal", "different"])
-@pytest.mark.parametrize("family", FAMILIES)
+STORED = ["embedding", "head", "equal", "nearly equal", "different"]
+TIED = [
+    (family, stored)
+    for place, family in enumerate(FAMILIES)
+    for number, stored in enumerate(STORED)
+    if family in ("llama", "gpt2") or (number - place) % len(STORED) in (0, 2)
+]
+"""All files of two families, and of the others two in turn: families differ in names alone."""
+
+
+@pytest.mark.parametrize("family, stored", TIED)
 def test_a_tied_head_is_what_transformers_makes_of_the_files(family: str, stored: str, tmp_path: Path) -> None:
     """In one file, or in several for every other family. An export of it is the same model."""
     folder = saved(tmp_path / "in", family)

@@ -292,18 +292,9 @@ COPIED = [
         {"dp": 2, "tp": 2, "stage": 3, "tp_overlap": "copy_engine", "family": "gemma"},
         {"dp": 2, "pp": 2, "stage": 3, "schedule": "zb_v", "micro_batches": 3, "tied": True},
         {"dp": 2, "pp": 2, "stage": 2, "schedule": "interleaved", "micro_batches": 3, "precision": "bf16"},
-        {"dp": 2, "tp": 2, "pp": 2, "stage": 3, "schedule": "1f1b", "micro_batches": 3},
     )
 ]
 """Parameters and gradients that copies between ranks move, some of which cannot be cut into equal parts."""
-
-
-CUBES = [
-    PLAIN | {"dp": 2, "tp": 2, "pp": 2} | more
-    for more in (
-        {"stage": 1, "schedule": "1f1b", "micro_batches": 6, "precision": "fp16", "kv_heads": 1, "family": "gpt2"},
-    )
-]
 
 
 def hop(kind: str, codec: str, **more: Any) -> dict[str, Any]:
@@ -359,7 +350,6 @@ MUON = [
         {"tp": 2, "pp": 2, "schedule": "1f1b", "tied": True},
         {"dp": 2, "pp": 2, "schedule": "interleaved", "stage": 1, "family": "neox"},
         {"pp": 2, "schedule": "1f1b", "optimizer": "muon_in_one_layer"},
-        {"dp": 2, "tp": 2, "pp": 2, "stage": 3, "schedule": "zb_v", "micro_batches": 3, "tied": True},
     )
 ]
 """Matrices that are updated whole, whoever holds what of them."""
@@ -570,7 +560,7 @@ def cases(processes: int, compiled: bool) -> list[Case]:
         chosen += COMPILED_ON_GPUS if compiled and torch.cuda.is_available() else []
     if processes == 4:
         chosen.append(PLAIN | {"dp": 2, "tp": 2, "stage": 1, "precision": "fp16", "overflow": True})
-    return chosen + (CUBES if processes == 8 else [])
+    return chosen
 
 
 def deepspeed(processes: int) -> list[Case]:
