@@ -358,7 +358,12 @@ class RunFolder(WatchedFiles):
     def profile(self) -> StepProfile | None:
         """The typical step of the newest profiled ones, at the pace of the others; None without any."""
         profile = self._found[time_breakdown.ACCOUNTS].value
-        return profile and scale_profile(profile, ordinary_seconds(self.curves.by_step("step_seconds"), profile))
+        return profile and scale_profile(profile, self.step_seconds)
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Seconds of an ordinary step, without pauses; None where none is logged."""
+        return ordinary_seconds(self.curves.by_step("step_seconds"), self._found[time_breakdown.ACCOUNTS].value)
 
     @property
     def diagnosis(self) -> dict[str, Any] | None:

@@ -203,7 +203,8 @@ function keyOf(one, panel, value) {
   const run = data.runs.length > 1 ? one.run : "";
   const name = panel.names.length > 1 ? one.name.replace(/^.*?\//, "") : "";
   const mark = element("i", { class: `dash${DASHES.indexOf(one.dash)} ${one.look}` });
-  const texts = [element("em", {}, `${run} ${name}`.trim()), " ", element("b", {}, number(point?.y, 5))];
+  const short = run.length > 22 ? `${run.slice(0, 9)}…${run.slice(-12)}` : run; // ends of names differ as often as beginnings
+  const texts = [element("em", {}, `${short} ${name}`.trim()), " ", element("b", {}, number(point?.y, 5))];
   return element("span", { title: `${one.run} ${one.name}` }, mark, ...texts);
 }
 
@@ -255,7 +256,7 @@ function drawTimeline(figure) {
     right: axis("", { ...rows, position: "right" }, every((rank) => `${number(100 * bubbles[rank], 3)}%`)),
   };
   figure.querySelector(".plot").style.height = `${ranks.length * row + 36}px`;
-  const summary = `${name} timeline of ${ranks.length} ranks: makespan ${seconds(makespan)}, bubble ${number(100 * bubble, 3)}%`;
+  const summary = `${name} timeline of ${ranks.length} ranks: makespan ${seconds(makespan)}, ${number(100 * bubble, 3)}% between actions`;
   showPoints(figure, key, summary, [...sets.values(), idle], scales, {
     indexAxis: "y", mode: "x", redraw: drawTimeline, compare: (one, other) => one.rank - other.rank || one.x[0] - other.x[0],
     say: ({ x: [start, end], rank, what }) => `rank ${rank}: ${what}: ${seconds(end - start)}, from ${seconds(start)} to ${seconds(end)}`,
