@@ -228,9 +228,7 @@ def test_a_profile_is_advised_that_a_run_reaches_twice(steps, seconds):
     every = int(say_more(RunEvidence(Path("runs/x"), [], config=config), seconds).removeprefix("logging.profile="))
     assert 1 <= every <= max(1, steps // 2)
     for done in (steps // 2, steps - 1, steps):
-        going = RunEvidence(
-            Path("runs/x"), [], config=config, status={"status": "running", "step": done, "steps": steps}
-        )
+        going = RunEvidence(Path("runs/x"), [], config=config, status={"status": "running", "step": done})
         every = int(say_more(going, seconds).removeprefix("logging.profile="))
         assert 2 * every <= steps - done or steps - done < 4 and every <= max(1, steps // 2), "also in the steps left"
 

@@ -363,7 +363,7 @@ RULES: tuple[Rule, ...] = (
 
 def _kernels(account: TimeBreakdown) -> float:
     """Seconds in which a rank computes, whatever it is."""
-    return sum(account.spent(term) for term in ("products", "attention", "memory_bound", "recompute", "optimizer"))
+    return sum(account.spent(term) for term in "products attention memory_bound recompute optimizer".split())
 
 
 def memory_remark(evidence: RunEvidence) -> tuple[list[str], bool]:

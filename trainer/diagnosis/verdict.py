@@ -187,8 +187,8 @@ def diagnose_evidence(evidence: RunEvidence) -> Diagnosis:
     if not profile:
         found = rules.costs_of_metrics(evidence, seconds) if seconds else []
         notes.append(
-            f"no step was profiled, and metrics alone say little: a run with {say_more(evidence, seconds)} accounts for "
-            "its steps"
+            "no step was profiled, and metrics alone say little: "
+            f"a run with {say_more(evidence, seconds)} accounts for its steps"
         )
     notes += _silence(evidence, seconds or 0.0)
     if evidence.lacked:
@@ -288,10 +288,7 @@ def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
             },
             "findings": [
                 {
-                    **{
-                        name: getattr(finding.cost, name)
-                        for name in ("kind", "detail", "layer", "title", "share", "bounds")
-                    },
+                    **{name: getattr(finding.cost, name) for name in "kind detail layer title share bounds".split()},
                     "evidence": list(finding.cost.evidence),
                     "without": finding.seconds,
                     "overrides": [dataclasses.asdict(override) for override in finding.overrides],

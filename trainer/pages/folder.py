@@ -265,10 +265,10 @@ def json_lines(path: Path, shape: Shape, most: int) -> list[dict[str, Any]]:
 NUMBER = (int, float, type(None))
 DIAGNOSIS_SHAPE: Shape = {
     "verdict": {"kind": str, "text": str},
-    "step": {"seconds": NUMBER, "predicted": NUMBER},
+    "step": {"predicted": NUMBER},
     "findings": [
         {
-            **dict.fromkeys(("kind", "layer", "title", "advice"), str),
+            **dict.fromkeys("kind layer title advice".split(), str),
             **dict.fromkeys(("share", "without"), NUMBER),
             "evidence": [str],
             "overrides": [{"text": str, "seconds": NUMBER, "note": str}],

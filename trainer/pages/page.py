@@ -55,21 +55,18 @@ PANELS = (
     _make_panel("gradient norm", "before clipping", "grad_norm"),
     _make_panel("learning rate", "", "lr"),
     _make_panel("throughput", "tokens per second, all ranks", "tokens_per_second"),
-    _make_panel("step time", "seconds; p50 and p95 of recent steps", "step_seconds step_seconds_p50 step_seconds_p95"),
+    _make_panel("step time", "seconds", "step_seconds step_seconds_p50 step_seconds_p95"),
     _make_panel("model FLOP utilisation", "share of the peak", "mfu mfu_full"),
     _make_panel("waiting for data", "seconds a step", "data_seconds"),
     _make_panel("evaluating and saving", "seconds a step", "evaluation_seconds checkpoint_seconds"),
     _make_panel("time between actions", "share of the schedule", "bubble"),
-    _make_panel("unequal stages", "share of a profiled step", "bubble_imbalance"),
-    _make_panel("exposed communication", "share of a profiled step", "exposed/NAME"),
-    _make_panel("late host", "share of a profiled step", "host"),
+    _make_panel("exposed communication, late host", "share of a profiled step", "exposed/NAME host bubble_imbalance"),
     _make_panel("launch delay", "seconds", "launch_delay"),
     _make_panel("slowest rank", "multiple of the median", "straggler"),
     _make_panel("memory", "GiB, fullest rank", "memory_gib"),
     _make_panel("gradient traffic", "bytes a rank and step", "comm/bytes_inner comm/bytes_outer"),
     _make_panel("loss scale", "", "loss_scale", zero=False),
-    _make_panel("steps without an update", "so far", "skipped"),
-    _make_panel("steps run again", "so far", "repeated"),
+    _make_panel("steps without an update, and steps run again", "so far", "skipped repeated"),
     _make_panel("damaged rows", "left out so far", "damaged"),
     _make_panel("utilisation", "share", "hardware/sm hardware/tensor hardware/dram"),
     _make_panel("links", "GB/s a GPU", "hardware/nvlink_gb_s hardware/pcie_gb_s"),
@@ -89,15 +86,14 @@ PANELS = (
 """Other metrics, such as registered ones, have a panel each, behind these."""
 
 OF_ONE_VALUE = (
-    *("loss_scale", "skipped", "repeated", "damaged", "hardware/alloc_retries"),
-    *("hardware/throttle", "hardware/throttle_of_rank", "hardware/throttle_ranks"),
-)
+    "learned loss_scale skipped repeated damaged hardware/alloc_retries "
+    "hardware/throttle hardware/throttle_of_rank hardware/throttle_ranks"
+).split()
 """Metrics that say nothing as long as they stay what they were."""
 
-NOT_DRAWN = {
-    *("step", "time", "tokens", "epoch", "eta_seconds"),
-    *("straggler_rank", "profiled_step", "hardware/clock_rank", "hardware/throttle_rank"),
-}
+NOT_DRAWN = set(
+    "step time tokens epoch eta_seconds straggler_rank profiled_step hardware/clock_rank hardware/throttle_rank".split()
+)
 
 
 def drawn_as(names: Iterable[str], panel: CurvePanel) -> list[str]:
@@ -246,11 +242,7 @@ def drawn_panels(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
     }
     found = arrange_panels(name for name in names if name not in still)
     if len(runs) > COLOURS:  # dashes tell runs apart, and can not tell metrics apart as well
-        found = [
-            replace(panel, title=panel.title if panel.names == (name,) else name, names=(name,))
-            for panel in found
-            for name in panel.names
-        ]
+        found = [replace(panel, title=name, names=(name,)) for panel in found for name in panel.names]
     return [{"place": place, **dataclasses.asdict(panel)} for place, panel in enumerate(found)]
 
 
@@ -278,6 +270,7 @@ MEMORY = "memory", "peak"
 
 def run_context(run: RunFolder, place: int) -> dict[str, Any]:
     """What the templates say of a run. place: among those of the page."""
+    table = run.start.get("table", {})
     return {
         "label": run.label,
         "place": place,
@@ -286,8 +279,8 @@ def run_context(run: RunFolder, place: int) -> dict[str, Any]:
         "steps": run.steps,
         "about": sections.describe_run(run),
         "numbers": sections.run_numbers(run),
-        "tables": {title: rows for title, rows in run.start.get("table", {}).items() if title not in MEMORY},
-        "memory": [run.start.get("table", {}).get(title, []) for title in MEMORY],
+        "tables": {title: rows for title, rows in table.items() if title not in MEMORY},
+        "memory": [table.get(title, []) for title in MEMORY],
         "settings": sections.all_settings(run),
         "changed": sections.changed_settings(run),
         "starts": sections.list_starts(run),

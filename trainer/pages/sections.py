@@ -260,7 +260,7 @@ def finding_context(one: dict[str, Any]) -> dict[str, Any]:
     """A cost."""
     share, without = one.get("share"), one.get("without")
     return {
-        **{name: make_printable(one[name]) for name in ("kind", "layer", "title", "advice")},
+        **{name: make_printable(one[name]) for name in "kind layer title advice".split()},
         "share": share and min(1.0, max(0.0, share)),
         "without": without and format_duration(without),
         "evidence": [make_printable(text) for text in one["evidence"][:LINES]],
@@ -439,7 +439,7 @@ def roofline_data(one: TimeBreakdown, diagnosis: dict[str, Any]) -> dict[str, An
         if (rate := _rate(kernel.flops, kernel.seconds)) and (intensity := _intensity(kernel))
     ]
     given = diagnosis.get("roofline", {}).get("ceilings") or {}
-    roofs = {name: given.get(name) for name in ("peak", "bandwidth", "products", "memory")}
+    roofs = {name: given.get(name) for name in "peak bandwidth products memory".split()}
     known = all(type(value) in (int, float) and 0 < value < math.inf for value in roofs.values())
     return {"kernels": points, **(roofs if known else dict.fromkeys(roofs))} if points else None
 

@@ -16,17 +16,15 @@ from trainer.util.tables import format_bytes, format_count, format_duration, for
 LINE: Shape = {
     **dict.fromkeys(("trial", "status"), str),
     "reason": (str, type(None)),
-    **dict.fromkeys(("step_seconds_p50", "predicted_seconds", "expected_seconds"), NUMBER),
-    **dict.fromkeys(("tokens_per_second", "mfu", "memory_gib", "predicted_memory_gib"), NUMBER),
+    **dict.fromkeys("step_seconds_p50 predicted_seconds expected_seconds tokens_per_second".split(), NUMBER),
+    **dict.fromkeys("mfu memory_gib predicted_memory_gib".split(), NUMBER),
 }
 """Of a line of results.jsonl or trials.jsonl, as far as the page shows it."""
 SEARCH_SHAPE: Shape = {
     **dict.fromkeys(("name", "machine"), str),
     **dict.fromkeys(("ended", "best", "command"), (str, type(None))),
     **dict.fromkeys(("plans", "budget"), int),
-    "foretold": [
-        {"plan": str, **dict.fromkeys(("predicted", "expected", "low", "high", "memory_gib", "tokens"), (int, float))}
-    ],
+    "foretold": [{"plan": str, **dict.fromkeys("predicted expected low high memory_gib tokens".split(), (int, float))}],
 }
 """Of search.json. machine: on what it measures; ended: why it is over, null while it goes on; best: the fastest
 measured plan, and the command that starts it. foretold: of every plan, seconds of a step as predicted, and as expected
@@ -102,9 +100,8 @@ class SweepFolder(WatchedFiles):
     def shown(self) -> dict[str, Any]:
         """Trials and, of a search, how it stands, for the template."""
         known = {key for line in self.lines for key, value in line.items() if value is not None}
-        columns = [
-            column for column in COLUMNS if self.search and column[1] in known
-        ]  # a sweep's are those of its runs
+        # The numbers of a sweep's trials are those of its runs.
+        columns = [column for column in COLUMNS if self.search and column[1] in known]
         return {
             "name": self.folder.resolve().name,
             "folder": str(self.folder),
