@@ -100,7 +100,7 @@ def _number(
 
 def _share(name: str, kind: str, run: RunFolder, logged: float | None) -> RunNumber:
     """A cost of the step: as the account and the diagnosis tell it, else as metrics do, where they tell any."""
-    told = [one["share"] for one in (run.diagnosis or {"findings": []})["findings"] if one["kind"] == kind]
+    told = [one.get("share") for one in (run.diagnosis or {"findings": []})["findings"] if one["kind"] == kind]
     found = run.profile.share(kind) if run.profile else [*told, logged][0]
     meaning = time_breakdown.TERMS.get(kind) or METRICS[kind]
     return _number(name, None if logged is None else found, format_percent, "of the step", meaning, True)
