@@ -33,3 +33,4 @@ html_theme = "furo"
 html_title = "trainer"
 html_extra_path = ["site"]
 html_copy_source = False
+html_show_copyright = False

@@ -22,6 +22,7 @@ from trainer.commands import report
 from trainer.config import ConfigError
 from trainer.config.fields import CONFIGS
 from trainer.observe import metrics
+from trainer.observe.diagnose_run import diagnose_run
 from trainer.pages.folder import MetricCurves, MetricPoints, thin_curve
 from trainer.pages.page import (
     FILES,
@@ -34,8 +35,9 @@ from trainer.pages.page import (
     render_page,
 )
 from trainer.pages.sections import run_numbers
+from trainer.pages.sweeps import LINE
 from trainer.util import reading
-from trainer.util.tables import format_percent
+from trainer.util.tables import format_duration, format_percent
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>'\"{{ 7919 * 7907 }}"
 
@@ -130,7 +132,7 @@ def test_what_bounds_the_run_stands_first_and_details_last(rich):
     assert DIAGNOSIS["verdict"]["text"] in page.text
     for finding in DIAGNOSIS["findings"]:
         assert finding["title"] in page.text and finding["overrides"][0]["text"] in page.text
-    assert "440 ms a step without it, 12.0% less" in page.text
+    assert "12.0% exposed communication of axis data 440 ms a step without it try" in page.text, "one share"
     assert "lr.peak 0.001 → 0.002" in page.text and "2 logged steps were trained again" in page.text
     assert "step 41: no update, the gradient of model.head.weight" in page.text and "step  1/60" not in page.source
 
@@ -266,7 +268,8 @@ def test_runs_are_compared(tmp_path):
         for place in (0, 1):
             assert ("details", {"class": "one", "id": f"{name}-run-{place}"}) in page.tags
     memory = page.source[page.source.index('id="memory"') : page.source.index('id="plan"')]
-    assert memory.count("<table>") == 1 and memory.count("11.0 MiB") == 2, "a column for each"
+    assert memory.count("<table>") == 2 and memory.count("11.0 MiB") == 2, "states and peak, a column for each"
+    assert memory.count("115 MiB") == 2 and memory.count("<b>41.5 GiB</b> measured") == 2
     single = page_of(slow)
     assert not [given for tag, given in single.tags if given.get("class") == "one"]
     best = re.findall(r'<td class="number good">([^<]*)</td>', page.source)
@@ -430,21 +433,47 @@ def test_only_what_was_added_is_read(tmp_path):
 
 
 def test_the_bubble_of_a_run_with_accounts_is_that_of_its_accounts(rich):
-    """The metric leaves out what is not computation. Without accounts it is all there is."""
+    """The metric leaves out what is not computation. Without accounts a diagnosis tells it, else the metric."""
     shown = open_folders([rich])
     (run,) = shown.runs
     share, logged = run.profile.share("bubble"), run.curves.recent("bubble")
     assert abs(share - logged) > 0.001
     assert f"bubble {format_percent(share)} of the step" in page_of(rich).text
+    waiting = format_percent(run.profile.share("data"))
+    assert f"waiting for data {waiting} of the step" in page_of(rich).text
     with patch.object(type(run), "profile", None):
         numbers = {one.name: (one.text, one.note) for one in run_numbers(run)}
-    assert numbers["bubble"] == (format_percent(logged), "of the computation")
+    assert numbers["bubble"] == ("10.0%", "of the step"), "as the finding says"
+    with patch.object(type(run), "profile", None), patch.object(type(run), "diagnosis", None):
+        numbers = {one.name: (one.text, one.note) for one in run_numbers(run)}
+    assert numbers["bubble"] == (format_percent(logged), "of the step")
+
+
+def test_a_step_has_one_time(rich):
+    """The tile has that of a diagnosis: the median without the first step, and without those beside a profiled one."""
+    page, found = page_of(rich), diagnose_run(rich)
+    assert f"step time {format_duration(found.seconds)} median" in page.text and "A step takes" not in page.text
+
+
+def test_numbers_of_a_sweep_s_trials_stand_once(tmp_path):
+    folder = tmp_path / "sweep"
+    for name in ("lr-1", "lr-2"):
+        write_run(folder / name, 4)
+    line = {"trial": "lr-1", "status": "done", "step_seconds_p50": 0.123, "loss": 1.2345, "tokens_per_second": 77.0}
+    lines = [line, {"trial": "lr-3", "status": "refused", "reason": "parallel.tp=3 divides nothing"}]
+    (folder / "results.jsonl").write_text("".join(json.dumps(dict.fromkeys(LINE) | one) + "\n" for one in lines))
+    page = page_of(folder)
+    assert page.sections[:2] == ["trials", "compared"] and "parallel.tp=3 divides nothing" in page.text
+    assert "123 ms" not in page.text and page.text.count("tokens/s") == 1
 
 
 def test_twenty_runs_differ_by_colour_and_dash(tmp_path):
     page = page_of(*(write_run(tmp_path / f"run{place}", 3) for place in range(20)))
     buttons = re.findall(r'data-run="\d+"[^>]*><span class="swatch ([^"]+)"', page.source)
     assert len(buttons) == len(set(buttons)) == 20
+    assert {len(panel["names"]) for panel in page.data["panels"]} == {1}, "where dashes tell runs apart"
+    titles = [panel["title"] for panel in page.data["panels"]]
+    assert len(titles) == len(set(titles)) and {"step_seconds", "step_seconds_p50"} <= set(titles)
     styles = (FILES / "templates/style.css").read_text()
     for dash in {int(name.split("dash")[1]) for name in buttons} - {0}:
         assert f".swatch.dash{dash} {{" in styles

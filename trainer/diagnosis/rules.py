@@ -77,7 +77,7 @@ class RunCost:
 
 
 def find_costs(profile: StepProfile, evidence: RunEvidence) -> list[RunCost]:
-    """Everything that the rules find in a profile: first what bounds the run, then what costs most."""
+    """Everything that the rules find in a profile: first what bounds the run, then what takes most of the step."""
     return order_costs([cost for rule in RULES if (cost := rule(profile, evidence)) is not None])
 
 
@@ -92,7 +92,7 @@ def order_costs(found: list[RunCost]) -> list[RunCost]:
     computing = [cost for cost in found if cost.kind in LAST[1:]]
     first = min(bounding, key=rank) if bounding else max(computing, key=lambda cost: cost.share, default=None)
     rest = [cost for cost in found if cost is not first and (cost.bounds or cost.share >= THRESHOLDS.spoken_of)]
-    return [*([first] if first else []), *sorted(rest, key=lambda cost: cost.without)]
+    return [*([first] if first else []), *sorted(rest, key=lambda cost: -cost.share)]
 
 
 LAST = ("memory capacity", "memory bandwidth", "compute")
@@ -363,7 +363,7 @@ RULES: tuple[Rule, ...] = (
 
 def _kernels(account: TimeBreakdown) -> float:
     """Seconds in which a rank computes, whatever it is."""
-    return sum(account.spent(term) for term in ("products", "attention", "memory_bound", "recompute", "optimizer"))
+    return sum(account.spent(term) for term in "products attention memory_bound recompute optimizer".split())
 
 
 def memory_remark(evidence: RunEvidence) -> tuple[list[str], bool]:

@@ -128,18 +128,24 @@ UNKNOWN, HANG = "unknown", "hang"
 SILENT = 60.0
 """Seconds, and ten intervals of logging, after which it is said that a run writes nothing."""
 
+FEWEST = 4
+"""Steps that are left from which on a profile in the same run is spoken of: the first of a start is not profiled."""
+
 PROFILE_COSTS = 0.3
 """Seconds that a profile takes with all that belongs to it: docs/outputs.md. It may be 1% of the time."""
 
 
 def say_more(evidence: RunEvidence, seconds: float | None) -> str:
-    """What makes a run say where the time of a step goes: as often as costs it 1% at most, and twice in the run at
-    least. seconds: of a step; without it, of one that takes a quarter of a second."""
+    """What makes a run say where the time of a step goes: as often as costs it 1% at most, and twice in the steps that
+    are left at least, or in a new run where none can be. seconds: of a step; without it, of one that takes a quarter of
+    a second."""
     least = 100 * PROFILE_COSTS / (seconds or 0.25)
     sizes = (digit * 10**power for power in range(1, 7) for digit in (1, 2, 5))
     every = next((size for size in sizes if size >= least), 10**7)
     if evidence.config is not None:
-        every = max(1, min(every, evidence.config.run.steps // 2))
+        steps = evidence.config.run.steps
+        left = steps - evidence.status.get("step", 0)
+        every = max(1, min(every, (left if left >= FEWEST else steps) // 2))
     return f"logging.profile={every}"
 
 
@@ -182,7 +188,7 @@ def diagnose_evidence(evidence: RunEvidence) -> Diagnosis:
         found = rules.costs_of_metrics(evidence, seconds) if seconds else []
         notes.append(
             "no step was profiled, and metrics alone say little: "
-            f"with {say_more(evidence, seconds)} a run accounts for its steps"
+            f"a run with {say_more(evidence, seconds)} accounts for its steps"
         )
     notes += _silence(evidence, seconds or 0.0)
     if evidence.lacked:
@@ -234,7 +240,7 @@ def _verdict(evidence: RunEvidence, findings: tuple[Finding, ...], profiled: boo
         return findings[0].cost.kind, f"memory capacity ended the run (hardware) after step {step}: {evidence.lacked}"
     first = findings[0].cost if findings and (profiled or findings[0].cost.bounds) else None
     if first is None:
-        return UNKNOWN, f"metrics alone do not show what bounds the run; go on with {say_more(evidence, evidence.pace)}"
+        return UNKNOWN, "metrics alone do not show what bounds the run"
     return (
         first.kind,
         f"{first.kind} bounds the run ({first.layer}): {first.title}, {format_percent(first.share)} of the step",
@@ -282,10 +288,7 @@ def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
             },
             "findings": [
                 {
-                    **{
-                        name: getattr(finding.cost, name)
-                        for name in ("kind", "detail", "layer", "title", "share", "bounds")
-                    },
+                    **{name: getattr(finding.cost, name) for name in "kind detail layer title share bounds".split()},
                     "evidence": list(finding.cost.evidence),
                     "without": finding.seconds,
                     "overrides": [dataclasses.asdict(override) for override in finding.overrides],

@@ -34,7 +34,7 @@ METRICS: dict[str, str] = {
     "tokens_per_second": "tokens per second over all ranks, since the last logged step",
     "mfu": "model FLOP utilisation, 0 to 1: FLOPs with causal attention against the devices' dense peak",
     "mfu_full": "the same counting attention over the full square, as torchtitan does",
-    "memory_gib": "peak device memory of one rank, the largest over ranks, in GiB",
+    "memory_gib": "peak memory of one rank, the largest over ranks, in GiB: allocated on a GPU, resident on a CPU",
     "step_seconds": "mean time of a step since the last logged one, in seconds",
     "step_seconds_p50": "median time of recent steps without the first after start or resume, in seconds",
     "step_seconds_p95": "95th percentile of the same, in seconds",
@@ -44,7 +44,8 @@ METRICS: dict[str, str] = {
     "last logged one, in seconds",
     "checkpoint_seconds": "the same for saves; what is written in the background does not count",
     "eta_seconds": "time left for the remaining steps at the mean pace of recent ones, in seconds",
-    "bubble": "share of the step in which pipeline ranks wait for each other, 0 to 1",
+    "bubble": "share of the schedule's time in which pipeline ranks run no action, 0 to 1: they wait for each other or "
+    "for transfers",
     "profiled_step": "the newest step of which there are accounts (logging.profile); the next are means over the ranks "
     "that were profiled",
     "exposed/NAME": "share of that step in communication along an axis that nothing hides, waiting for peers included",

@@ -265,10 +265,10 @@ def json_lines(path: Path, shape: Shape, most: int) -> list[dict[str, Any]]:
 NUMBER = (int, float, type(None))
 DIAGNOSIS_SHAPE: Shape = {
     "verdict": {"kind": str, "text": str},
-    "step": {"seconds": NUMBER, "predicted": NUMBER},
+    "step": {"predicted": NUMBER},
     "findings": [
         {
-            **dict.fromkeys(("kind", "layer", "title", "advice"), str),
+            **dict.fromkeys("kind layer title advice".split(), str),
             **dict.fromkeys(("share", "without"), NUMBER),
             "evidence": [str],
             "overrides": [{"text": str, "seconds": NUMBER, "note": str}],
@@ -358,7 +358,12 @@ class RunFolder(WatchedFiles):
     def profile(self) -> StepProfile | None:
         """The typical step of the newest profiled ones, at the pace of the others; None without any."""
         profile = self._found[time_breakdown.ACCOUNTS].value
-        return profile and scale_profile(profile, ordinary_seconds(self.curves.by_step("step_seconds"), profile))
+        return profile and scale_profile(profile, self.step_seconds)
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Seconds of an ordinary step, without pauses; None where none is logged."""
+        return ordinary_seconds(self.curves.by_step("step_seconds"), self._found[time_breakdown.ACCOUNTS].value)
 
     @property
     def diagnosis(self) -> dict[str, Any] | None:

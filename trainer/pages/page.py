@@ -59,16 +59,14 @@ PANELS = (
     _make_panel("model FLOP utilisation", "share of the peak", "mfu mfu_full"),
     _make_panel("waiting for data", "seconds a step", "data_seconds"),
     _make_panel("evaluating and saving", "seconds a step", "evaluation_seconds checkpoint_seconds"),
-    _make_panel("bubble", "share of the step", "bubble bubble_imbalance"),
-    _make_panel("exposed communication", "share of a profiled step", "exposed/NAME"),
-    _make_panel("late host", "share of a profiled step", "host"),
+    _make_panel("time between actions", "share of the schedule", "bubble"),
+    _make_panel("exposed communication, late host", "share of a profiled step", "exposed/NAME host bubble_imbalance"),
     _make_panel("launch delay", "seconds", "launch_delay"),
     _make_panel("slowest rank", "multiple of the median", "straggler"),
     _make_panel("memory", "GiB, fullest rank", "memory_gib"),
     _make_panel("gradient traffic", "bytes a rank and step", "comm/bytes_inner comm/bytes_outer"),
     _make_panel("loss scale", "", "loss_scale", zero=False),
-    _make_panel("steps without an update", "so far", "skipped"),
-    _make_panel("steps run again", "so far", "repeated"),
+    _make_panel("steps without an update, and steps run again", "so far", "skipped repeated"),
     _make_panel("damaged rows", "left out so far", "damaged"),
     _make_panel("utilisation", "share", "hardware/sm hardware/tensor hardware/dram"),
     _make_panel("links", "GB/s a GPU", "hardware/nvlink_gb_s hardware/pcie_gb_s"),
@@ -88,15 +86,14 @@ PANELS = (
 """Other metrics, such as registered ones, have a panel each, behind these."""
 
 OF_ONE_VALUE = (
-    *("loss_scale", "skipped", "repeated", "damaged", "hardware/alloc_retries"),
-    *("hardware/throttle", "hardware/throttle_of_rank", "hardware/throttle_ranks"),
-)
+    "learned loss_scale skipped repeated damaged hardware/alloc_retries "
+    "hardware/throttle hardware/throttle_of_rank hardware/throttle_ranks"
+).split()
 """Metrics that say nothing as long as they stay what they were."""
 
-NOT_DRAWN = {
-    *("step", "time", "tokens", "epoch", "eta_seconds"),
-    *("straggler_rank", "profiled_step", "hardware/clock_rank", "hardware/throttle_rank"),
-}
+NOT_DRAWN = set(
+    "step time tokens epoch eta_seconds straggler_rank profiled_step hardware/clock_rank hardware/throttle_rank".split()
+)
 
 
 def drawn_as(names: Iterable[str], panel: CurvePanel) -> list[str]:
@@ -195,6 +192,8 @@ SCRIPTS = (LIBRARY, ("templates/charts.js", "templates/page.js"))
 """The files of each script element of the page: those of others, and our own."""
 POINTS, FEWEST = 1500, 300
 """The most points of a curve in a page of one run, and in one of many."""
+COLOURS = 7
+"""Of curves, as in the style sheet."""
 
 
 class PageSection(NamedTuple):
@@ -242,6 +241,8 @@ def drawn_panels(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
         if len({value for run in runs for value in (run.curves.best(name, True), run.curves.best(name, False))}) <= 1
     }
     found = arrange_panels(name for name in names if name not in still)
+    if len(runs) > COLOURS:  # dashes tell runs apart, and can not tell metrics apart as well
+        found = [replace(panel, title=name, names=(name,)) for panel in found for name in panel.names]
     return [{"place": place, **dataclasses.asdict(panel)} for place, panel in enumerate(found)]
 
 
@@ -263,8 +264,13 @@ def data_of(shown: PageRuns) -> dict[str, Any]:
     }
 
 
+MEMORY = "memory", "peak"
+"""Titles of the tables of a start that predict memory: of the states, and of the fullest moment."""
+
+
 def run_context(run: RunFolder, place: int) -> dict[str, Any]:
     """What the templates say of a run. place: among those of the page."""
+    table = run.start.get("table", {})
     return {
         "label": run.label,
         "place": place,
@@ -273,8 +279,8 @@ def run_context(run: RunFolder, place: int) -> dict[str, Any]:
         "steps": run.steps,
         "about": sections.describe_run(run),
         "numbers": sections.run_numbers(run),
-        "tables": {title: rows for title, rows in run.start.get("table", {}).items() if title != "memory"},
-        "memory": run.start.get("table", {}).get("memory", []),
+        "tables": {title: rows for title, rows in table.items() if title not in MEMORY},
+        "memory": [table.get(title, []) for title in MEMORY],
         "settings": sections.all_settings(run),
         "changed": sections.changed_settings(run),
         "starts": sections.list_starts(run),
@@ -292,12 +298,7 @@ def run_context(run: RunFolder, place: int) -> dict[str, Any]:
 
 def plan_of(run: dict[str, Any]) -> list[tuple[str, str]]:
     """The rows of a run's tables but for its memory, each with its table's title."""
-    return [
-        (f"{title}: {label}", value)
-        for title, rows in run["tables"].items()
-        if title != "peak"
-        for label, value in rows
-    ]
+    return [(f"{title}: {label}", value) for title, rows in run["tables"].items() for label, value in rows]
 
 
 def content_of(shown: PageRuns, data: dict[str, Any]) -> str:
@@ -328,7 +329,7 @@ def content_of(shown: PageRuns, data: dict[str, Any]) -> str:
         PageSection("curves", "Curves", bool(groups)),
         PageSection("schedule", "Pipeline schedule", any(run["timelines"] for run in texts)),
         PageSection("kernels", "Kernels", bool(kernels)),
-        PageSection("memory", "Memory", any(run["memory"] for run in texts)),
+        PageSection("memory", "Memory", any(any(run["memory"]) for run in texts)),
         PageSection("plan", "Plan and settings", any(run["tables"] or run["settings"] for run in texts)),
         PageSection("starts", "Starts, faults, notices", any(run["starts"] or run["notices"] for run in texts)),
     ]
@@ -344,7 +345,7 @@ def content_of(shown: PageRuns, data: dict[str, Any]) -> str:
         kernels=kernels,
         differing=differing,
         lacking=lacking,
-        memory=sections.merge_tables([run["memory"] for run in texts]),
+        memory=[*map(sections.merge_tables, zip(*[run["memory"] for run in texts]))],
         plans=sections.merge_tables([plan_of(run) for run in texts], alike=False),
         groups=groups,
         compared=[column[0].name for column in zip(*columns) if any(one.value is not None for one in column)],

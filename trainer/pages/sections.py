@@ -43,13 +43,9 @@ def run_numbers(run: RunFolder) -> list[RunNumber]:
         recent("tokens_per_second"),
         best("memory_gib", False),
         recent("data_seconds"),
-        recent("step_seconds"),
+        run.step_seconds,
     )
     waiting = waited / took if waited is not None and took else None
-    # Where steps are accounted for, the page tells their bubble once: the metric leaves out what is not computation.
-    bubble, whole = recent("bubble"), "of the computation"
-    if run.profile and bubble is not None:
-        bubble, whole = run.profile.share("bubble"), "of the step"
     held = best("eval_loss", True)
     eta = last("eta_seconds") if run.status.get("status") == "running" else None
     processes = run.start.get("processes")
@@ -68,10 +64,10 @@ def run_numbers(run: RunFolder) -> list[RunNumber]:
         ),
         _number(
             "step time",
-            last("step_seconds_p50") or took,
+            took,
             format_duration,
-            f"95% within {format_duration(last('step_seconds_p95'))}",
-            METRICS["step_seconds_p50"],
+            f"median; 95% within {format_duration(last('step_seconds_p95'))}",
+            "the median of the logged steps without the first, and without those that a profiler slows down",
             True,
         ),
         _number(
@@ -83,8 +79,8 @@ def run_numbers(run: RunFolder) -> list[RunNumber]:
             False,
         ),
         _number("peak memory", peak and peak * GIB, format_bytes, "of the fullest rank", METRICS["memory_gib"], True),
-        _number("bubble", bubble, format_percent, whole, METRICS["bubble"], True),
-        _number("waiting for data", waiting, format_percent, "of the step", METRICS["data_seconds"], True),
+        _share("bubble", "bubble", run, recent("bubble")),
+        _share("waiting for data", "data", run, waiting),
         _number("tokens", last("tokens"), format_count, "", METRICS["tokens"]),
         _number(
             "time",
@@ -100,6 +96,14 @@ def _number(
     name: str, value: float | None, form: Callable[[float], str], note: str, meaning: str, least: bool | None = None
 ) -> RunNumber:
     return RunNumber(name, value, NONE if value is None else form(value), note, meaning, least)
+
+
+def _share(name: str, kind: str, run: RunFolder, logged: float | None) -> RunNumber:
+    """A cost of the step: as the account and the diagnosis tell it, else as metrics do, where they tell any."""
+    told = [one.get("share") for one in (run.diagnosis or {"findings": []})["findings"] if one["kind"] == kind]
+    found = run.profile.share(kind) if run.profile else [*told, logged][0]
+    meaning = time_breakdown.TERMS.get(kind) or METRICS[kind]
+    return _number(name, None if logged is None else found, format_percent, "of the step", meaning, True)
 
 
 def format_exact(value: float | None) -> str:
@@ -241,26 +245,24 @@ TOP, LINES = 3, 8
 
 def verdict_context(found: dict[str, Any]) -> dict[str, Any]:
     """A diagnosis for the template. found: of the shape above."""
-    seconds, predicted = found["step"].get("seconds"), found["step"].get("predicted")
+    predicted = found["step"].get("predicted")
     return {
         "text": make_printable(found["verdict"]["text"]),
-        "step": format_duration(seconds),
         "predicted": predicted and format_duration(predicted),
-        "findings": [finding_context(one, seconds) for one in found["findings"][:TOP]],
+        "findings": [finding_context(one) for one in found["findings"][:TOP]],
         "shapes": [(format_percent(one.get("waste")), make_printable(one["text"])) for one in found["shapes"][:LINES]],
         "stalled": [make_printable(text) for text in found["stalled"][:LINES]],
         "notes": [make_printable(text) for text in found["notes"][:LINES]],
     }
 
 
-def finding_context(one: dict[str, Any], seconds: float | None) -> dict[str, Any]:
-    """A cost. seconds: of the step that has it."""
+def finding_context(one: dict[str, Any]) -> dict[str, Any]:
+    """A cost."""
     share, without = one.get("share"), one.get("without")
     return {
-        **{name: make_printable(one[name]) for name in ("kind", "layer", "title", "advice")},
+        **{name: make_printable(one[name]) for name in "kind layer title advice".split()},
         "share": share and min(1.0, max(0.0, share)),
         "without": without and format_duration(without),
-        "faster": format_percent(1 - without / seconds) if without and seconds and without < seconds else None,
         "evidence": [make_printable(text) for text in one["evidence"][:LINES]],
         "overrides": [
             {"text": make_printable(other["text"]), "told": _describe_finding(other)}
@@ -437,7 +439,7 @@ def roofline_data(one: TimeBreakdown, diagnosis: dict[str, Any]) -> dict[str, An
         if (rate := _rate(kernel.flops, kernel.seconds)) and (intensity := _intensity(kernel))
     ]
     given = diagnosis.get("roofline", {}).get("ceilings") or {}
-    roofs = {name: given.get(name) for name in ("peak", "bandwidth", "products", "memory")}
+    roofs = {name: given.get(name) for name in "peak bandwidth products memory".split()}
     known = all(type(value) in (int, float) and 0 < value < math.inf for value in roofs.values())
     return {"kernels": points, **(roofs if known else dict.fromkeys(roofs))} if points else None
 

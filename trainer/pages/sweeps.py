@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.pages.folder import NUMBER, WatchedFiles, json_lines
-from trainer.pages.sections import GIB, NONE, format_exact
+from trainer.pages.sections import GIB, NONE
 from trainer.util.lines import BEST, RESULTS, SEARCH, TRIALS
 from trainer.util.reading import Shape, make_printable, read_bytes, read_json
 from trainer.util.tables import format_bytes, format_count, format_duration, format_number, format_percent
@@ -16,17 +16,15 @@ from trainer.util.tables import format_bytes, format_count, format_duration, for
 LINE: Shape = {
     **dict.fromkeys(("trial", "status"), str),
     "reason": (str, type(None)),
-    **dict.fromkeys(("step_seconds_p50", "predicted_seconds", "expected_seconds", "loss", "eval_loss"), NUMBER),
-    **dict.fromkeys(("tokens_per_second", "mfu", "memory_gib", "predicted_memory_gib"), NUMBER),
+    **dict.fromkeys("step_seconds_p50 predicted_seconds expected_seconds tokens_per_second".split(), NUMBER),
+    **dict.fromkeys("mfu memory_gib predicted_memory_gib".split(), NUMBER),
 }
 """Of a line of results.jsonl or trials.jsonl, as far as the page shows it."""
 SEARCH_SHAPE: Shape = {
     **dict.fromkeys(("name", "machine"), str),
     **dict.fromkeys(("ended", "best", "command"), (str, type(None))),
     **dict.fromkeys(("plans", "budget"), int),
-    "foretold": [
-        {"plan": str, **dict.fromkeys(("predicted", "expected", "low", "high", "memory_gib", "tokens"), (int, float))}
-    ],
+    "foretold": [{"plan": str, **dict.fromkeys("predicted expected low high memory_gib tokens".split(), (int, float))}],
 }
 """Of search.json. machine: on what it measures; ended: why it is over, null while it goes on; best: the fastest
 measured plan, and the command that starts it. foretold: of every plan, seconds of a step as predicted, and as expected
@@ -39,14 +37,12 @@ COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("step time", "step_seconds_p50", format_duration),
     ("expected", "expected_seconds", format_duration),
     ("predicted", "predicted_seconds", format_duration),
-    ("loss", "loss", format_exact),
-    ("evaluation loss", "eval_loss", format_exact),
     ("tokens/s", "tokens_per_second", format_count),
     ("MFU", "mfu", format_percent),
     ("memory", "memory_gib", lambda value: format_bytes(value * GIB)),
     ("predicted memory", "predicted_memory_gib", lambda value: format_bytes(value * GIB)),
 )
-"""Numbers of a trial: title, key, and how it is written."""
+"""Numbers of a trial of a search: title, key, and how it is written."""
 
 
 class SweepFolder(WatchedFiles):
@@ -103,9 +99,9 @@ class SweepFolder(WatchedFiles):
 
     def shown(self) -> dict[str, Any]:
         """Trials and, of a search, how it stands, for the template."""
-        columns = [column for column in COLUMNS if any(line.get(column[1]) is not None for line in self.lines)]
-        if self.search:
-            columns = [column for column in columns if "loss" not in column[1]]  # of trials that train nothing
+        known = {key for line in self.lines for key, value in line.items() if value is not None}
+        # The numbers of a sweep's trials are those of its runs.
+        columns = [column for column in COLUMNS if self.search and column[1] in known]
         return {
             "name": self.folder.resolve().name,
             "folder": str(self.folder),

@@ -167,7 +167,7 @@ function drawPanel(figure) {
   const all = lines.flatMap((one) => one.points), known = all.filter(({ x, y }) => y !== null && inside(x));
   const seen = known.map(({ y }) => y).sort((a, b) => a - b);
   const least = seen[0], most = seen.at(-1), usual = seen[Math.floor(0.98 * (seen.length - 1))];
-  const log = least > 0 && (choice.log.get(panel.title) ?? (panel.title === "gradient norm" && most > 30 * least));
+  const log = least > 0 && (choice.log.get(panel.title) ?? (panel.names[0] === "grad_norm" && most > 30 * least));
   // A first step that compiles would press all others onto the axis.
   const cut = panel.zero && !log && seen.length >= 20 && usual > 0 && most > 4 * usual ? 1.5 * usual : undefined;
   const above = cut ? seen.filter((value) => value > cut).length : 0;
@@ -203,7 +203,8 @@ function keyOf(one, panel, value) {
   const run = data.runs.length > 1 ? one.run : "";
   const name = panel.names.length > 1 ? one.name.replace(/^.*?\//, "") : "";
   const mark = element("i", { class: `dash${DASHES.indexOf(one.dash)} ${one.look}` });
-  const texts = [element("em", {}, `${run} ${name}`.trim()), " ", element("b", {}, number(point?.y, 5))];
+  const short = run.length > 36 ? `${run.slice(0, 17)}…${run.slice(-18)}` : run; // ends of names differ as often as beginnings
+  const texts = [element("em", {}, `${short} ${name}`.trim()), " ", element("b", {}, number(point?.y, 5))];
   return element("span", { title: `${one.run} ${one.name}` }, mark, ...texts);
 }
 
@@ -255,7 +256,7 @@ function drawTimeline(figure) {
     right: axis("", { ...rows, position: "right" }, every((rank) => `${number(100 * bubbles[rank], 3)}%`)),
   };
   figure.querySelector(".plot").style.height = `${ranks.length * row + 36}px`;
-  const summary = `${name} timeline of ${ranks.length} ranks: makespan ${seconds(makespan)}, bubble ${number(100 * bubble, 3)}%`;
+  const summary = `${name} timeline of ${ranks.length} ranks: makespan ${seconds(makespan)}, ${number(100 * bubble, 3)}% between actions`;
   showPoints(figure, key, summary, [...sets.values(), idle], scales, {
     indexAxis: "y", mode: "x", redraw: drawTimeline, compare: (one, other) => one.rank - other.rank || one.x[0] - other.x[0],
     say: ({ x: [start, end], rank, what }) => `rank ${rank}: ${what}: ${seconds(end - start)}, from ${seconds(start)} to ${seconds(end)}`,
