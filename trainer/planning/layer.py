@@ -403,6 +403,8 @@ def mixture_ops(layer: LayerSpec, width: int, tp: int, element_bytes: int, room:
             result,
             saved=saved,
             deferred=deferred,
+            # As of a dense block: the permutation behind it is linear, a norm behind the block needs its input.
+            read=matrix != "feed_forward.experts.down" or layer.norm.placement != "pre",
             rows=share,
             matrices=matrices,
             wide=not info.stacked,
