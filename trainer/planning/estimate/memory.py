@@ -40,8 +40,8 @@ from trainer.planning.states import (
     frozen_bytes,
     local_parameters,
     rank_states,
-    shares_frozen,
     shared_experts,
+    shares_frozen,
     sums_on_device,
     symmetric_buffer_bytes,
 )
