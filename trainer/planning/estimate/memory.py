@@ -294,7 +294,9 @@ class MemoryReplay:
     def __init__(self, model: ModelBytes, rank: int, program: Sequence[Action]):
         self.model, self.rank, self.program = model, rank, program
         layout, states = model.layout, model.states[rank]
-        self.states = states
+        self.shards = model.shard, model.expert_shard
+        # Whether gradients, and those of shared experts, are sent in messages: that of whole shards is what stays.
+        self.sends = [ranks > 1 or states.offloaded for ranks in self.shards]
         self.stages = layout.pipeline.stages(rank)
         self.units = {stage: model.held.units(layers) for stage, layers in self.stages.items()}
         # Of each unit, the experts that ranks share: units of their own.
@@ -436,8 +438,8 @@ class MemoryReplay:
             layer, size, experts = layers[place], units[1 + place], self.experts[stage][1 + place]
             if not steady or place == len(layers) - 1:
                 gradients = (outer + model.element * size) * whole
-                # FSDP keeps a layer's message while the next layer computes. That of whole shards is their gradients.
-                sent = (size - experts) * (model.shard > 1) + experts * (model.expert_shard > 1)
+                # FSDP keeps a layer's message while the next layer computes.
+                sent = (size - experts) * self.sends[0] + experts * self.sends[1]
                 self.look(f"layer {layer}", model.working[layer], gradients, buffer * sent, self.ahead)
                 self.look(f"layer {layer}", 0.0, gradients, buffer * size, self.ahead)
                 if mode in ("direct", "last"):
@@ -452,7 +454,7 @@ class MemoryReplay:
             self.hold("activations", -model.activation[0])
         if whole:
             message = buffer * units[0]
-            if model.shard == 1 and message > max(model.logits, *model.working):
+            if not self.sends[0] and message > max(model.logits, *model.working):
                 # One block, larger than any that was freed: new memory.
                 self.rest += message
             freed = self.gathering[stage][0] * (last or model.plan.stage == 3)  # before the reduction
@@ -511,11 +513,10 @@ class MemoryReplay:
         if mode == "last":
             self.hold("gradients", -MASTER_BYTES * size)
         if self.keeps_reduced and (new or mode == "last"):
-            for part, shard in ((size - experts, self.model.shard), (experts, self.model.expert_shard)):
+            for part, shard, sends in zip((size - experts, experts), self.shards, self.sends):
                 kept = MASTER_BYTES * part / shard
                 self.hold("gradients", kept)
-                # Gradients of whole shards are no message.
-                self.reduced += kept * (shard > 1 or self.states.offloaded)
+                self.reduced += kept * sends
             self.apart = max(self.apart, self.reduced)
 
     def done(self, stage: int) -> None:
