@@ -336,6 +336,7 @@ class MemoryReplay:
         self.most, self.best = -1.0, MemoryPeak(rank, "", {}, 0.0)
         self.reduced, self.apart, self.rest = 0.0, 0.0, 0.0  # in the pool of reductions; most in it, and in the other
         self.churn = 0.0  # most that activations take
+        self.block = 0.0  # of the outer unit's gradients, which is memory of its own
 
     def peak(self) -> MemoryPeak:
         for place, action in enumerate(self.program):
@@ -454,9 +455,10 @@ class MemoryReplay:
             self.hold("activations", -model.activation[0])
         if whole:
             message = buffer * units[0]
-            if not self.sends[0] and message > max(model.logits, *model.working):
-                # One block, larger than any that was freed: new memory.
-                self.rest += message
+            if not self.sends[0] and message > max(self.block, model.logits, *model.working):
+                # One block, larger than any that was freed: new memory, which later micro-batches use again.
+                self.rest += message - self.block
+                self.block = message
             freed = self.gathering[stage][0] * (last or model.plan.stage == 3)  # before the reduction
             self.look("embedding, norm and head", 0.0, model.element * units[0], message, -freed)
             self.gradients(stage, mode, units[0], 0)
