@@ -525,6 +525,16 @@ def test_transfers_are_those_that_ranks_run(schedule):
     assert timing.costs.transfer == pytest.approx(RingTimes.of(h200(), layout.plan, "pp").transfer(size))
 
 
+def test_memory_of_whole_shards_does_not_grow_with_micro_batches():
+    """Each ends with the one message of embedding and head."""
+    changes = LLAMA | ZERO3 | {"parallel__tp": 2, "batch__sequence_length": 4096}
+    few, many = (
+        estimated(settings(shipped("llama3_8b"), **changes | {"batch__accumulation": n}), 2, h200()).fullest.reserved
+        for n in (4, 64)
+    )
+    assert many == pytest.approx(few)
+
+
 def test_offloaded_states_are_not_on_the_device():
     config = settings(
         shipped("llama3_8b"), **LLAMA | ZERO3 | {"parallel__zero__offload": True, "batch__global_size": 8}
