@@ -233,12 +233,13 @@ def expert_loads(state: TrainState, statistics: torch.Tensor) -> dict[str, float
 
 
 def predict(config: Config, layout: Layout, hardware: str) -> dict[str, Any]:
-    """What `trainer estimate` says of this step on a kind of machine. hardware: a name of configs/hardware."""
+    """What `trainer estimate` says of this step on a kind of machine. hardware: a name of configs/hardware; gib: what
+    torch's allocator reserves, without the memory that it does not see (`hardware.fixed`)."""
     try:
         found = estimate_step(config, layout, load_hardware(hardware))
     except Exception as error:  # whatever it is, the measurement is not lost
         return {"error": f"{type(error).__name__}: {error}"}
-    return {"seconds": round(found.seconds, 4), "gib": round(found.memory / 2**30, 2)}
+    return {"seconds": round(found.seconds, 4), "gib": round(found.fullest.reserved / 2**30, 2)}
 
 
 def rebuilt(state: TrainState, pipeline: PipelinePlan) -> TrainState:

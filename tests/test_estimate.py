@@ -56,6 +56,19 @@ def test_the_best_plan_as_a_recipe(tmp_path, capsys):
     assert main(["+config=[llama_60m,best]", f"--config-dir={tmp_path}", "processes=4"]) == 0
 
 
+def test_all_plans_keep_what_the_command_line_gives(tmp_path, capsys):
+    """Settings by name, and those of a group; of the recipe's plan nothing is kept."""
+    numbers, found = tmp_path / "numbers.json", {}
+    for words in ("parallel.tp=2 activation=full", "parallel=zero3", ""):
+        base = ["+config=llama_60m", "processes=4", "plans=all", "top=3", f"json={numbers}"]
+        assert main([*base, *words.split()]) == 0
+        plans = json.loads(numbers.read_text())
+        found[words] = [(one["plan"]["tp"], one["plan"]["stage"], one["recompute"]) for one in plans]
+    named, group, free = found.values()
+    assert {(tp, recompute) for tp, _, recompute in named} == {(2, "full")}
+    assert {(tp, stage) for tp, stage, _ in group} == {(1, 3)} and named != free != group
+
+
 def test_plans_by_name(capsys):
     plans = "plans=[zero3, tp2, 'parallel.pp=2 activation=full']"
     assert main([*RECIPE, plans, "tokens=1e12", "hardware.band=0.2"]) == 0
@@ -123,6 +136,8 @@ def test_shapes_that_do_not_fill_the_device(capsys):
         ("nodes=2 parallel.tp=16", "parallel.tp=16 spans nodes of 8 processes"),
         ("plans=[zero9]", "plans=zero9: parallel=zero9: there is no such option"),
         ("plans=all hardware.memory=1", "every plan needs more memory than a device has"),
+        ("plans=all parallel.tp=3", "parallel.tp=3 is in none; legal: 1, 2, 4, 8"),
+        ("plans=all parallel=pp2_auto", "parallel.pipeline.schedule=auto cannot be kept in a search of plans"),
         ("out=/no/such/folder/best.yaml", "out=/no/such/folder/best.yaml: there is no folder"),
         ("hardware=l40s hardware.device=Abacus", "hardware.device=Abacus has no known peak in bf16"),
         ("token=1e9", "token is no option of trainer estimate; did you mean 'tokens'?"),

@@ -45,7 +45,7 @@ class EstimateOptions(RecipeOptions):
 def run(options: EstimateOptions) -> None:
     from trainer.data.lengths import with_lengths
     from trainer.planning.estimate import report
-    from trainer.planning.estimate.plans import rank_plans
+    from trainer.planning.estimate.plans import given_settings, rank_plans
     from trainer.planning.estimate.step import estimate_step
     from trainer.planning.hardware import load_hardware
     from trainer.planning.neighbours import compose_variant, global_size, plan_list
@@ -61,7 +61,8 @@ def run(options: EstimateOptions) -> None:
     base = with_lengths(base)
     if options.plans == "all":
         size = global_size(base.batch, world)
-        ranking = rank_plans(base, hardware, world, size, options.top or 10, sure=True)
+        kept = given_settings(overrides)
+        ranking = rank_plans(base, hardware, world, size, options.top or 10, kept, sure=True)
         found, title = list(ranking.best), report.ranking_title(ranking, world)
     else:
         texts = plan_list(options.plans) if options.plans else []

@@ -265,32 +265,36 @@ def layer_program(
 
 def code_program(layer: CodeLayerSpec, width: int, tp: int, element_bytes: int, keys: float) -> Program:
     """The program of a layer of transformers' own code, by the table of its parameters. What stands between its GEMMs
-    is not known: each GEMM is taken to keep its input, as autograd does, and its result once more."""
+    is not known: each GEMM is taken to keep its input, as autograd does, and its result once more. In a block that
+    ranks share, GEMMs of the gathered tokens keep one input."""
     blocks, whole = layer.code["blocks"], float(element_bytes * width)
     stream, sends = whole / tp, whole * (tp > 1)
     ops, seen, table = [Op("input", "residual", result=stream, saved=stream)], set[str](), layer_table(layer, width)
-    matrices = [name.removesuffix(".weight") for name, info in table.items() if info.role == "matrix"]
+    matrices = {name.removesuffix(".weight"): info for name, info in table.items() if info.role == "matrix"}
+    normed = any(name.startswith(("post_feedforward", "post_mlp")) for name in table)
+    last = [name for name, info in matrices.items() if info.cut == 1 and not normed][-1:]
     for name, info in table.items():
         block, matrix = name.split(".")[0], name.removesuffix(".weight")
         kind = blocks.get(block)
         rows = 1.0 if kind else info.active * info.shape[0] / tp if info.stacked else 1 / tp
         if kind and block not in seen:
-            first = tuple(one for one in matrices if one.split(".")[0] == block)[:1]
+            own = tuple(one for one in matrices if one.split(".")[0] == block)
+            first = tuple(one for one in own if matrices[one].cut == 0 and matrices[one].shape[-1] == width) or own[:1]
             ops.append(Op(f"{block}.all_gather", "all_gather", deferred=stream, gemms=first, sends=sends))
             if block == layer.code["attention"]:
                 flops = attention_flops(layer.attention, keys, tp if kind == "cut" else 1)
                 ops.append(Op("attention", "attention", flops=flops, result=stream, saved=stream))
             if kind == "cut":
-                ops.append(Op(f"{block}.reduce_scatter", "reduce_scatter", eager=whole, gemms=first, sends=sends))
+                ops.append(Op(f"{block}.reduce_scatter", "reduce_scatter", eager=sends, gemms=own[-1:], sends=sends))
         seen.add(block)
         if info.role == "matrix":
             outputs, inputs = shape = info.multiplied(tp)[-2:]
             size, count = element_bytes * rows, info.shape[0] if info.stacked else 1
             flops = 2.0 * rows * outputs * inputs
-            saved = size * (outputs + inputs)
-            ops.append(
-                Op(matrix, "gemm", shape, flops, size * outputs, saved=saved, deferred=saved, rows=rows, matrices=count)
-            )
+            saved = size * (outputs + inputs * (kind != "cut" or matrix not in first[1:]))
+            gemm = Op(matrix, "gemm", shape, flops, size * outputs, saved=saved, deferred=saved, rows=rows)
+            # What is added to the residual stream last is read by no backward pass, unless a norm is behind it.
+            ops.append(replace(gemm, read=matrix not in last, matrices=count))
         elif info.role == "norm":
             ops.append(Op(matrix, "norm", saved=2 * stream))
     return Program((*ops, Op("middle", "residual", result=stream, saved=stream)))
@@ -403,6 +407,8 @@ def mixture_ops(layer: LayerSpec, width: int, tp: int, element_bytes: int, room:
             result,
             saved=saved,
             deferred=deferred,
+            # As of a dense block: the permutation behind it is linear, a norm behind the block needs its input.
+            read=matrix != "feed_forward.experts.down" or layer.norm.placement != "pre",
             rows=share,
             matrices=matrices,
             wide=not info.stacked,

@@ -13,7 +13,7 @@ from pathlib import Path
 from trainer.config import Config, ConfigError, typed
 from trainer.config.hardware import HardwareConfig
 from trainer.data.lengths import with_lengths
-from trainer.planning.estimate.plans import DEGREES, PIPELINE
+from trainer.planning.estimate.plans import given_settings
 from trainer.planning.hardware import hardware_names, load_hardware
 from trainer.planning.neighbours import compose_variant, override_key
 from trainer.sweep import print_line
@@ -59,8 +59,8 @@ def search_plans(
     sweep.name = sweep.name or f"{base.run.name}-tune"
     sweep.dir = sweep.dir or f"runs/{sweep.name}"
     restrict_sweep(sweep)
-    named = {override_key(word) for some in (common, *swept) for word in some}
-    if "compile" not in named and machine.device != "CPU":
+    given = [word for some in (common, *swept) for word in some]
+    if "compile" not in map(override_key, given) and machine.device != "CPU":
         swept = [[*values, f"compile={one}"] for values, one in itertools.product(swept, ("true", "false"))]
     base = with_known_model(compose_variant(common, config_dir, sweep.processes))
     tried = [
@@ -69,7 +69,7 @@ def search_plans(
     ]
     check_allowed(base, tried, allow)
     measured = [with_lengths(one) for one in tried]
-    found = list_plans(with_lengths(base), measured, machine, sweep.processes, pool, named & {*DEGREES, *PIPELINE})
+    found = list_plans(with_lengths(base), measured, machine, sweep.processes, pool, given_settings(given))
     settings = {
         "settings": typed.to_plain(base),
         "tried": "; ".join(map(" ".join, swept)),

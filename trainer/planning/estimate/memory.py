@@ -40,6 +40,7 @@ from trainer.planning.states import (
     frozen_bytes,
     local_parameters,
     rank_states,
+    shared_experts,
     shares_frozen,
     sums_on_device,
     symmetric_buffer_bytes,
@@ -234,6 +235,7 @@ class ModelBytes:
             self.logits = MASTER_BYTES * rows * columns
         self.head_gradient = self.element * rows * columns * trains_head(spec)
         self.held: LocalParameters = local_parameters(spec, plan.tp, plan.ep)
+        self.experts: LocalParameters = shared_experts(spec, plan.ep)
         self.frozen: LocalParameters = frozen_bytes(spec, plan.tp, plan.ep, self.element)
         sums = batch.accumulation > 1 and sums_on_device(plan, config.precision.reduce == "fp32")
         placement = layout.pipeline.schedule.placement
@@ -241,6 +243,7 @@ class ModelBytes:
             spec, plan, self.element, layout.pipeline.split, placement, once, sums, UpdateSettings.of(config)
         )
         self.shard = plan.shard if plan.stage else 1
+        self.expert_shard = plan.expert_mesh["expert_shard"]
         self.every = plan.stage >= 2 and not once  # whether each micro-batch's gradients are reduced
         self.copied = config.parallel.zero.collectives == "copy_engine"
         self.boxes = symmetric_buffer_bytes(config.parallel.tp_overlap, self.stream * plan.tp)
@@ -287,8 +290,13 @@ class MemoryReplay:
     def __init__(self, model: ModelBytes, rank: int, program: Sequence[Action]):
         self.model, self.rank, self.program = model, rank, program
         layout, states = model.layout, model.states[rank]
+        self.shards = model.shard, model.expert_shard
+        # Whether gradients, and those of shared experts, are sent in messages: that of whole shards is what stays.
+        self.sends = [ranks > 1 or states.offloaded for ranks in self.shards]
         self.stages = layout.pipeline.stages(rank)
         self.units = {stage: model.held.units(layers) for stage, layers in self.stages.items()}
+        # Of each unit, the experts that ranks share: units of their own.
+        self.experts = {stage: model.experts.units(layers) for stage, layers in self.stages.items()}
         # Bytes that are gathered of each unit: frozen parameters too, where ranks share them.
         self.gathering = {stage: [model.element * size for size in units] for stage, units in self.units.items()}
         if shares_frozen(model.plan):
@@ -318,13 +326,13 @@ class MemoryReplay:
         if model.plan.stage == 3:  # the layer that is gathered while one computes
             self.ahead = max(max(units[1:]) for units in self.gathering.values()) + model.narrow
         self.keeps_reduced = not states.offloaded or states.sums > 0
-        self.apart_from_others = model.shard > 1 or states.offloaded  # gradients of whole shards are no message
         self.backwards = dict.fromkeys(self.stages, layout.batch.accumulation)  # to come
         self.accumulated: set[int] = set()  # stages that have gradients
         self.sent = dict.fromkeys(self.stages, 0.0)  # of a stage's last reduction
         self.most, self.best = -1.0, MemoryPeak(rank, "", {}, 0.0)
         self.reduced, self.apart, self.rest = 0.0, 0.0, 0.0  # in the pool of reductions; most in it, and in the other
         self.churn = 0.0  # most that activations take
+        self.block = 0.0  # of the outer unit's gradients, which is memory of its own
 
     def peak(self) -> MemoryPeak:
         for place, action in enumerate(self.program):
@@ -424,25 +432,33 @@ class MemoryReplay:
         buffer = (model.element if model.copied else MASTER_BYTES) * (mode in ("direct", "last"))
         steady = not whole or (mode == "sum" and stage in self.accumulated)  # whether every layer only frees
         for place in reversed(range(len(layers))):
-            layer, size = layers[place], units[1 + place]
+            layer, size, experts = layers[place], units[1 + place], self.experts[stage][1 + place]
             if not steady or place == len(layers) - 1:
                 gradients = (outer + model.element * size) * whole
-                self.look(f"layer {layer}", model.working[layer], gradients, buffer * size, self.ahead)
+                # FSDP keeps a layer's message while the next layer computes.
+                sent = (size - experts) * self.sends[0] + experts * self.sends[1]
+                self.look(f"layer {layer}", model.working[layer], gradients, buffer * sent, self.ahead)
+                self.look(f"layer {layer}", 0.0, gradients, buffer * size, self.ahead)
                 if mode in ("direct", "last"):
                     self.forget(stage)
             self.hold("activations", (0.0 if whole else model.deferred[layer]) - model.activation[layer + 1])
             self.host -= model.host[layer]
             if whole:
-                self.gradients(stage, mode, size)
+                self.gradients(stage, mode, size, experts)
                 if last and model.plan.stage != 3:
                     self.drop(stage, model.element * size)
         if layers.start == 0:
             self.hold("activations", -model.activation[0])
         if whole:
+            message = buffer * units[0]
+            if not self.sends[0] and message > max(self.block, model.logits, *model.working):
+                # One block, larger than any that was freed: new memory, which later micro-batches use again.
+                self.rest += message - self.block
+                self.block = message
             freed = self.gathering[stage][0] * (last or model.plan.stage == 3)  # before the reduction
-            self.look("embedding, norm and head", 0.0, model.element * units[0], buffer * units[0], -freed)
-            self.gradients(stage, mode, units[0])
-            self.keep(stage, buffer * units[0])
+            self.look("embedding, norm and head", 0.0, model.element * units[0], message, -freed)
+            self.gradients(stage, mode, units[0], 0)
+            self.keep(stage, message)
             if last:
                 self.drop(stage, self.gathered[stage])
             self.done(stage)
@@ -461,8 +477,8 @@ class MemoryReplay:
             accumulated = 0.0 if mode == "last" else MASTER_BYTES * sum(units)
             self.look("reduction", gradients=accumulated, buffers=MASTER_BYTES * max(units))
             self.forget(stage)
-        for size in units:
-            self.gradients(stage, mode, size)
+        for size, experts in zip(units, self.experts[stage]):
+            self.gradients(stage, mode, size, experts)
         self.keep(stage, MASTER_BYTES * units[0] * (mode != "sum"))
         self.done(stage)
 
@@ -485,8 +501,9 @@ class MemoryReplay:
             return "sum"
         return "last" if stage in self.accumulated else "direct"
 
-    def gradients(self, stage: int, mode: str, size: int) -> None:
-        """The gradients of a unit of `size` parameters have been computed."""
+    def gradients(self, stage: int, mode: str, size: int, experts: int) -> None:
+        """The gradients of a unit of `size` parameters have been computed, of which `experts` are those of experts that
+        ranks share."""
         new = stage not in self.accumulated
         if mode == "sum":
             self.hold("gradients", MASTER_BYTES * size * new)
@@ -494,11 +511,11 @@ class MemoryReplay:
         if mode == "last":
             self.hold("gradients", -MASTER_BYTES * size)
         if self.keeps_reduced and (new or mode == "last"):
-            kept = MASTER_BYTES * size / self.model.shard
-            self.hold("gradients", kept)
-            if self.apart_from_others:
-                self.reduced += kept
-                self.apart = max(self.apart, self.reduced)
+            for part, shard, sends in zip((size - experts, experts), self.shards, self.sends):
+                kept = MASTER_BYTES * part / shard
+                self.hold("gradients", kept)
+                self.reduced += kept * sends
+            self.apart = max(self.apart, self.reduced)
 
     def done(self, stage: int) -> None:
         self.accumulated.add(stage)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from operator import attrgetter
@@ -30,7 +30,7 @@ from trainer.planning.estimate.timing import ModelTiming, time_units, update_byt
 from trainer.planning.features import check_plan
 from trainer.planning.float8 import check_float8
 from trainer.planning.layer import parameter_counts
-from trainer.planning.neighbours import RECOMPUTE, SCHEDULES, TILE
+from trainer.planning.neighbours import RECOMPUTE, SCHEDULES, TILE, override_key
 from trainer.planning.parameters import UpdateSettings, float8_settings
 from trainer.planning.plan import BatchPlan, Plan, build_plan
 from trainer.planning.resolve import Layout
@@ -41,6 +41,7 @@ IN_FLIGHT = {"v_half": 1 / 2, "v_min": 1 / 3}
 """Activations that a rank holds, over those of one micro-batch in the whole model, where they are fewer."""
 
 DEGREES = (
+    "parallel.dp",
     "parallel.tp",
     "parallel.pp",
     "parallel.cp",
@@ -50,10 +51,17 @@ DEGREES = (
     "parallel.tp_overlap",
     "parallel.zero.collectives",
     "batch.micro_size",
+    "batch.accumulation",
     "activation.mode",
 )
 PIPELINE = ("parallel.pipeline.schedule", "parallel.pipeline.chunks")
 """Settings of which several values are tried: of every plan, and of plans with a pipeline."""
+
+NAMED = {"gpipe", *(name for name, _ in SCHEDULES)}
+"""Schedules that can be kept."""
+
+REPLACED = {"parallel.pipeline.split": "balanced", "parallel.pipeline.memory_cap": None}
+"""Settings that plans have alike, whatever the configuration says."""
 
 SHARED = 8192
 """Tokens of a sequence that a rank holds at least, in plans that are tried."""
@@ -103,10 +111,17 @@ def rank_plans(
 ) -> PlanRanking:
     """The fastest `most` plans on `world` devices for a step of `global_size` sequences.
 
-    config: what all plans share; its own plan, recompute and micro-batches are replaced, but for the settings `kept`,
-    names of `DEGREES` and `PIPELINE`. sure: whether the fastest that fits for sure is wanted too. Raises `ConfigError`
-    where no plan is legal, or none fits.
+    config: what all plans share; its own plan, recompute and micro-batches are replaced, but for the settings `kept`
+    (see `given_settings`). sure: whether the fastest that fits for sure is wanted too. Raises `ConfigError` where no
+    plan is legal, none fits, or a setting cannot be kept.
     """
+    for name in sorted(kept):
+        given = attrgetter(name)(config)
+        if given not in NAMED if name == PIPELINE[0] else name in REPLACED and given != REPLACED[name]:
+            raise ConfigError(
+                f"{name}={given} cannot be kept in a search of plans, which tries others; leave it out, or name plans "
+                "with plans=[...]"
+            )
     search = _Search(config, hardware, world, global_size, kept)
     candidates = sorted(search.candidates(), key=attrgetter("bound"))
     if not candidates:
@@ -124,6 +139,12 @@ def rank_plans(
         small = [candidate for candidate in candidates if candidate.least <= limit]
         more = [*best, *search.fastest(small, 1, ("yes",))]
     return PlanRanking(tuple(more), len(best), search.legal, len(candidates))
+
+
+def given_settings(overrides: Iterable[str]) -> set[str]:
+    """The settings of plans that overrides give, by themselves or with their section or group."""
+    keys = [f"{override_key(override)}." for override in overrides]
+    return {name for name in (*DEGREES, *PIPELINE, *REPLACED) if any(f"{name}.".startswith(key) for key in keys)}
 
 
 class _Search:
@@ -181,20 +202,22 @@ class _Search:
         for tp in list_divisors(self.world):
             for pp, cp in itertools.product(list_divisors(self.world // tp), self.shares()):
                 dp, rest = divmod(self.world // tp // pp, cp)  # dp x cp ranks hold the same part of the model
-                if rest or self.global_size % dp or length % (cp * tp):
+                given = self.base.parallel.dp if "parallel.dp" in self.kept else -1
+                if rest or self.global_size % dp or length % (cp * tp) or given not in (-1, dp):
                     continue
                 context = self.base.parallel.context if cp > 1 else ContextConfig()
-                whole = replace(
-                    self.base.parallel, dp=-1, tp=tp, pp=pp, cp=cp, ep=1, ep_dispatch="auto", context=context, shard=-1
-                )
+                whole = replace(self.base.parallel, dp=given, tp=tp, pp=pp, cp=cp, ep=1, shard=-1)
+                whole = replace(whole, ep_dispatch="auto", context=context)
                 whole = with_backends(whole, "off", "nccl")
                 problems = check_plan(whole, self.world, self.spec, self.node) or self.unshared(whole)
                 problems = problems or list(check_float8(self.base, self.spec, build_plan(whole, self.world)))
                 self.reasons += problems
-                for stage in () if problems else (0, 1, 2, 3) if dp * cp > 1 else (0,):
+                stages = (0, 1, 2, 3) if dp * cp > 1 or "parallel.zero.stage" in self.kept else (0,)
+                for stage in () if problems else stages:
                     inside = self.node // tp  # ranks of a group that stays within a node
                     sizes = {-1, inside, self.base.parallel.shard} if stage else {-1}
-                    for shard in sorted(n for n in sizes if n == -1 or 1 < n < dp * cp and dp * cp % n == 0):
+                    most = dp * cp - ("parallel.shard" not in self.kept)  # of all ranks: the same as -1
+                    for shard in sorted(n for n in sizes if n == -1 or 1 < n <= most and dp * cp % n == 0):
                         chosen = replace(whole, shard=shard, zero=replace(whole.zero, stage=stage))
                         for ep in self.shared_experts(dp * cp * tp):
                             dispatch = self.base.parallel.ep_dispatch if ep > 1 else "auto"
@@ -219,9 +242,12 @@ class _Search:
                 yield way
 
     def with_schedules(self, config: Config, plan: Plan, micro: int, accumulation: int) -> Iterator[PlanCandidate]:
+        own = self.base.parallel.pipeline
+        named = [(own.schedule, own.chunks or 1)] * (own.schedule == "gpipe" or own.chunks is not None)
+        deeper = deeper_interleaving(self.spec.depth, plan.pp, accumulation)
         schedules = [
             self.scheduled(config, name, chunks)
-            for name, chunks in (*SCHEDULES, *deeper_interleaving(self.spec.depth, plan.pp, accumulation))
+            for name, chunks in dict.fromkeys((*SCHEDULES, *deeper, *named))
             if plan.pp * chunks <= self.spec.depth
         ]
         schedules = [one for one in schedules if self.keeps(one, PIPELINE)] if plan.pp > 1 else schedules[:1]
@@ -250,13 +276,18 @@ class _Search:
             if name.startswith("parallel.") and name not in PIPELINE:
                 read = attrgetter(name.removeprefix("parallel."))
                 given, tried = read(self.base.parallel), {read(one) for one in parallels}
+                if name == "parallel.dp":
+                    tried |= {build_plan(one, self.world).dp for one in parallels}
                 if given not in tried:
                     found.append(f"{name}={given} is in none; legal: {', '.join(map(str, sorted(tried)))}")
-        return found or [f"none that is tried has the given {' and '.join(sorted(self.kept))} together"]
+        kept = ((name, attrgetter(name)(self.base)) for name in sorted(self.kept))
+        given = " and ".join(f"{name}={value}" for name, value in kept if value is not None)
+        return found or [f"none that is tried has {given} together; leave one out"]
 
     def keeps(self, config: Config, names: Collection[str]) -> bool:
-        """Whether what is to be kept of these settings is as it was given."""
-        return all(attrgetter(name)(config) == attrgetter(name)(self.base) for name in names if name in self.kept)
+        """Whether what is to be kept of these settings is as it was given. None leaves it open."""
+        given = {name: attrgetter(name)(self.base) for name in names if name in self.kept}
+        return all(value in (None, attrgetter(name)(config)) for name, value in given.items())
 
     def scheduled(self, config: Config, name: str, chunks: int) -> Config:
         chosen = copy.copy(config)

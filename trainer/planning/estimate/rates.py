@@ -216,7 +216,9 @@ def layer_passes(
         alone -= {*names}
     for op in program.scatters:
         way, (name,) = way_of(op.sends), op.gemms
-        product, to_weight, share = products[name], for_weights[name], again.get(name, 0.0)
+        # The only GEMM of a block is that of its gather too, and counted there.
+        product, to_weight = (seconds[name] * (name in alone) for seconds in (products, for_weights))
+        share = again.get(name, 0.0)
         took = way.reduced(product)
         forward.append(took)
         backward += (

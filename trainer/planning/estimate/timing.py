@@ -455,17 +455,20 @@ class _Timer:
             reduce += folded.seconds(self.scattered.width * apart)
             replicas += 2 * self.rings["expert_replicate"].seconds(self.summed.width * apart / folded.ranks)
         coding = self.scattered.scatter(size) / pace.memory, self.summed.reduce(own) / pace.memory
+        # A rank whose shards are whole casts them where they are used, without a flat buffer. Of experts that was not
+        # measured.
+        rate = pace.copy if self.on_cpu or shards.ranks > 1 else max(pace.copy, pace.memory)
+        parts = (shards.ranks, size / rate), (folded.ranks, apart / pace.copy)
         size += apart  # which all passes of copies read and write
         if not self.on_cpu:  # on a stream beside the computation
             reduce, replicas, coding = reduce + coding[0], replicas + coding[1], (0.0, 0.0)
         copy_in = sum(
-            ((MASTER + self.element) / ranks + 2 * self.element * (ranks > 1)) * part / pace.copy
-            for ranks, part in ((shards.ranks, parameters[0]), (folded.ranks, apart))
+            ((MASTER + self.element) / ranks + 2 * self.element * (ranks > 1)) * seconds for ranks, seconds in parts
         )
         copy_in += 2 * fixed * (1 / shards.ranks + (shards.ranks > 1)) / pace.copy
         # Read for the scale and again, written, and cast back.
         copy_in += ((2 * self.element + 1) / shards.ranks + self.element + 1) * narrow / pace.copy
-        copy_out = (self.element + MASTER) * size / pace.copy + coding[0]
+        copy_out = (self.element + MASTER) * sum(seconds for _, seconds in parts) + coding[0]
         if copied:  # what is cast to two places, and added up, takes from the products beside it what it needs
             copy_in = ((MASTER + 2 * self.element) * size + 3 * fixed) / shards.ranks / pace.copy
             copy_out = (MASTER / shards.ranks + self.element) * size / pace.copy
