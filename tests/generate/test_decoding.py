@@ -17,7 +17,7 @@ from trainer.config.model import ModelSpec, assign_fields
 from trainer.generate.sampling import SamplingOptions, TokenGenerator
 from trainer.generate.sharded_model import ShardedModel
 from trainer.hf.families import FAMILIES
-from trainer.model.cache import attend_kept
+from trainer.model.cache import attend_new_tokens
 from trainer.model.initial import initialize_model
 from trainer.model.layers import Attention
 from trainer.model.transformer import Transformer
@@ -156,7 +156,7 @@ def test_attention_to_kept_keys_is_that_of_its_formula(heads, soft_cap, sunk, se
     visible = torch.rand(2, 1, 1, 15, generator=generator) < 0.5
     visible[..., 0] = True
     sinks = 900 * torch.randn(4, dtype=torch.float64, generator=generator) if sunk else None
-    found = attend_kept(query, keys, values, visible, 0.5, soft_cap, sinks)
+    found = attend_new_tokens(query, keys, values, visible, 0.5, soft_cap, sinks)
     repeated = [x.repeat_interleave(4 // heads, 1) for x in (keys, values)]
     scores = query @ repeated[0].transpose(2, 3) * 0.5
     scores = soft_cap * torch.tanh(scores / soft_cap) if soft_cap else scores

@@ -1,4 +1,4 @@
-"""Pictures, traces and files of pipeline timelines: what is drawn is the spans, and the numbers beside are theirs."""
+"""Pictures and files of pipeline timelines: what is drawn is the spans, and the numbers beside are theirs."""
 
 import json
 import re
@@ -27,7 +27,7 @@ from trainer.planning.schedules.templates import TEMPLATES, build_schedule
 from trainer.plots import runs, templates
 from trainer.plots import schedule as pictures
 from trainer.plots.runs import save_figure
-from trainer.plots.schedule import chrome_trace, draw_schedule
+from trainer.plots.schedule import draw_schedule
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -216,29 +216,6 @@ def test_bubbles_are_those_of_the_simulator(name):
     assert axes.get_xlim()[1] == step.makespan > max(span.end for row in step.spans for span in row)
 
 
-def test_traces_hold_every_action_in_microseconds(tmp_path):
-    ranks = planned("zb_h1", 4, 6, 0.002)
-    path = tmp_path / "traces" / "step.json"
-    chrome_trace({"planned": ranks, "measured": ranks[:2]}, path)
-    events = json.loads(path.read_text())["traceEvents"]
-    names = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert names == {
-        **{(0, rank): f"rank {rank}" for rank in range(4)},
-        **{(1, rank): f"rank {rank}" for rank in range(2)},
-    }
-    assert [event["args"]["name"] for event in events if event["name"] == "process_name"] == ["planned", "measured"]
-    done = [event for event in events if event["ph"] == "X"]
-    assert len(done) == 6 * 3 * (4 + 2)
-    assert sum(event["dur"] for event in done if event["pid"] == 0) == pytest.approx(4 * 6 * 3 * 2000)
-    first = done[0]
-    assert first["name"] == "0F0" and first["args"] == {"kind": "F", "stage": 0, "microbatch": 0} and first["ts"] == 0
-    colours = {event["cat"]: event["cname"] for event in done}
-    assert set(colours) == {"F", "I", "W"} and len(set(colours.values())) == 3
-    for process, rank in names:
-        mine = sorted((event["ts"], event["dur"]) for event in done if (event["pid"], event["tid"]) == (process, rank))
-        assert all(start + length <= after + 1e-6 for (start, length), (after, _) in zip(mine, mine[1:]))
-
-
 def test_timelines_survive_their_file(tmp_path):
     overlap = Action(-1, "OVERLAP_F_B", None, (Action(0, "F", 7), Action(1, "B", 3)))
     ranks = (
@@ -295,28 +272,14 @@ def drawn(monkeypatch):
 
 
 def test_templates_are_compared_on_one_axis(drawn, tmp_path, capsys):
-    out, trace = tmp_path / "x.svg", tmp_path / "x.json"
-    arguments = [
-        "--schedule",
-        "1f1b",
-        "interleaved",
-        "--ranks",
-        "4",
-        "--microbatches",
-        "8",
-        "--out",
-        str(out),
-        "--trace",
-        str(trace),
-    ]
+    out = tmp_path / "x.svg"
+    arguments = ["--schedule", "1f1b", "interleaved", "--ranks", "4", "--microbatches", "8", "--out", str(out)]
     assert plot.main(arguments) == 0
-    assert capsys.readouterr().out.splitlines() == [str(out), str(trace)]
+    assert capsys.readouterr().out == f"{out}\n"
     plain, interleaved = drawn["x.svg"].axes
     # a rank works 8 x 3; the bubble of 3 x 3 is halved by two chunks
     assert titles(plain) == ("1f1b: 4 ranks, 8 micro-batches", "makespan 33, bubble 27.3%")
     assert titles(interleaved) == ("interleaved: 4 ranks x 2 chunks, 8 micro-batches", "makespan 28.5, bubble 15.8%")
-    events = json.loads(trace.read_text())["traceEvents"]
-    assert sum(event["dur"] for event in events if event["ph"] == "X") == pytest.approx(2 * 4 * 24 * 1e6)
 
 
 def test_a_csv_file_is_drawn_as_it_says(drawn, tmp_path, capsys, monkeypatch):
@@ -337,12 +300,11 @@ def folder_of_run(folder, *names):
     return folder
 
 
-def test_a_run_with_a_pipeline_has_a_picture_and_a_trace(tmp_path, capsys):
+def test_a_run_with_a_pipeline_has_a_picture(tmp_path, capsys):
     run = folder_of_run(tmp_path / "deep", "planned", "measured")
-    assert plot.main([str(run), "--trace", str(run / "trace.json")]) == 0
-    assert capsys.readouterr().out.splitlines() == [str(run / name) for name in ("schedule.png", "trace.json")]
+    assert plot.main([str(run)]) == 0
+    assert capsys.readouterr().out == f"{run / 'schedule.png'}\n"
     assert (run / "schedule.png").read_bytes().startswith(PNG)
-    assert len(json.loads((run / "trace.json").read_text())["traceEvents"]) == 2 * (2 + 2 * 2 + 2 * 8)
 
 
 def test_the_panels_of_a_run(drawn, tmp_path, capsys):
@@ -358,14 +320,9 @@ def test_the_panels_of_a_run(drawn, tmp_path, capsys):
 
 
 def test_runs_that_have_only_a_plan_or_no_pipeline(drawn, tmp_path, capsys):
-    young, plain, trace = (
-        folder_of_run(tmp_path / "young", "planned"),
-        folder_of_run(tmp_path / "plain"),
-        tmp_path / "x.json",
-    )
+    young, plain = folder_of_run(tmp_path / "young", "planned"), folder_of_run(tmp_path / "plain")
     assert plot.main([str(plain)]) == 2 and not drawn
     assert plot.main([str(young)]) == 0 and [titles(axes)[0] for axes in drawn["schedule.png"].axes] == ["planned"]
-    assert plot.main([str(plain), "--trace", str(trace)]) == 2 and not trace.exists()
 
 
 @pytest.mark.parametrize(
@@ -415,7 +372,6 @@ SIZE = ["--ranks", "4", "--microbatches", "8"]
         ([], ["give a RUN, or --schedule"]),
         (["absent"], ["absent", "no such folder", "runs/NAME"]),
         (["--schedule", "1f1b", *SIZE, "--out", "x.doc"], [".svg"]),
-        (["--schedule", "1f1b", *SIZE, "--out", "x.png", "--trace", "/dev/null/x.json"], ["--trace", "cannot write"]),
         (["run", "--schedule", "1f1b", *SIZE], ["not both"]),
         (["run", "--ranks", "4"], ["--ranks goes with --schedule"]),
         *((["run", f"--{name}", "0"], [f"--{name} goes with --schedule"]) for name in ("ranks", "chunks")),

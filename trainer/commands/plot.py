@@ -23,7 +23,6 @@ class PlotOptions:
     microbatches: int | None = option(None, "micro-batches of the templates")
     chunks: int | None = option(None, "stages on a rank; by default the template's")
     out: str = option("", "picture to write, .png, .svg, .pdf, ...; '': RUN/schedule.png, or ./schedule.png")
-    trace: str = option("", "also write the timelines as a trace for ui.perfetto.dev or chrome://tracing (.json)")
 
     def list_problems(self) -> Iterator[str]:
         if bool(self.runs) == bool(self.schedule):
@@ -38,13 +37,11 @@ def run(options: PlotOptions) -> None:
         from trainer.plots.runs import draw_run
         from trainer.plots.templates import draw_templates
 
-    out, trace = (Path(path) if path else None for path in (options.out, options.trace))
+    out = Path(options.out) if options.out else None
     if options.schedule:
-        degrees = options.ranks, options.microbatches, options.chunks
-        written = draw_templates(options.schedule, *degrees, out, trace)
+        print(draw_templates(options.schedule, options.ranks, options.microbatches, options.chunks, out))
     else:
-        written = draw_run([Path(run) for run in options.runs], out, trace)
-    print(*written, sep="\n")
+        print(draw_run([Path(run) for run in options.runs], out))
 
 
 main = Command(

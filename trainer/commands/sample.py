@@ -55,8 +55,8 @@ class SampleOptions(ModelOptions, LaunchOptions):
 
             counts = " or ".join(map(str, nearby_worlds(processes, self.tp, processes)))
             yield (
-                f"tp={self.tp} needs a multiple of {self.tp} processes, but {processes} run; start {counts} with --gpus "
-                f"or --processes, or set a tp that divides {processes}"
+                f"tp={self.tp} needs a multiple of {self.tp} processes, but {processes} run; start {counts} with "
+                f"--gpus or --processes, or set a tp that divides {processes}"
             )
 
 

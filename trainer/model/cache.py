@@ -130,10 +130,10 @@ def attend_cached(
         cache.fill(layer, key, value)
         return causal_attention(query, key, value, mask, scale, soft_cap, sinks)
     keys, values = cache.put(layer, key, value, positions)
-    return attend_kept(query, keys, values, mask, scale, soft_cap, sinks)
+    return attend_new_tokens(query, keys, values, mask, scale, soft_cap, sinks)
 
 
-def attend_kept(
+def attend_new_tokens(
     query: Tensor,
     keys: Tensor,
     values: Tensor,

@@ -8,12 +8,10 @@ from matplotlib import pyplot
 from matplotlib.figure import Figure
 
 from trainer.config import ConfigError
-from trainer.planning.schedules.simulate import Timeline, read_timeline
-from trainer.plots.schedule import chrome_trace, draw_schedule
+from trainer.planning.schedules.simulate import read_timeline
+from trainer.plots.schedule import draw_schedule
 from trainer.util.lines import label_runs
 from trainer.util.reading import replace_file
-
-# Writes pictures and traces.
 
 
 def save_figure(figure: Figure, path: Path) -> None:
@@ -31,23 +29,12 @@ def save_figure(figure: Figure, path: Path) -> None:
         pyplot.close(figure)
 
 
-def write_trace(timelines: dict[str, Timeline], path: Path | None) -> list[Path]:
-    """Writes the Chrome trace that --trace asks for."""
-    if path is None:
-        return []
-    try:
-        chrome_trace(timelines, path)
-    except OSError as error:
-        raise ConfigError(f"--trace {path}: cannot write ({error.strerror})") from None
-    return [path]
-
-
 TIMELINES = ("planned", "measured")
 """Files RUN/schedule/NAME.json of a run with a pipeline, in the order of the panels."""
 
 
-def draw_run(runs: list[Path], out: Path | None, trace: Path | None) -> list[Path]:
-    """Draws the timelines that a run has written. Returns the files written. Raises `ConfigError` that names the
+def draw_run(runs: list[Path], out: Path | None) -> Path:
+    """Draws the timelines that a run has written. Returns the file written. Raises `ConfigError` that names the
     command for curves where there is no timeline to draw, or more than one run."""
     if len(runs) > 1:
         raise ConfigError(f"give one run to draw its schedule, not {len(runs)}; {report_hint(runs)}")
@@ -62,7 +49,7 @@ def draw_run(runs: list[Path], out: Path | None, trace: Path | None) -> list[Pat
     makespans = {name: makespan for name, (_, makespan) in read.items()}
     out = out or run / "schedule.png"
     save_figure(draw_schedule(timelines, label_runs([run])[0], makespans=makespans), out)
-    return [out, *write_trace(timelines, trace)]
+    return out
 
 
 def report_hint(runs: list[Path]) -> str:

@@ -1,10 +1,8 @@
-"""Pictures and traces of pipeline timelines: what every rank computed and when, planned or measured."""
+"""Pictures of pipeline timelines: what every rank computed and when, planned or measured."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib
@@ -17,32 +15,30 @@ from matplotlib.ticker import FuncFormatter
 
 from trainer.planning.schedules.ir import Action
 from trainer.planning.schedules.simulate import ActionSpan, Timeline, idle_gaps, measure_timeline
-from trainer.util.reading import make_printable, write_atomic
+from trainer.util.reading import make_printable
 from trainer.util.tables import format_duration, format_percent
 
 
 class ActionStyle(NamedTuple):
     """How a kind of action is drawn.
 
-    colour: of the rank's first chunk. lighter: how much lighter the last chunk is, 0 to 1. ink: the colour of numbers.
-    trace: the name of the colour in traces."""
+    colour: of the rank's first chunk. lighter: how much lighter the last chunk is, 0 to 1. ink: the colour of
+    numbers."""
 
     name: str
     colour: str
     lighter: float
     ink: str
-    trace: str
 
 
-# The hues differ under the common colour blindnesses, and in lightness, so that grey print shows them too. Traces use
-# the colours that catapult's viewer has by name.
+# The hues differ under the common colour blindnesses, and in lightness, so that grey print shows them too.
 ACTION_STYLES = {
-    "F": ActionStyle("forward", "#173f86", 0.25, "white", "rail_response"),
-    "B": ActionStyle("full backward", "#c24a12", 0.25, "white", "terrible"),
-    "I": ActionStyle("input gradient", "#e0921a", 0.25, "#222222", "rail_animation"),
-    "W": ActionStyle("weight gradient", "#a8dec6", 0.5, "#222222", "thread_state_running"),
+    "F": ActionStyle("forward", "#173f86", 0.25, "white"),
+    "B": ActionStyle("full backward", "#c24a12", 0.25, "white"),
+    "I": ActionStyle("input gradient", "#e0921a", 0.25, "#222222"),
+    "W": ActionStyle("weight gradient", "#a8dec6", 0.5, "#222222"),
 }
-OTHER = ActionStyle("parameters", "#8a8a8a", 0.25, "white", "grey")
+OTHER = ActionStyle("parameters", "#8a8a8a", 0.25, "white")
 BUBBLE = {"facecolor": "#f4f4f4", "edgecolor": "#c9c9c9", "hatch": "/////", "linewidth": 0}
 STYLE = {
     "figure.dpi": 150,
@@ -252,47 +248,3 @@ def _legend(figure: Figure, shown: dict[str, int]) -> None:
         handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
         handlelength=2.2,
     )
-
-
-def chrome_trace(timelines: dict[str, Timeline], path: Path) -> None:
-    """Writes the timelines as a trace for chrome://tracing or ui.perfetto.dev.
-
-    Each timeline is a process, each rank a thread; times are in microseconds.
-
-    Raises `OSError` when the file cannot be written.
-    """
-    events: list[dict[str, Any]] = []
-    for process, (name, ranks) in enumerate(timelines.items()):
-        events += _label("process", name, process, process, 0)
-        for rank, spans in enumerate(ranks):
-            events += _label("thread", f"rank {rank}", rank, process, rank)
-            events += [
-                {
-                    "ph": "X",
-                    "pid": process,
-                    "tid": rank,
-                    "name": str(span.action),
-                    "cat": span.action.kind,
-                    "ts": span.start * 1e6,
-                    "dur": (span.end - span.start) * 1e6,
-                    "cname": ACTION_STYLES.get(span.action.kind, OTHER).trace,
-                    "args": _arguments(span.action),
-                }
-                for span in spans
-            ]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, allow_nan=False))
-
-
-def _label(what: str, name: str, order: int, process: int, thread: int) -> list[dict[str, Any]]:
-    where = {"ph": "M", "pid": process, "tid": thread}
-    return [
-        {**where, "name": f"{what}_name", "args": {"name": name}},
-        {**where, "name": f"{what}_sort_index", "args": {"sort_index": order}},
-    ]
-
-
-def _arguments(action: Action) -> dict[str, Any]:
-    if action.parts:
-        return {"kind": action.kind, **dict(zip(("forward", "backward"), map(_arguments, action.parts)))}
-    return {"kind": action.kind, "stage": action.stage, "microbatch": action.microbatch}

@@ -10,7 +10,7 @@ from trainer.planning.schedules.costs import StageCosts
 from trainer.planning.schedules.lower import validate_schedule
 from trainer.planning.schedules.simulate import simulate_schedule
 from trainer.planning.schedules.templates import TEMPLATES, build_greedy, build_schedule, place_stages
-from trainer.plots.runs import save_figure, write_trace
+from trainer.plots.runs import save_figure
 from trainer.plots.schedule import draw_schedule
 
 SETTINGS = {
@@ -72,14 +72,9 @@ def uniform_costs(stages: int, chunks: int) -> StageCosts:
 
 
 def draw_templates(
-    schedules: list[str],
-    ranks: int | None,
-    microbatches: int | None,
-    chunks: int | None,
-    out: Path | None,
-    trace: Path | None,
-) -> list[Path]:
-    """Draws what --schedule names, one panel each; returns the files written."""
+    schedules: list[str], ranks: int | None, microbatches: int | None, chunks: int | None, out: Path | None
+) -> Path:
+    """Draws what --schedule names, one panel each; returns the file written."""
     degrees = {"--ranks": ranks, "--microbatches": microbatches, "--chunks": chunks}
     named = [option for option, degree in degrees.items() if degree is not None]
     if named and all(name.endswith(".csv") for name in schedules):
@@ -93,4 +88,4 @@ def draw_templates(
         ).spans
     out = out or Path("schedule.png")
     save_figure(draw_schedule(timelines, seconds=False), out)
-    return [out, *write_trace(timelines, trace)]
+    return out
