@@ -97,8 +97,8 @@ def test_a_page_survives_any_text(good, tmp_path_factory, text, seed):
     damage(good / "search", folder / "search", ("search.json", "trials.jsonl"), text, seed)
     for one in (folder / "run", folder / "search"):
         shown = open_folders([one])
-        page = render_page(shown, "1", 1.0)
-        assert Tags(page).scripts == Tags(render_page(open_folders([good / one.name]), "1", 1.0)).scripts
+        page = render_page(shown)
+        assert Tags(page).scripts == Tags(render_page(open_folders([good / one.name]))).scripts
         json.dumps({"content": content_of(shown, data_of(shown)), "data": data_of(shown)}, allow_nan=False).encode()
         page.encode()
         report.main([str(one), f"out={folder / 'page.html'}"])
