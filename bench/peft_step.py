@@ -64,8 +64,8 @@ def follow(run: Path) -> None:
     infos = declare_parameters(spec)
     with tempfile.TemporaryDirectory() as folder:
         write_adapter(Path(folder), spec, lambda name: weights(name, infos[name]), config.model.from_hf)
-        base = AutoModelForCausalLM.from_pretrained(config.model.from_hf, dtype=torch.float32)
-        model = PeftModel.from_pretrained(base, folder, is_trainable=True).train()
+        base = AutoModelForCausalLM.from_pretrained(config.model.from_hf, dtype=torch.float32, trust_remote_code=False)
+        model = PeftModel.from_pretrained(base, folder, is_trainable=True, trust_remote_code=False).train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     betas = config.optimizer.beta1, config.optimizer.beta2
     optimizer = torch.optim.AdamW(trained, lr=0.0, betas=betas, eps=config.optimizer.eps, weight_decay=0.0)

@@ -111,7 +111,7 @@ WHY = {
     "zero_quantized_gradients": "sums over ranks but averages over nodes, so gradients would be scaled wrongly; leave "
     "it out, or set parallel.grad_comm with parallel.zero.engine=torch, which quantises "
     "gradients too",
-    "zero_quantized_nontrainable_weights": "is for frozen parameters, and there are none; leave it out",
+    "zero_quantized_nontrainable_weights": "rounds frozen parameters; leave it out, or set model.adapter.weights=fp8",
 }
 """Of keys that are refused whatever their value: what they would do, and the way out."""
 
