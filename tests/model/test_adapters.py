@@ -22,6 +22,8 @@ from trainer.model.layers import Linear, project_input
 from trainer.model.transformer import Transformer
 from trainer.parallel.parallelize import cast_frozen
 from trainer.parallel.recompute import linear_names
+from trainer.parallel.zero.plan import check_model
+from trainer.planning.features import resolve_plan
 from trainer.planning.layer import model_programs
 from trainer.planning.parameters import UpdateSettings, declare_parameters, find_adapter_problems
 from trainer.planning.resolve import check_config
@@ -303,8 +305,22 @@ def test_the_way_out_of_a_refusal_is_accepted() -> None:
 
 
 def test_settings_that_contradict_adapters_are_refused() -> None:
-    config = settings(model__adapter__rank=4, parallel__zero__engine="deepspeed", parallel__zero__stage=1)
-    assert any("DeepSpeed's engine trains all parameters" in problem for problem in check_config(config, 2))
+    adapted = {"model__adapter__rank": 4, "parallel__zero__engine": "deepspeed", "parallel__zero__stage": 3}
+    for change, said in (
+        ({"model__adapter__weights": "fp8"}, "model.adapter.weights=fp8: DeepSpeed's stage 3"),
+        ({"parallel__zero__nvme": "/disk"}, "model.adapter.rank=4 with parallel.zero.nvme=/disk"),
+        (
+            {"parallel__pp": 2, "parallel__zero__stage": 1, "model__adapter__targets": ["layers.0.*"]},
+            "gives no adapters to 3 of 4 layers: DeepSpeed has no optimizer",
+        ),
+    ):
+        assert any(said in problem for problem in check_config(settings(**adapted | change), 2)), change
+    assert not check_config(settings(**adapted), 2)
+    config, spec = settings(**adapted), tiny_spec(adapter={"rank": 4})
+    plan = resolve_plan(config.parallel, 4)
+    config.parallel.zero.deepspeed = {"zero_optimization": {"zero_hpz_partition_size": 2}}
+    [problem] = check_model(config, spec, plan, 2)
+    assert "zero_hpz_partition_size=2: DeepSpeed " in problem
     assert not check_config(settings(model__adapter__rank=4), 1)
 
 

@@ -12,7 +12,7 @@ import torch
 from support.corpora import sources_of_runs
 from support.estimates import every_way
 from support.launch import launch
-from workers.deepspeed_engine import CASES, CUBES, LEGS, STEPS
+from workers.deepspeed_engine import ADAPTED_LEGS, CASES, CUBES, LEGS, STEPS
 from workers.parallel_runs import run
 
 from trainer.config import Config, ConfigError, ParallelConfig
@@ -28,7 +28,7 @@ def four(tmp_path_factory):
     root = tmp_path_factory.mktemp("deepspeed")
     sources_of_runs(root)
     launch("deepspeed_engine.py", 4, root, forks=True)
-    return json.loads((root / "4.json").read_text())
+    return json.loads((root / "4.json").read_text()) | {"root": root}
 
 
 @pytest.fixture(scope="module")
@@ -95,15 +95,27 @@ def test_overflows_are_skipped_alike_on_all_ranks(four):
             ]
 
 
-def test_a_run_goes_on_under_the_other_engine(four):
-    losses, norms, evals = [], [], {}
-    for leg, some in enumerate(four["legs"], start=1):
+@pytest.mark.parametrize(("name", "count"), [("legs", len(LEGS)), ("adapters", len(ADAPTED_LEGS))])
+def test_a_run_goes_on_under_the_other_engine(four, name, count):
+    losses, norms, evals, whole = [], [], {}, four[name]["whole"]
+    for leg, some in enumerate(four[name]["legs"], start=1):
         assert some["code"] == 0 and some["steps"] == list(range(1, 2 * leg + 1))
         losses, norms, evals = some["losses"], some["norms"], evals | some["eval"]
-    assert losses == pytest.approx(four["whole"]["losses"], rel=2e-6)
-    assert norms == pytest.approx(four["whole"]["norms"], rel=5e-6)
-    assert evals == pytest.approx(four["whole"]["eval"], rel=2e-6) and len(evals) == len(LEGS)
+    assert losses == pytest.approx(whole["losses"], rel=2e-6)
+    assert norms == pytest.approx(whole["norms"], rel=5e-6)
+    assert evals == pytest.approx(whole["eval"], rel=2e-6) and len(evals) == count
     assert STEPS >= 3  # moments count from the second on
+
+
+def test_a_checkpoint_of_adapters_holds_what_is_trained(four):
+    paths = [*(four["root"] / "adapters/checkpoints").glob("step-*")]
+    assert paths
+    for path in paths:
+        names = json.loads((path / "manifest.json").read_text())["tensors"]
+        held = [name.removeprefix("model.") for name in names if name.startswith("model.")]
+        assert "norm.weight" in held and all(
+            name.endswith((".lora_a", ".lora_b")) for name in {*held} - {"norm.weight"}
+        )
 
 
 OFFLOADED = "parallel.zero.offload=true"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -20,15 +21,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from workers.parallel_runs import gather, run
 
 from trainer.config import Config
+from trainer.config.model import ModelSpec
 from trainer.data.batches import MicroBatch
 from trainer.distributed.mesh import World, join_world
 from trainer.distributed.tensors import local_values
+from trainer.model.initial import InitialWeights
 from trainer.model.loss import IGNORE
 from trainer.parallel.pipeline.plan import resolve_pipeline
 from trainer.parallel.zero.fsdp import import_engine
-from trainer.parity.compare import coarsest_tolerance, compare_runs, judge_plan, train_reference
+from trainer.parity.compare import StartedAdapters, coarsest_tolerance, compare_runs, judge_plan, train_reference
 from trainer.parity.watch import StateRecorder
 from trainer.planning.features import resolve_plan
+from trainer.planning.parameters import declare_parameters
 from trainer.planning.plan import BatchPlan
 from trainer.precision import scaler
 from trainer.precision.products import DTYPES
@@ -93,6 +97,24 @@ CASES: dict[str, dict[str, Any]] = {  # name -> micro-batches, and settings
         "compute": "bf16",
         "deepspeed": {"zero_optimization": SMALL | {"zero_hpz_partition_size": 2}},
     },
+    "zero1_adapters_fp8_bf16": {"micro": 2, "stage": 1, "compute": "bf16", "adapter": {"weights": "fp8"}},
+    "zero2_adapters_offload": {"micro": 2, "stage": 2, "offload": True, "adapter": {"targets": ["*.[qv]", "*.down"]}},
+    "zero3_adapters": {
+        "micro": 2,
+        "stage": 3,
+        "adapter": {"trained": ["*norm*"]},
+        "deepspeed": {"zero_optimization": SMALL},
+        "recompute": "full",
+    },
+    "zero3_adapters_experts_bf16": {
+        "micro": 2,
+        "stage": 3,
+        "offload": True,
+        "compute": "bf16",
+        "experts": 4,
+        "adapter": {"targets": ["*.attention.*", "*.experts.*"], "rank": 8},
+    },
+    "tp2_pp2_adapters": {"micro": 4, "stage": 1, "tp": 2, "pp": 2, "schedule": "interleaved", "adapter": {}},
     "tp2": {"micro": 1, "stage": 1, "tp": 2, "recompute": "selective"},
     "tp4_offload": {"micro": 1, "stage": 1, "tp": 4, "offload": True},
     "pp2_1f1b": {"micro": 2, "stage": 1, "pp": 2, "schedule": "1f1b", "offload": True, "tied": True},
@@ -145,15 +167,23 @@ class Worlds(dict[tuple, World]):
 WORLDS = Worlds()
 
 
+def starting(config: Config, spec: ModelSpec) -> StartedAdapters | None:
+    """Weights with adapters that change the model; None where it has no adapters."""
+    seed = config.run.seed
+    return StartedAdapters(InitialWeights(spec, seed, torch.device("cpu")), seed) if spec.adapter.rank else None
+
+
 def build(config: Config, case: dict[str, Any], depth: int = 4) -> tuple[TrainState, Iterator[list[MicroBatch]]]:
     """The state, and the steps of this data-parallel rank."""
     balanced = {"count": case.get("experts", 0), "bias_rate": 0.01, "balance": 0.2, "z_loss": 0.01}
     blocks = {"width": 40, "experts": balanced} if "experts" in case else {}
-    spec = tiny_spec(tied=case.get("tied", False), depth=depth, init={"std": 0.05}, feed_forward=blocks)
+    adapter = {"adapter": {"rank": 4, "alpha": 4.0} | case["adapter"]} if "adapter" in case else {}
+    spec = tiny_spec(tied=case.get("tied", False), depth=depth, init={"std": 0.05}, feed_forward=blocks, **adapter)
     plan = resolve_plan(config.parallel, dist.get_world_size(), spec, case.get("node"))
     batch = BatchPlan(LENGTH, SEQUENCES, SEQUENCES // plan.dp // case["micro"], case["micro"])
     world = WORLDS.of(plan)
-    state = TrainState.build(config, spec, plan, resolve_pipeline(config, spec, plan, batch), world)
+    weights = starting(config, spec)
+    state = TrainState.build(config, spec, plan, resolve_pipeline(config, spec, plan, batch), world, weights)
     first, size = world.data.get_local_rank() * SEQUENCES // plan.dp, batch.micro_size
 
     def steps() -> Iterator[list[MicroBatch]]:
@@ -181,11 +211,14 @@ def parity(name: str, case: dict[str, Any], references: dict[str, Any]) -> dict[
     elements = sum(fragment.values.numel() for fragment in state.optimizer.parameters.values())
     taken = memory_breakdown(state)
     assert taken["optimizer"] == 8 * elements and taken["parameters"] >= 4 * elements, "moments; masters, and weights"
+    if "adapter" in case:
+        whole = sum(math.prod(info.shape) for info in declare_parameters(state.spec).values())
+        assert elements < whole / 8, "no masters of frozen parameters"
     assert taken["gradients"] is taken["communication buffers"] is None
     seen = watch.trajectory()
     assert any(copied) == ("node" in case)
     state.close()
-    kind, model = coarsest_tolerance(config.precision), (case.get("tied", False), "experts" in case, state.spec.depth)
+    kind, model = coarsest_tolerance(config.precision), (json.dumps(state.spec.to_dict()),)
     if dist.get_rank() != 0:
         return {}
     for compute in {"fp32", kind}:
@@ -193,7 +226,7 @@ def parity(name: str, case: dict[str, Any], references: dict[str, Any]) -> dict[
             batches = [[random_batch(step, SEQUENCES, LENGTH, state.spec.vocab_size, False)] for step in range(STEPS)]
             base = dataclasses.replace(config, parallel=Config().parallel)
             references[*model, compute] = train_reference(
-                base, state.spec, batches, torch.device("cpu"), compute=DTYPES[compute]
+                base, state.spec, batches, torch.device("cpu"), starting(config, state.spec), DTYPES[compute]
             )
     expected = references[*model, "fp32"]
     plain = None if kind == "fp32" else compare_runs(references[*model, kind], expected, kind)
@@ -357,6 +390,13 @@ LEGS = [  # plans of one run, two steps each
 ]
 
 
+ADAPTED_LEGS = [
+    {"parallel.zero.stage": 3, "parallel.zero.engine": "deepspeed"},
+    {"parallel.tp": 2, "parallel.zero.stage": 3},
+    {"parallel.tp": 2, "parallel.zero.stage": 1, "parallel.zero.engine": "deepspeed"},
+]
+
+
 def four(root: Path) -> dict[str, Any]:
     references: dict[str, Any] = {}
     results: dict[str, Any] = {
@@ -365,12 +405,12 @@ def four(root: Path) -> dict[str, Any]:
         "gathered": gathered(),
         "lost": lost_losses(),
         "overflows": overflows(OVERFLOWS, (0, 1, 2, 3)),
-        "legs": [],
     }
-    common = {"model.tied": True, "eval.every": 2, "precision.compute": "fp32", "lr.warmup": 1}
-    results["whole"] = run(root / "whole", 2 * len(LEGS), **common, **{"parallel.zero.stage": 1})
-    for leg, plan in enumerate(LEGS, start=1):
-        results["legs"].append(run(root / "legs", 2 * leg, **common, **plan))
+    adapter = {"model.adapter.rank": 4, "model.adapter.trained": ["norm.weight"]}
+    for name, legs, more in (("legs", LEGS, {}), ("adapters", ADAPTED_LEGS, adapter)):
+        common = {"model.tied": True, "eval.every": 2, "precision.compute": "fp32", "lr.warmup": 1} | more
+        results[name] = {"whole": run(root / f"{name}_whole", 2 * len(legs), **common, **{"parallel.zero.stage": 1})}
+        results[name]["legs"] = [run(root / name, 2 * leg, **common, **plan) for leg, plan in enumerate(legs, start=1)]
     return results
 
 

@@ -2,12 +2,16 @@
 
 PEFT names modules as transformers does. Where one of its modules holds several of ours, as the fused projections of
 Phi-3 do, its adapter holds those of all of them: A has the rows of each, and B is block-diagonal. That is exact, with a
-rank that is so many times as large."""
+rank that is so many times as large.
+
+The matrices of all experts are one parameter, which `target_parameters` names. Its adapter is two matrices as well, A
+[experts x rank, inputs] and B [outputs, rank x experts]."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +36,9 @@ ADAPTER, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """What PEFT puts in front of the names of modules."""
 
+ANY_MODULE = r".*\."
+"""What PEFT puts in front of the names of parameters in the patterns that it makes for experts."""
+
 SAVE = "save the adapter with PEFT's save_pretrained"
 
 READ = {
@@ -45,12 +52,16 @@ READ = {
         "bias",
         "init_lora_weights",
     ),
-    *("rank_pattern", "alpha_pattern", "lora_dropout", "fan_in_fan_out"),
+    *("rank_pattern", "alpha_pattern", "lora_dropout", "fan_in_fan_out", "target_parameters"),
 }
 """Options of adapter_config.json that are read here."""
 
 IMPLIED = {"target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern"}
 """Options that say which modules there are adapters of, as the tensors do too."""
+
+OF_EXPERTS = (".gate_proj", ".up_proj", ".down_proj")
+"""Ends of modules that PEFT takes for experts in the `target_modules` of a mixture, be they of a dense layer or of a
+shared block. As `target_parameters` their weights are what they are."""
 
 OF_PEFT = {
     *("auto_mapping", "revision", "inference_mode", "peft_version", "megatron_core", "runtime_config"),
@@ -88,9 +99,9 @@ def find_base(folder: str | Path) -> Path:
 
 def read_options(folder: Path) -> dict[str, Any]:
     """adapter_config.json with defaults. Raises `ConfigError`, which names the option that is not supported."""
-    numbers, mapping = (int, float), (dict, type(None))
+    numbers, mapping, names = (int, float), (dict, type(None)), (list, type(None))
     shape = {"base_model_name_or_path": str, "r": int, "lora_alpha": numbers, "peft_type": str}
-    shape |= {"rank_pattern": mapping, "alpha_pattern": mapping}
+    shape |= {"rank_pattern": mapping, "alpha_pattern": mapping, "target_parameters": names}
     try:
         check_links(folder)
         options = read_json(folder / ADAPTER, shape, SAVE)
@@ -125,7 +136,7 @@ def match_module(patterns: Mapping[str, Any] | None, module: str, default: float
     """The number that `rank_pattern` or `alpha_pattern` has for a module. Names are compared as text: what PEFT takes
     for a regular expression is a name, or the end of one, in what it writes itself."""
     for name, value in (patterns or {}).items():
-        if f".{module}".endswith(f".{name.lstrip('^')}") and type(value) in (int, float):
+        if f".{module}".endswith(f".{name.lstrip('^').removeprefix(ANY_MODULE)}") and type(value) in (int, float):
             return value
     return default
 
@@ -133,10 +144,22 @@ def match_module(patterns: Mapping[str, Any] | None, module: str, default: float
 def list_modules(spec: ModelSpec, infos: Mapping[str, ParameterInfo]) -> list[CheckpointEntry]:
     """The parameters of a model, without adapters, by the names that PEFT has for them."""
     if not isinstance(spec, CodeSpec):
-        return list_entries(spec, infos)
+        return list_entries(spec, infos, stacked=True)
     from trainer.hf.code_weights import list_code_entries
 
     return list_code_entries(spec, infos)
+
+
+def find_places(entries: Iterable[CheckpointEntry], adapted: Callable[[CheckpointEntry], bool]) -> dict[str, str]:
+    """Name of a parameter -> module in which PEFT keeps its adapter. PEFT wraps a module for each of its parameters
+    that has an adapter, in their order, and calls what it wraps `base_layer`."""
+    places, wrapped = dict[str, str](), Counter[str]()
+    for entry in reversed([*entries]):
+        if adapted(entry):
+            module = entry.theirs.rpartition(".")[0]
+            places[entry.theirs] = module + ".base_layer" * wrapped[module]
+            wrapped[module] += 1
+    return places
 
 
 class PeftWeights:
@@ -153,9 +176,12 @@ class PeftWeights:
         stored = self.read_tensors()
         self.settings: dict[str, tuple[int, float]] = {}
         trained: list[str] = []
-        for entry in list_modules(spec, self.infos):
+        entries = list_modules(spec, self.infos)
+        places = find_places(entries, self.is_target)
+        for entry in entries:
             module = entry.theirs.removesuffix(".weight")
-            pair = [stored.pop(f"{PREFIX}{module}.lora_{letter}.weight", None) for letter in "AB"]
+            place = places.get(entry.theirs, module)
+            pair = [stored.pop(f"{PREFIX}{place}.lora_{letter}.weight", None) for letter in "AB"]
             whole = stored.pop(PREFIX + entry.theirs, None)
             down, up = pair
             if down is not None and up is not None:
@@ -189,6 +215,13 @@ class PeftWeights:
         if dropout := self.options["lora_dropout"]:
             self.notes.append(f"{self.folder / ADAPTER}: lora_dropout={dropout} is left out: adapters have no dropout")
 
+    def is_target(self, entry: CheckpointEntry) -> bool:
+        """Whether a parameter may have an adapter: a stack of matrices only where `target_parameters` names it."""
+        if not entry.joined:
+            return entry.theirs.endswith(".weight")
+        targets = self.options.get("target_parameters") or []
+        return any(f".{entry.theirs}".endswith(f".{name}") for name in targets)
+
     def read_tensors(self) -> dict[str, Tensor]:
         try:
             path = path_inside(self.folder, TENSORS)
@@ -202,31 +235,36 @@ class PeftWeights:
     def take_pair(self, entry: CheckpointEntry, module: str, down: Tensor, up: Tensor) -> None:
         """Notes the adapter of one of their modules."""
         parts = entry.ours
-        inputs, outputs = self.infos[parts[0]].shape[-1], sum(self.infos[part].shape[0] for part in parts)
+        *stack, _, inputs = self.infos[parts[0]].shape
+        outputs, experts = sum(self.infos[part].shape[-2] for part in parts), stack[0] if stack else 1
         rank = match_module(self.options.get("rank_pattern"), module, self.options["r"])
-        if not all(can_adapt(self.infos[part]) and not self.infos[part].stacked for part in parts):
-            raise self.error(f"{on_one_line(module)}: adapters of experts and routers are not read")
-        if (tuple(down.shape), tuple(up.shape)) != ((rank, inputs), (outputs, rank)):
+        if not all(can_adapt(self.infos[part]) for part in parts):
+            raise self.error(f"{on_one_line(module)}: adapters of routers are not read")
+        wanted = [rank * experts, inputs], [outputs, rank * experts]
+        if (list(down.shape), list(up.shape)) != wanted:
             raise self.error(
                 f"{on_one_line(module)} has lora_A {list(down.shape)} and lora_B {list(up.shape)}, rank {rank:g} and "
-                f"the model want {[rank, inputs]} and {[outputs, rank]}"
+                f"the model want {wanted[0]} and {wanted[1]}"
             )
+        if stack:
+            down, up = down.unflatten(0, (experts, -1)), up.unflatten(1, (-1, experts)).permute(2, 0, 1)
         alpha = match_module(self.options.get("alpha_pattern"), module, self.options["lora_alpha"])
-        factor = alpha / (rank**0.5 if self.options["use_rslora"] else rank)
-        plain, count = replace(entry, transposed=False), len(up[0])
+        # The ranks of fused modules are others, and so is the last bit of the factor.
+        factor = float(f"{alpha / (rank**0.5 if self.options['use_rslora'] else rank):.12g}")
+        plain, count = replace(entry, transposed=False), up.shape[-1]
         rows = {part: plain.take_rows(up, part, self.infos) for part in parts}
         used = [part for part in parts if rows[part].any()] or list(parts)
         block = count // len(used)
         blocks = {part: slice(place * block, (place + 1) * block) for place, part in enumerate(used)}
         diagonal = count == len(used) * self.options["r"] and all(
-            torch.count_nonzero(rows[part]) == torch.count_nonzero(rows[part][:, place])
+            torch.count_nonzero(rows[part]) == torch.count_nonzero(rows[part][..., place])
             for part, place in blocks.items()
         )
         for part in used:
             place = blocks[part] if diagonal else slice(None)
             name = part.removesuffix(".weight")
-            self.values[f"{name}.{DOWN}"] = down[place].float()
-            self.values[f"{name}.{UP}"] = rows[part][:, place].float()
+            self.values[f"{name}.{DOWN}"] = down[..., place, :].float()
+            self.values[f"{name}.{UP}"] = rows[part][..., place].float()
             self.settings[name] = block if diagonal else count, factor
 
     def name_targets(self) -> list[str]:
@@ -306,17 +344,26 @@ def write_adapter(
     tensors: dict[str, Tensor] = {}
     ranks, alphas = dict[str, int](), dict[str, float]()
     adapted, others, saved = list[str](), list[str](), list[str]()
-    transposed = set()
+    parameters, weights, transposed = dict[bool, list[str]]({True: [], False: []}), list[str](), set[bool]()
+    mixture = any(info.stacked for info in infos.values())
 
     def store(name: str, value: Tensor) -> None:
         tensors[PREFIX + name] = value.detach().cpu().to(dtype).contiguous()
 
-    for entry in list_modules(spec, infos):
+    def choose(entry: CheckpointEntry) -> list[str]:
+        """The modules of ours in a parameter that have adapters."""
+        return [part for name in entry.ours if f"{(part := name.removesuffix('.weight'))}.{DOWN}" in infos]
+
+    entries = list_modules(spec, infos)
+    places = find_places(entries, lambda entry: bool(choose(entry)))
+    for entry in entries:
         module, _, kind = entry.theirs.rpartition(".")
-        parts = [name.removesuffix(".weight") for name in entry.ours]
-        chosen = [part for part in parts if f"{part}.{DOWN}" in infos]
+        parts, stacked = [name.removesuffix(".weight") for name in entry.ours], infos[entry.ours[0]].stacked
+        chosen = choose(entry)
         if trained := [name for name in entry.ours if infos[name].trained]:
-            if chosen or any(f"{name.rpartition('.')[0]}.{DOWN}" in infos for name in entry.ours):
+            # PEFT saves a module whole: of experts, all their parameters.
+            owners = tuple(name.rsplit(".", 1 + stacked)[0] + "." for name in entry.ours)
+            if any(info.adapter and name.startswith(owners) for name, info in infos.items()):
                 raise ConfigError(
                     f"form=adapter: {trained[0]} is trained and has an adapter, which a PEFT folder cannot hold; set "
                     "form=merged"
@@ -328,21 +375,24 @@ def write_adapter(
                 )
             store(entry.theirs, entry.join([read(name) for name in entry.ours]))
             saved.append(module)
-        if chosen and infos[entry.ours[0]].stacked:
-            raise ConfigError(
-                f"form=adapter: {chosen[0]} has an adapter for each expert, which a PEFT folder here cannot hold; set "
-                "form=merged"
-            )
+        if stacked and can_adapt(infos[entry.ours[0]]):
+            parameters[bool(chosen)].append(entry.theirs)
         if chosen:
-            down = torch.cat([read(f"{part}.{DOWN}") for part in chosen])
+            down = torch.cat([read(f"{part}.{DOWN}") for part in chosen], -2)
             up = replace(entry, transposed=False).join(list(spread_blocks(parts, chosen, infos, read)))
-            store(f"{module}.lora_A.weight", down)
-            store(f"{module}.lora_B.weight", up)
-            adapted.append(module)
-            transposed.add(entry.transposed)
+            if stacked:
+                down, up = down.flatten(0, 1), up.permute(1, 2, 0).flatten(1)
+            elif mixture and module.endswith(OF_EXPERTS):
+                weights.append(entry.theirs)
+            else:
+                adapted.append(module)
+                transposed.add(entry.transposed)
+            store(f"{places[entry.theirs]}.lora_A.weight", down)
+            store(f"{places[entry.theirs]}.lora_B.weight", up)
             if (count := len(chosen)) > 1:
-                ranks[module] = count * adapter.rank
-                alphas[module] = adapter.alpha * (count if adapter.scale == "rank" else count**0.5)
+                name = entry.theirs.removesuffix(".weight")
+                ranks[name] = count * adapter.rank
+                alphas[name] = adapter.alpha * (count if adapter.scale == "rank" else count**0.5)
         elif kind == "weight":
             others.append(module)
     options = {
@@ -356,6 +406,7 @@ def write_adapter(
         "bias": "none",
         "fan_in_fan_out": True in transposed,
         "target_modules": shorten_modules(adapted, others),
+        "target_parameters": [*shorten_modules(parameters[True], parameters[False]), *weights] or None,
         "modules_to_save": list(dict.fromkeys(saved)) or None,
         "rank_pattern": ranks,
         "alpha_pattern": alphas,
@@ -374,12 +425,12 @@ def spread_blocks(
     """The rows of B of each part of a fused module: its own B in the columns of its own A, zeros elsewhere."""
     for part in parts:
         if part not in chosen:
-            outputs, rank = infos[f"{part}.weight"].shape[0], infos[f"{chosen[0]}.{UP}"].shape[1]
-            yield torch.zeros(outputs, rank * len(chosen))
+            *rows, _ = infos[f"{part}.weight"].shape
+            yield torch.zeros(*rows, infos[f"{chosen[0]}.{UP}"].shape[-1] * len(chosen))
             continue
         up = read(f"{part}.{UP}").float()
         place = chosen.index(part)
-        left, right = place * up.shape[1], (len(chosen) - 1 - place) * up.shape[1]
+        left, right = place * up.shape[-1], (len(chosen) - 1 - place) * up.shape[-1]
         yield torch.nn.functional.pad(up, (left, right))
 
 

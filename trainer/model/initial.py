@@ -158,12 +158,14 @@ def initial_value(
 
 
 @torch.no_grad()
-def fill_parameters(model: nn.Module, value: Weights) -> None:
+def fill_parameters(model: nn.Module, value: Weights, trained: bool = True) -> None:
     """Sets every parameter, sharded or not, from whole tensors; also fills the buffers. Every rank passes the same
-    values."""
+    values. trained: whether trained parameters too, or frozen ones alone."""
     infos = parameter_infos(model)
     for name, parameter in model.named_parameters():
         info, some = infos[name], getattr(value, "experts", None)
+        if info.trained and not trained:
+            continue
         if parameter.dtype is E4M3:
             fill_codes(model.get_submodule(name.rpartition(".")[0]), parameter, value(name, info))
             continue

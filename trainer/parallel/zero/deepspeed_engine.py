@@ -10,6 +10,9 @@ nothing of tensor parallelism, of pipelines, or of who runs backward. Gradients 
 step, until when the parameters accumulate them in fp32; in stage 2 from hooks. Stage 3 (`PartitionedZero`): DeepSpeed's
 own hooks gather each layer and reduce its gradients.
 
+DeepSpeed's optimizer knows no frozen parameters. In stages 1 and 2 they stay as they are, in stage 3 DeepSpeed shares
+and gathers them with the others.
+
 `trainer.parallel.zero.fsdp.import_engine` imports this module, and with it DeepSpeed.
 """
 
@@ -36,7 +39,7 @@ from torch.distributed.tensor import DTensor
 from trainer.config import Config, ConfigError
 from trainer.distributed.mesh import World
 from trainer.distributed.tensors import local_values
-from trainer.model.initial import Weights, fill_buffers
+from trainer.model.initial import Weights, fill_buffers, fill_parameters, parameter_infos
 from trainer.model.stage import Stage
 from trainer.optim.optimizer import ParameterPolicy
 from trainer.parallel.compress.reduction import NoCompression
@@ -115,7 +118,11 @@ class DeepSpeed:
 
     def shard(self, model: Stage) -> None:
         """Parameters are in the compute type; the fp32 masters are DeepSpeed's. What it shares out it cuts later."""
-        model.to(DTYPES[self.config.precision.compute])
+        for module in model.modules():
+            for name, parameter in [*module.named_parameters(recurse=False)]:
+                if parameter.requires_grad:
+                    setattr(module, name, nn.Parameter(parameter.detach().to(DTYPES[self.config.precision.compute])))
+        model.tie()
 
     def materialize(self, model: Stage) -> None:
         """Gives a stage storage; in ZeRO stage 3 one layer after another, of each of which the rank keeps its part."""
@@ -145,7 +152,11 @@ class DeepSpeed:
     ) -> tuple[DeepSpeedZero, DeepSpeedScaler]:
         self.models = list(stages.values())
         for model in self.models:
-            fill_buffers(model, weights)
+            if self.stage < 3:
+                fill_parameters(model, weights, trained=False)
+            else:
+                fill_buffers(model, weights)
+                fill_parts(model, weights, self.world.data.get_local_rank())
         kind = PartitionedZero if self.stage == 3 else FlatZero
         self.zero = kind(stages, parameters, infos, policies, shared, self.config, self.world)
         self.zero.fill(weights)
@@ -162,6 +173,17 @@ class DeepSpeed:
 
     def sharding(self, reductions: int) -> NoSharding:
         return self.zero.sharding(reductions)
+
+
+@torch.no_grad()
+def fill_parts(model: Stage, weights: Weights, rank: int) -> None:
+    """Sets the part that a rank has of each frozen parameter in ZeRO stage 3: as many elements as the others have."""
+    infos = parameter_infos(model)
+    for name, parameter in model.named_parameters():
+        if not infos[name].trained:
+            part = parameter.ds_tensor
+            own = weights(name, infos[name]).flatten()[rank * part.numel() :][: part.numel()]
+            part.data[: len(own)].copy_(own)  # behind the last element is padding
 
 
 def of_rank(parameter: nn.Parameter) -> Tensor:
@@ -360,6 +382,7 @@ class PartitionedZero(DeepSpeedZero):
         ((number, model),) = stages.items()
         # Gathered as one, as their parts are not called one by one.
         set_z3_leaf_modules(model, list({type(layer) for layer in model.layers.values()}))
+        next(iter(model.layers.values())).register_forward_pre_hook(require_gradient)
         groups: dict[ParameterPolicy, list[Tensor]] = {}
         for name, policy in self.policies.items():
             groups.setdefault(policy, []).append(parameters[name])
@@ -429,6 +452,13 @@ class PartitionedZero(DeepSpeedZero):
         self.zero.grad_partitions_flat_buffer[:1] = torch.nan
         for norm in self.zero.norm_for_param_grads.values() if self.zero.offload_optimizer else ():
             norm.fill_(torch.nan)
+
+
+def require_gradient(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Has the first layer give a gradient of its input, which it does not behind a frozen embedding. DeepSpeed takes
+    the backward pass of a layer for done when that gradient is there, and frees the parameters."""
+    if torch.is_grad_enabled():
+        inputs[0].requires_grad_()
 
 
 class ScaledBackward(NoSharding):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from trainer.config import Config, ParallelConfig
 from trainer.config.fields import list_divisors
 from trainer.config.model import ModelSpec
-from trainer.planning.parameters import UpdateSettings, float8_setting
+from trainer.planning.parameters import UpdateSettings, declare_parameters, float8_setting
 from trainer.planning.plan import Feature, Plan
 
 # What DeepSpeed's engine cannot run.
@@ -111,7 +111,7 @@ WHY = {
     "zero_quantized_gradients": "sums over ranks but averages over nodes, so gradients would be scaled wrongly; leave "
     "it out, or set parallel.grad_comm with parallel.zero.engine=torch, which quantises "
     "gradients too",
-    "zero_quantized_nontrainable_weights": "is for frozen parameters, and there are none; leave it out",
+    "zero_quantized_nontrainable_weights": "rounds frozen parameters; leave it out, or set model.adapter.weights=fp8",
 }
 """Of keys that are refused whatever their value: what they would do, and the way out."""
 
@@ -344,10 +344,33 @@ def describe_zero(config: Config, spec: ModelSpec, plan: Plan) -> list[tuple[str
 
 def check_model(config: Config, spec: ModelSpec | None, plan: Plan, node: int) -> Iterator[str]:
     """What of the model the engine cannot train."""
-    if spec is not None and spec.adapter.rank and config.parallel.zero.engine == "deepspeed":
+    zero = config.parallel.zero
+    if spec is None or not spec.adapter.rank or zero.engine == "torch":
+        return
+    setting = f"model.adapter.rank={spec.adapter.rank}"
+    if zero.nvme is not None:
         yield (
-            f"model.adapter.rank={spec.adapter.rank}: DeepSpeed's engine trains all parameters, and adapters leave "
-            f"most of them frozen; set {TORCH}, or model.adapter.rank=0"
+            f"{setting} with parallel.zero.nvme={zero.nvme}: frozen parameters are no state of the optimizer, and only "
+            f"that is kept on a disk; set parallel.zero.offload=true instead, or {TORCH}"
+        )
+    size = zero.deepspeed.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
+    if size > 1:
+        yield (
+            f"{setting} with parallel.zero.deepspeed.zero_optimization.zero_hpz_partition_size={size}: DeepSpeed "
+            f"renews a node's second copies of trained parameters alone; leave it out, or set {TORCH}"
+        )
+    if zero.stage == 3 and spec.adapter.weights == "fp8":
+        yield (
+            "model.adapter.weights=fp8: DeepSpeed's stage 3 shares parameters in precision.compute; set "
+            f"model.adapter.weights=compute, parallel.zero.stage=1 or 2, or {TORCH}"
+        )
+    trained = {
+        name.split(".")[1] for name, info in declare_parameters(spec).items() if info.trained and "layers." in name
+    }
+    if plan.pp > 1 and len(trained) < spec.depth:
+        yield (
+            f"{setting} gives no adapters to {spec.depth - len(trained)} of {spec.depth} layers: DeepSpeed has no "
+            f"optimizer for a pipeline rank that trains nothing; set model.adapter.targets for all layers, or {TORCH}"
         )
 
 
