@@ -1,5 +1,5 @@
-"""Training beside torchtitan, and beside transformers under DeepSpeed's ZeRO-3, on all GPUs of this machine: in turn,
-one row a model and plan, each side under the same plan and recompute, and under the best that was found for it.
+"""Training beside torchtitan, and beside transformers under DeepSpeed's ZeRO-3 and its Trainer with FSDP2, on all GPUs
+of this machine: in turn, one row a model and plan, each side under the same plan and recompute, and under the best that was found for it.
 
     python bench/compare.py OUT_FOLDER [rounds=1] [sides=ours,torchtitan,transformers] [depth=16] [ROW...]
 
@@ -175,7 +175,7 @@ def transformers(
     variables = {}
     if torch.cuda.is_available():  # DeepSpeed cannot read names such as 9.0a
         variables["TORCH_CUDA_ARCH_LIST"] = "{}.{}".format(*torch.cuda.get_device_capability())
-    return told(launcher.run(name, ["bench/transformers_zero3.py", *shape, *settings], ROOT, **variables))
+    return told(launcher.run(name, ["bench/transformers_step.py", *shape, *settings], ROOT, **variables))
 
 
 def peft(name: str, launcher: Launcher, model: Path, length: int, sequences: int, settings: Settings) -> dict[str, Any]:

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
+import itertools
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -40,7 +42,7 @@ from trainer.model.attention import build_mask, causal_attention, pad_heads
 from trainer.model.cache import CachedPass, KVCache
 from trainer.model.context_attention import ContextGroup, without_regather
 from trainer.model.experts import RoutedExperts, project_rows
-from trainer.model.initial import DeclaredModule
+from trainer.model.initial import DeclaredModule, name_seed
 from trainer.model.layers import ATTENTION_BACKENDS, AdaptableLinear, ExpertUnit
 from trainer.model.linear import DeferredGrads, column_parallel, number_layer
 from trainer.model.stage import GraphBreak, join_reports, keep_here, run_as_one_graph, split_report
@@ -244,7 +246,7 @@ class CodeModule(DeclaredModule):
     `CodeSpec`."""
 
     kind: str | None
-    code: Callable[[nn.Module], None]
+    fill: Callable[..., dict[str, Tensor]]
     active: bool
 
     # Collectives stand around whole blocks, so products inside of a block are those of one rank.
@@ -286,7 +288,7 @@ class CodeModule(DeclaredModule):
     @torch.no_grad()
     def reset_buffers(self) -> None:
         """Fills the buffers of this module by its model's own `_init_weights`."""
-        fill_buffers_of(self, self.code)
+        fill_buffers_of(self, self.fill)
 
 
 class CodeLinear(CodeModule, AdaptableLinear):
@@ -431,11 +433,12 @@ def adapt_class(kind: Any, role: Any) -> Any:
     return type(f"{role.__name__}{kind.__name__}", (role, kind), {})
 
 
-def adapt_module(module: nn.Module, role: type[CodeModule], code: Callable, infos: dict[str, ParameterInfo]) -> None:
-    """Makes a module of transformers a `CodeModule`, in place. infos: its own parameters."""
+def adapt_module(module: nn.Module, role: type[CodeModule], fill: Callable, infos: dict[str, ParameterInfo]) -> None:
+    """Makes a module of transformers a `CodeModule`, in place. fill: gives its initial values; infos: its own
+    parameters."""
     kinds: list[Any] = [type(module), role]
     module.__class__ = adapt_class(*kinds)
-    module.__dict__ |= {"declared": infos, "part": None, "kind": None, "active": False, "code": code, "stacks": {}}
+    module.__dict__ |= {"declared": infos, "part": None, "kind": None, "active": False, "fill": fill, "stacks": {}}
 
 
 class Elsewhere(nn.Module):
@@ -471,13 +474,13 @@ class Absent(nn.Module):
 class OuterBuffers(nn.Module):
     """The buffers of a module that has parts of several stages inside, which keeps them too."""
 
-    def __init__(self, owner: nn.Module, code: Callable):
+    def __init__(self, owner: nn.Module, fill: Callable):
         super().__init__()
-        self.__dict__ |= {"owner": owner, "code": code, "_buffers": owner._buffers}
+        self.__dict__ |= {"fill": fill, "_buffers": owner._buffers}
 
     @torch.no_grad()
     def reset_buffers(self) -> None:
-        fill_buffers_of(self.owner, self.code)
+        fill_buffers_of(self, self.fill)
 
 
 class HeadInput(nn.Module):
@@ -505,7 +508,7 @@ class CodeStage(Transformer):
         self.group: TensorGroup | None = None
         self.context: ContextGroup | None = None
         causal, outer = build_code(spec), spec.transformers["outer"]
-        base, code, paths = base_of(causal), causal._init_weights, spec.transformers["paths"]
+        base, initial, paths = base_of(causal), CodeInitializer(spec), spec.transformers["paths"]
         # The code's own model is no child: its modules would have second names.
         self.__dict__["runs"] = causal if outer["through_head"] else base
         self.takes_positions: bool = outer["takes_positions"]
@@ -513,15 +516,15 @@ class CodeStage(Transformer):
         if self.first or (self.last and spec.tied):
             self.embedding = Embedding(spec.vocab_size, spec.width, "vocab")
         tables, (before, behind) = layer_tables(spec), outer_tables(spec, self.first, self.last)
-        self.take_outer(causal, code, outer["before"], before, self.first)
+        self.take_outer(causal, initial, outer["before"], before, self.first)
         every = causal.get_submodule(paths["layers"])
         self.layers = nn.ModuleDict({str(index): every[index] for index in layers})
         for index in layers:
-            layer = every[index]
-            adapt_tree(layer, code, dict(tables[index]))
+            layer, path = every[index], f"{paths['layers']}.{index}"
+            adapt_tree(layer, initial, path, dict(tables[index]))
             for name, parameter in layer.named_parameters():
                 parameter.requires_grad_(tables[index][name].trained)
-            adapt_module(layer, CodeLayer, code, {})
+            adapt_module(layer, CodeLayer, partial(initial.fill, path), {})
             layer.prepare(index == layers.stop - 1, outer["attends"] and not self.facts["masks"])
             for name, kind in spec.layer(index).code["blocks"].items():
                 layer.get_submodule(name).kind = kind
@@ -534,22 +537,28 @@ class CodeStage(Transformer):
         self.padding = causal.get_submodule(paths["embedding"]).padding_idx
         holder = nn.Identity()
         causal.set_submodule(paths["embedding"], holder)
-        self.take_outer(causal, code, outer["behind"], behind, self.last)
+        self.take_outer(causal, initial, outer["behind"], behind, self.last)
         if self.last:
             self.head = Head(spec, outer["head_bias"])
         causal.set_submodule(paths["head"], HeadInput())
         shared = {}
         for name, path in outer["shared"].items():
             shared[name] = causal.get_submodule(path)
-            adapt_tree(shared[name], code, {})
-        around = [one for one in causal.modules() if one._buffers and {every, holder} & set(one.modules())]
-        shared |= {f"buffers_{number}": OuterBuffers(one, code) for number, one in enumerate(around)}
+            adapt_tree(shared[name], initial, path, {})
+        around = [
+            OuterBuffers(one, partial(initial.fill, path))
+            for path, one in causal.named_modules()
+            if one._buffers and {every, holder} & set(one.modules())
+        ]
+        shared |= {f"buffers_{number}": one for number, one in enumerate(around)}
         self.shared = nn.ModuleDict(shared)
         if spec.adapter.rank:
             adapt_model(self, spec.adapter)
         self.tie()
 
-    def take_outer(self, causal: PreTrainedModel, code: Callable, names: list[str], table: Any, present: bool) -> None:
+    def take_outer(
+        self, causal: PreTrainedModel, initial: CodeInitializer, names: list[str], table: Any, present: bool
+    ) -> None:
         """Makes modules of the code outside of its layers modules of this stage, if it is the one that has them, and
         otherwise replaces them. names: of ours."""
         for name in names:
@@ -559,7 +568,7 @@ class CodeStage(Transformer):
                 causal.set_submodule(path, Absent(isinstance(module, nn.Embedding)))
                 continue
             infos = {key.removeprefix(inside): info for key, info in table.items() if key.startswith(inside)}
-            adapt_tree(module, code, infos)
+            adapt_tree(module, initial, path, infos)
             group, _, last = name.rpartition(".")
             if group and not hasattr(self, group):
                 self.add_module(group, nn.ModuleDict())
@@ -646,67 +655,99 @@ def base_of(causal: PreTrainedModel) -> nn.Module:
     return named or next(child for child in causal.children() if embedding in set(child.modules()))
 
 
-def adapt_tree(root: nn.Module, code: Callable, table: dict[str, ParameterInfo]) -> None:
-    """Adapts all modules below `root`, and `root` itself unless it is a layer. table: their parameters by name."""
+def adapt_tree(root: nn.Module, initial: CodeInitializer, place: str, table: dict[str, ParameterInfo]) -> None:
+    """Adapts all modules below `root`, and `root` itself unless it is a layer. place: the path of `root` in the model;
+    table: their parameters by name."""
     for path, module in list(root.named_modules()):
         if not any(True for some in (module.parameters(), module.buffers()) for _ in some):
             continue  # functions need nothing, and transformers has some of them once for all models
         own = {name: table[f"{path}.{name}" if path else name] for name, _ in module.named_parameters(recurse=False)}
         if path or own or module._buffers or not list(module.children()):
             role = CodeLinear if type(module) is nn.Linear else CodeExperts if runs_by_interface(module) else CodeModule
-            adapt_module(module, role, code, own)
+            adapt_module(module, role, partial(initial.fill, f"{place}.{path}".rstrip(".")), own)
 
 
-@torch.no_grad()
-def fill_alone(
-    code: Callable[[nn.Module], None], module: nn.Module, shapes: Mapping[str, tuple[int, ...]] | None = None
-) -> dict[str, Tensor]:
-    """The module's own parameters and buffers in fp32 on the CPU, as the model's own `_init_weights` fills them; NaN
-    where it leaves one as it was. shapes: of those that are filled, where others than all as they are."""
-    alone = object.__new__(type(module))  # FSDP's classes construct a module when they are copied
-    alone.__dict__ |= module.__dict__
-
-    def empty_tensor(name: str, like: Tensor) -> Tensor:
-        if shapes is None or name in shapes:
-            return torch.full(shapes[name] if shapes else like.shape, torch.nan)
-        return torch.empty_like(like, device="meta")
-
-    empty = [
-        {name: None if one is None else empty_tensor(name, one) for name, one in some.items()}
-        for some in (module._parameters, module._buffers)
-    ]
-    alone.__dict__["_parameters"] = {n: None if one is None else nn.Parameter(one) for n, one in empty[0].items()}
-    alone.__dict__["_buffers"] = empty[1]
-    code(alone)
-    found = {**alone._parameters, **alone._buffers}
-    found = {name: value for name, value in found.items() if shapes is None or name in shapes}
-    if any(value is not None and value.isnan().any() for value in found.values()):
-        with contextlib.suppress(TypeError):  # some modules are filled by their constructor, if it needs no arguments
-            fresh = kind_of(module)()
-            found |= {name: value.float() for name, value in [*fresh.named_parameters(), *fresh.named_buffers()]}
-    return {name: value.detach() for name, value in found.items() if value is not None}
+def fill_buffers_of(module: nn.Module, fill: Callable[..., dict[str, Tensor]]) -> None:
+    """Fills the module's own buffers. fill: gives their values."""
+    shapes = {name: tuple(buffer.shape) for name, buffer in module._buffers.items() if buffer is not None}
+    for name, value in (fill(shapes=shapes) if shapes else {}).items():
+        module.get_buffer(name).copy_(value)
 
 
-def fill_buffers_of(module: nn.Module, code: Callable[[nn.Module], None]) -> None:
-    """Fills the module's own buffers by `_init_weights`."""
-    buffers = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
-    if buffers:
-        filled = fill_alone(code, module)
-        check_filled({name: filled[name] for name in buffers}, type(module).__name__)
-        for name, buffer in buffers.items():
-            buffer.copy_(filled[name])
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class CodeInitializer:
+    """The initial values of a model by transformers' own initialisation. Every module but the one that is filled stays
+    on the meta device, so nothing is drawn for the others."""
+
+    def __init__(self, spec: CodeSpec):
+        self.spec = spec
+
+    @cached_property
+    def causal(self) -> PreTrainedModel:
+        return build_code(self.spec)
+
+    def fill(self, path: str, seed: int = 0, name: str = "", shapes: Shapes | None = None) -> dict[str, Tensor]:
+        """The own parameters and buffers of the module at `path` in fp32 on the CPU, drawn by a seed and a name, by
+        default the path. shapes: of those that are filled, where others than all as they are. Raises `ConfigError`
+        where nothing fills one."""
+        module = self.causal.get_submodule(path)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(name_seed(seed, name or path))
+            values = self.call_code(path, module, {}, shapes)
+            if any(value.isnan().any() for value in values.values()):  # the constructor fills the others
+                values = self.call_code(path, module, construct_tensors(module), shapes)
+        for key, value in values.items():
+            if value.isnan().any():
+                raise ConfigError(
+                    f"model.code=transformers: _init_weights of transformers does not fill {key} of {path}, so the "
+                    "model cannot be made here"
+                )
+        return values
+
+    def call_code(
+        self, path: str, module: nn.Module, begun: Mapping[str, Tensor], shapes: Shapes | None
+    ) -> dict[str, Tensor]:
+        """The tensors of `fill`, NaN where nothing fills them. begun: their values before."""
+        kept = module._parameters, module._buffers
+        values = {name: begun.get(name, like) for some in kept for name, like in some.items() if like is not None}
+        for name, like in list(values.items()):
+            if shapes is not None and name not in shapes:
+                del values[name]
+            elif (shape := shapes[name] if shapes else like.shape) != like.shape or like.is_meta:
+                values[name] = torch.full(shape, torch.nan)
+        try:
+            module._parameters = kept[0] | {key: nn.Parameter(values[key].float()) for key in kept[0] if key in values}
+            module._buffers = kept[1] | {key: values[key].float() for key in kept[1] if key in values}
+            # transformers calls the method of a model for its parts from the inside out, and modules that have others
+            # inside may fill these again.
+            calls: list[Callable[[], None]] = []
+            code: Callable = self.causal._init_weights
+            for name in dict.fromkeys(["", *itertools.accumulate(path.split("."), "{}.{}".format)]):
+                outer = self.causal.get_submodule(name)
+                if isinstance(outer, PreTrainedModel):
+                    code = outer._init_weights
+                calls.insert(0, partial(code, outer))
+            for call in calls:
+                call()
+            return {name: getattr(module, name).detach() for name in values}
+        finally:
+            module._parameters, module._buffers = kept
+
+
+def construct_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The own parameters and buffers of a module as its constructor makes them, or none where its attributes do not
+    have the constructor's arguments."""
+    arguments = {"dtype": torch.float32} | vars(module)
+    accepted = inspect.signature(type(module)).parameters
+    try:
+        fresh = type(module)(**{name: arguments[name] for name in accepted if name in arguments})
+    except TypeError:
+        return {}
+    return dict([*fresh.named_parameters(recurse=False), *fresh.named_buffers(recurse=False)])
 
 
 def kind_of(module: nn.Module) -> type[nn.Module]:
     """The module's class in transformers."""
     return next(kind for kind in type(module).__mro__ if kind.__module__.startswith(("transformers.", "torch.nn.")))
-
-
-def check_filled(values: dict[str, Tensor], kind: str) -> None:
-    """Raises `ConfigError` where `_init_weights` has not filled one of these tensors of a module."""
-    for name, value in values.items():
-        if value.isnan().any():
-            raise ConfigError(
-                f"model.code=transformers: _init_weights of transformers does not fill {name} of {kind}, so the model "
-                "cannot be made here"
-            )
