@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,6 +40,7 @@ import torch
 import yaml
 from compare import (
     COPIED,
+    FSDP2,
     OPERATIONS,
     ROOT,
     SELECTIVE,
@@ -215,7 +216,7 @@ def code(lease: Lease) -> list[Case]:
     """Own blocks, transformers' own code under the same plan, and transformers under DeepSpeed's ZeRO-3 and under its
     Trainer with FSDP2."""
 
-    def beside(group: str, model: Path, length: int, micro: int, few: Settings = ()) -> list[Case]:
+    def beside(group: str, model: Path, length: int, micro: int, few: Sequence[str] = ()) -> list[Case]:
         """few: the steps of transformers, where its steps are slow."""
         by_code = [*SELECTIVE, "code=transformers"]
         return [
@@ -227,8 +228,8 @@ def code(lease: Lease) -> list[Case]:
                 lease.step(f"{group}.{name}", model, length, micro, ["recompute=true", *more, *few], 200, transformers)
                 for name, more in (
                     ("transformers", []),
-                    ("transformers_fsdp2", ["engine=fsdp2"]),
-                    ("transformers_fsdp2_compiled", ["engine=fsdp2", "compile=true"]),
+                    ("transformers_fsdp2", FSDP2[:1]),
+                    ("transformers_fsdp2_compiled", FSDP2),
                 )
             ),
         ]
