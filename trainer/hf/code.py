@@ -41,11 +41,11 @@ from trainer.hf.scans import replace_scans
 from trainer.model.attention import build_mask, causal_attention, pad_heads
 from trainer.model.cache import CachedPass, KVCache
 from trainer.model.context_attention import ContextGroup, without_regather
-from trainer.model.experts import RoutedExperts, project_rows
+from trainer.model.experts import RoutedExperts, count_choices, project_rows
 from trainer.model.initial import DeclaredModule, name_seed
 from trainer.model.layers import ATTENTION_BACKENDS, AdaptableLinear, ExpertUnit
 from trainer.model.linear import DeferredGrads, column_parallel, number_layer
-from trainer.model.stage import GraphBreak, join_reports, keep_here, run_as_one_graph, split_report
+from trainer.model.stage import BlockReport, GraphBreak, join_reports, keep_here, run_as_one_graph, split_report
 from trainer.model.transformer import Embedding, Head, Transformer, adapt_model, document_positions
 from trainer.planning.parameters import ParameterInfo, layer_tables, outer_tables
 from trainer.precision.products import Multiply, matmul
@@ -73,9 +73,9 @@ class UnsupportedAttention(Exception):
 @dataclass
 class StagePass:
     """What the layers of a stage share in one forward pass. hidden: what the first of them reads; result: what the last
-    of them returned; head: what the head reads. calls: of attention and other functions that keep documents apart;
-    recurrent, stateful: see `Mixing`. shape: (batch, length) of this rank's tokens. documents, length: of whole
-    sequences. entered: the pass of a KV cache, None in training."""
+    of them returned; head: what the head reads. loads: how many tokens each expert has, by the module's name. calls: of
+    attention and other functions that keep documents apart; recurrent, stateful: see `Mixing`. shape: (batch, length)
+    of this rank's tokens. documents, length: of whole sequences. entered: the pass of a KV cache, None in training."""
 
     hidden: Tensor
     shape: tuple[int, int]
@@ -90,6 +90,7 @@ class StagePass:
     recurrent: bool = False
     stateful: bool = False
     head: Tensor | None = None
+    loads: dict[str, Tensor] = field(default_factory=dict)
 
     def mask(self, module: nn.Module, window: int, changed: bool, device: torch.device) -> Any:
         """The mask of a kind of attention, made once. module: that asks for it, whose keys a cache keeps."""
@@ -189,8 +190,9 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend_in_pass)
 def run_experts(module: CodeExperts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """An experts function of transformers. hidden_states and result: [tokens, width]. top_k_index, top_k_weights: the
     experts of each token and the weights of their outputs, [tokens, top_k]."""
-    count = module.declared["down_proj"].shape[0]
-    return module.dispatch.run(hidden_states, top_k_index, top_k_weights, count, module.compute).output
+    if module.load is not None:
+        module.load.copy_(count_choices(top_k_index.flatten(), module.stacked))
+    return module.dispatch.run(hidden_states, top_k_index, top_k_weights, module.stacked, module.compute).output
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS, run_experts)
@@ -311,6 +313,9 @@ class CodeExperts(CodeModule, RoutedExperts):
 
     foreign = True
     stacks: dict[str, ExpertStack]
+    load: Tensor | None = None
+    """Where a pass of training counts the tokens of each expert: int64 [experts]. None where it is computed again."""
+    stacked = property(lambda self: self.declared["down_proj"].shape[0], doc="The number of experts on all ranks.")
 
     def defer(self, deferred: DeferredGrads) -> None:
         """From now on the stacks may defer their weight gradients, to `deferred`."""
@@ -384,17 +389,23 @@ class CodeLayer(CodeModule):
     run_tile: Callable
     keep: Callable
 
-    def prepare(self, last: bool, caches: bool) -> None:
-        """last: whether it is the last layer of its stage. caches: whether keys and values are all that it has to know
-        of earlier tokens."""
+    def prepare(self, index: int, last: bool, caches: bool) -> None:
+        """index: its number in the model. last: whether it is the last layer of its stage. caches: whether keys and
+        values are all that it has to know of earlier tokens."""
         self.caches = caches
         self.recompute, self.last, self.keep = None, last, keep_here
         self.expert_unit: ExpertUnit | None = None
+        self.counted = {
+            f"layers.{index}.{name}": module for name, module in self.named_modules() if isinstance(module, CodeExperts)
+        }
         self.run = self.run_tile = self.run_body
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
         current = PASS.current
         x = arguments[0] if arguments else named.pop("hidden_states")
+        counted = self.counted if self.training else {}
+        for name, module in counted.items():
+            module.load = current.loads[name] = x.new_zeros(module.stacked, dtype=torch.long)
         with self.keep(x), use_pass(current, regather=self.recompute is None):
             try:
                 output = run_as_one_graph(self.expert_unit or self.run, x, current, arguments[1:], named)
@@ -402,6 +413,8 @@ class CodeLayer(CodeModule):
                 report_break(kind_of(self).__name__, str(error).partition("\n")[0])
                 self.run = self.run_body
                 output = (self.expert_unit or self.run)(x, current, arguments[1:], named)
+        for module in counted.values():
+            module.load = None
         if self.last:
             current.result = output[0] if isinstance(output, tuple) else output
         return output
@@ -525,9 +538,10 @@ class CodeStage(Transformer):
             for name, parameter in layer.named_parameters():
                 parameter.requires_grad_(tables[index][name].trained)
             adapt_module(layer, CodeLayer, partial(initial.fill, path), {})
-            layer.prepare(index == layers.stop - 1, outer["attends"] and not self.facts["masks"])
+            layer.prepare(index, index == layers.stop - 1, outer["attends"] and not self.facts["masks"])
             for name, kind in spec.layer(index).code["blocks"].items():
                 layer.get_submodule(name).kind = kind
+            self.reports |= {f"{name}.load": module.stacked for name, module in layer.counted.items()}
         self.attention_kinds = dict.fromkeys(
             tuple(kind) for index in layers for kind in outer["kinds"].get(str(index), ())
         )
@@ -604,11 +618,12 @@ class CodeStage(Transformer):
         for window, changed in self.attention_kinds:  # before the layers: compiled ones must not make a mask each
             current.mask(self, window, changed, tokens.device)
         x = self.run_layers(current, positions)
+        reports = {name: BlockReport(None, {"load": load}) for name, load in current.loads.items()}
         if not self.last:
-            return x
+            return join_reports(x, reports)
         x, report = split_report(self.head(x, None if targets is None else targets.flatten()))
         x = x.view(*shape, -1) if targets is None else (x[0], x[1].view(shape).sum(1))
-        return join_reports(x, {"head": report})
+        return join_reports(x, {**reports, "head": report})
 
     def run_layers(self, current: StagePass, positions: Tensor) -> Tensor:
         """What the head reads, or the next stage: [tokens / t, width]."""
