@@ -701,7 +701,7 @@ class CodeInitializer:
 
     @cached_property
     def causal(self) -> PreTrainedModel:
-        return build_code(self.spec)
+        return build_code(self.spec).to("meta")  # constructors draw some parameters on the CPU
 
     def fill(self, path: str, seed: int = 0, name: str = "", shapes: Shapes | None = None) -> dict[str, Tensor]:
         """The own parameters and buffers of the module at `path` in fp32 on the CPU, drawn by a seed and a name, by
@@ -725,16 +725,15 @@ class CodeInitializer:
         self, path: str, module: nn.Module, begun: Mapping[str, Tensor], shapes: Shapes | None
     ) -> dict[str, Tensor]:
         """The tensors of `fill`, NaN where nothing fills them. begun: their values before."""
-        kept = module._parameters, module._buffers
-        values = {name: begun.get(name, like) for some in kept for name, like in some.items() if like is not None}
-        for name, like in list(values.items()):
-            if shapes is not None and name not in shapes:
-                del values[name]
-            elif (shape := shapes[name] if shapes else like.shape) != like.shape or like.is_meta:
-                values[name] = torch.full(shape, torch.nan)
+        kept, values = (module._parameters, module._buffers), {}
+        for key, like in [*kept[0].items(), *kept[1].items()]:
+            if like is not None and (shapes is None or key in shapes):
+                shape = shapes[key] if shapes else like.shape
+                fits = key in begun and begun[key].shape == shape
+                values[key] = begun[key].float() if fits else torch.full(shape, torch.nan)
         try:
-            module._parameters = kept[0] | {key: nn.Parameter(values[key].float()) for key in kept[0] if key in values}
-            module._buffers = kept[1] | {key: values[key].float() for key in kept[1] if key in values}
+            module._parameters = kept[0] | {key: nn.Parameter(values[key]) for key in kept[0] if key in values}
+            module._buffers = kept[1] | {key: values[key] for key in kept[1] if key in values}
             # transformers calls the method of a model for its parts from the inside out, and modules that have others
             # inside may fill these again.
             calls: list[Callable[[], None]] = []
