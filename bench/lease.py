@@ -113,7 +113,7 @@ class Lease:
         def measure(launcher: Launcher) -> Iterator[Line]:
             spec = read_spec(model)
             own = {"assets": self.assets()} if side is torchtitan else {}
-            smaller = [] if not self.tiny or side is torchtitan else TINY_STEPS[: 3 if side is ours else 2]
+            smaller = [] if not self.tiny or side is torchtitan else TINY_STEPS[: 2 if side is peft else 3]
             found = side(name, launcher, model, length, micro, [*settings, *smaller], **own)
             flops = {"tflops": True, "tflops_full": False}
             work = {key: flops_per_token(spec, length, causal) / 1e12 for key, causal in flops.items()}

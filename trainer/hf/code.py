@@ -17,7 +17,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -288,9 +288,11 @@ class CodeModule(DeclaredModule):
         return ((whole, *arguments[1:]), named) if name is None else (arguments, named | {name: whole})
 
     @torch.no_grad()
-    def reset_buffers(self) -> None:
+    def reset_buffers(self: Any) -> None:
         """Fills the buffers of this module by its model's own `_init_weights`."""
-        fill_buffers_of(self, self.fill)
+        shapes = {name: tuple(buffer.shape) for name, buffer in self._buffers.items() if buffer is not None}
+        for name, value in (self.fill(shapes=shapes) if shapes else {}).items():
+            self.get_buffer(name).copy_(value)
 
 
 class CodeLinear(CodeModule, AdaptableLinear):
@@ -315,7 +317,8 @@ class CodeExperts(CodeModule, RoutedExperts):
     stacks: dict[str, ExpertStack]
     load: Tensor | None = None
     """Where a pass of training counts the tokens of each expert: int64 [experts]. None where it is computed again."""
-    stacked = property(lambda self: self.declared["down_proj"].shape[0], doc="The number of experts on all ranks.")
+    stacked = property(lambda self: self.declared["down_proj"].shape[0])
+    """The number of experts on all ranks."""
 
     def defer(self, deferred: DeferredGrads) -> None:
         """From now on the stacks may defer their weight gradients, to `deferred`."""
@@ -388,32 +391,30 @@ class CodeLayer(CodeModule):
     tile = 0
     run_tile: Callable
     keep: Callable
+    counted: dict[str, CodeExperts]
+    """Its experts by their names in the stage."""
 
-    def prepare(self, index: int, last: bool, caches: bool) -> None:
-        """index: its number in the model. last: whether it is the last layer of its stage. caches: whether keys and
-        values are all that it has to know of earlier tokens."""
+    def prepare(self, last: bool, caches: bool) -> None:
+        """last: whether it is the last layer of its stage. caches: whether keys and values are all that it has to know
+        of earlier tokens."""
         self.caches = caches
         self.recompute, self.last, self.keep = None, last, keep_here
         self.expert_unit: ExpertUnit | None = None
-        self.counted = {
-            f"layers.{index}.{name}": module for name, module in self.named_modules() if isinstance(module, CodeExperts)
-        }
         self.run = self.run_tile = self.run_body
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
         current = PASS.current
         x = arguments[0] if arguments else named.pop("hidden_states")
-        counted = self.counted if self.training else {}
-        for name, module in counted.items():
+        for name, module in self.counted.items() if self.training else ():
             module.load = current.loads[name] = x.new_zeros(module.stacked, dtype=torch.long)
         with self.keep(x), use_pass(current, regather=self.recompute is None):
             try:
                 output = run_as_one_graph(self.expert_unit or self.run, x, current, arguments[1:], named)
             except GraphBreak as error:
-                report_break(kind_of(self).__name__, str(error).partition("\n")[0])
+                report_break(type(self).__name__.partition(CodeLayer.__name__)[2], str(error).partition("\n")[0])
                 self.run = self.run_body
                 output = (self.expert_unit or self.run)(x, current, arguments[1:], named)
-        for module in counted.values():
+        for module in self.counted.values():
             module.load = None
         if self.last:
             current.result = output[0] if isinstance(output, tuple) else output
@@ -491,9 +492,7 @@ class OuterBuffers(nn.Module):
         super().__init__()
         self.__dict__ |= {"fill": fill, "_buffers": owner._buffers}
 
-    @torch.no_grad()
-    def reset_buffers(self) -> None:
-        fill_buffers_of(self, self.fill)
+    reset_buffers = CodeModule.reset_buffers
 
 
 class HeadInput(nn.Module):
@@ -538,9 +537,11 @@ class CodeStage(Transformer):
             for name, parameter in layer.named_parameters():
                 parameter.requires_grad_(tables[index][name].trained)
             adapt_module(layer, CodeLayer, partial(initial.fill, path), {})
-            layer.prepare(index, index == layers.stop - 1, outer["attends"] and not self.facts["masks"])
+            layer.prepare(index == layers.stop - 1, outer["attends"] and not self.facts["masks"])
             for name, kind in spec.layer(index).code["blocks"].items():
                 layer.get_submodule(name).kind = kind
+            inside = layer.named_modules(prefix=f"layers.{index}")
+            layer.counted = {name: module for name, module in inside if isinstance(module, CodeExperts)}
             self.reports |= {f"{name}.load": module.stacked for name, module in layer.counted.items()}
         self.attention_kinds = dict.fromkeys(
             tuple(kind) for index in layers for kind in outer["kinds"].get(str(index), ())
@@ -559,12 +560,11 @@ class CodeStage(Transformer):
         for name, path in outer["shared"].items():
             shared[name] = causal.get_submodule(path)
             adapt_tree(shared[name], initial, path, {})
-        around = [
-            OuterBuffers(one, partial(initial.fill, path))
-            for path, one in causal.named_modules()
+        shared |= {
+            f"buffers_{number}": OuterBuffers(one, partial(initial.fill, path))
+            for number, (path, one) in enumerate(causal.named_modules())
             if one._buffers and {every, holder} & set(one.modules())
-        ]
-        shared |= {f"buffers_{number}": one for number, one in enumerate(around)}
+        }
         self.shared = nn.ModuleDict(shared)
         if spec.adapter.rank:
             adapt_model(self, spec.adapter)
@@ -682,13 +682,6 @@ def adapt_tree(root: nn.Module, initial: CodeInitializer, place: str, table: dic
             adapt_module(module, role, partial(initial.fill, f"{place}.{path}".rstrip(".")), own)
 
 
-def fill_buffers_of(module: nn.Module, fill: Callable[..., dict[str, Tensor]]) -> None:
-    """Fills the module's own buffers. fill: gives their values."""
-    shapes = {name: tuple(buffer.shape) for name, buffer in module._buffers.items() if buffer is not None}
-    for name, value in (fill(shapes=shapes) if shapes else {}).items():
-        module.get_buffer(name).copy_(value)
-
-
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -697,71 +690,56 @@ class CodeInitializer:
     on the meta device, so nothing is drawn for the others."""
 
     def __init__(self, spec: CodeSpec):
-        self.spec = spec
-
-    @cached_property
-    def causal(self) -> PreTrainedModel:
-        return build_code(self.spec).to("meta")  # constructors draw some parameters on the CPU
+        # Constructors draw some parameters on the CPU.
+        self.build = cache(lambda: build_code(spec).to("meta"))
 
     def fill(self, path: str, seed: int = 0, name: str = "", shapes: Shapes | None = None) -> dict[str, Tensor]:
         """The own parameters and buffers of the module at `path` in fp32 on the CPU, drawn by a seed and a name, by
         default the path. shapes: of those that are filled, where others than all as they are. Raises `ConfigError`
         where nothing fills one."""
-        module = self.causal.get_submodule(path)
+        module = self.build().get_submodule(path)
+        own = module._parameters | module._buffers
+        shapes = shapes or {key: like.shape for key, like in own.items() if like is not None}
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(name_seed(seed, name or path))
-            values = self.call_code(path, module, {}, shapes)
-            if any(value.isnan().any() for value in values.values()):  # the constructor fills the others
-                values = self.call_code(path, module, construct_tensors(module), shapes)
-        for key, value in values.items():
-            if value.isnan().any():
-                raise ConfigError(
-                    f"model.code=transformers: _init_weights of transformers does not fill {key} of {path}, so the "
-                    "model cannot be made here"
-                )
-        return values
+            for begin in (dict, partial(construct_tensors, module)):  # some modules are filled by their constructor
+                values = self.call_code(path, module, begin(), shapes)
+                empty = [key for key, value in values.items() if value.isnan().any()]
+                if not empty:
+                    return values
+        raise ConfigError(
+            f"model.code=transformers: _init_weights of transformers does not fill {empty[0]} of {path}, so the model "
+            "cannot be made here"
+        )
 
-    def call_code(
-        self, path: str, module: nn.Module, begun: Mapping[str, Tensor], shapes: Shapes | None
-    ) -> dict[str, Tensor]:
+    def call_code(self, path: str, module: nn.Module, begun: Mapping[str, Any], shapes: Shapes) -> dict[str, Tensor]:
         """The tensors of `fill`, NaN where nothing fills them. begun: their values before."""
         kept, values = (module._parameters, module._buffers), {}
-        for key, like in [*kept[0].items(), *kept[1].items()]:
-            if like is not None and (shapes is None or key in shapes):
-                shape = shapes[key] if shapes else like.shape
-                fits = key in begun and begun[key].shape == shape
-                values[key] = begun[key].float() if fits else torch.full(shape, torch.nan)
+        for key, shape in shapes.items():
+            values[key] = torch.full(shape, torch.nan)
+            if key in begun and begun[key].shape == shape:
+                values[key].copy_(begun[key])
         try:
-            module._parameters = kept[0] | {key: nn.Parameter(values[key]) for key in kept[0] if key in values}
-            module._buffers = kept[1] | {key: values[key] for key in kept[1] if key in values}
-            # transformers calls the method of a model for its parts from the inside out, and modules that have others
-            # inside may fill these again.
-            calls: list[Callable[[], None]] = []
-            code: Callable = self.causal._init_weights
-            for name in dict.fromkeys(["", *itertools.accumulate(path.split("."), "{}.{}".format)]):
-                outer = self.causal.get_submodule(name)
-                if isinstance(outer, PreTrainedModel):
-                    code = outer._init_weights
-                calls.insert(0, partial(code, outer))
-            for call in calls:
-                call()
-            return {name: getattr(module, name).detach() for name in values}
+            module._parameters, module._buffers = (some | {n: values[n] for n in some if n in values} for some in kept)
+            # From the inside out, as in transformers: modules that have others inside may fill these again.
+            for name in reversed(["", *itertools.accumulate(path.split("."), "{}.{}".format)]):
+                self.build()._init_weights(self.build().get_submodule(name))
+            return values
         finally:
             module._parameters, module._buffers = kept
 
 
-def construct_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The own parameters and buffers of a module as its constructor makes them, or none where its attributes do not
-    have the constructor's arguments."""
+def construct_tensors(module: nn.Module) -> dict[str, Any]:
+    """The own parameters and buffers of a module as its constructor makes them, NaN where it leaves them empty. None
+    where its attributes do not have the constructor's arguments."""
     arguments = {"dtype": torch.float32} | vars(module)
-    accepted = inspect.signature(type(module)).parameters
+    given = {name: arguments[name] for name in inspect.signature(type(module)).parameters if name in arguments}
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("warn")  # fills empty tensors with NaN
     try:
-        fresh = type(module)(**{name: arguments[name] for name in accepted if name in arguments})
+        fresh = type(module)(**given)
     except TypeError:
         return {}
-    return dict([*fresh.named_parameters(recurse=False), *fresh.named_buffers(recurse=False)])
-
-
-def kind_of(module: nn.Module) -> type[nn.Module]:
-    """The module's class in transformers."""
-    return next(kind for kind in type(module).__mro__ if kind.__module__.startswith(("transformers.", "torch.nn.")))
+    finally:
+        torch.set_deterministic_debug_mode(before)
+    return {**fresh._parameters, **fresh._buffers}
