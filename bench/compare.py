@@ -1,5 +1,5 @@
-"""Training beside torchtitan, and beside transformers under DeepSpeed's ZeRO-3, on all GPUs of this machine: in turn,
-one row a model and plan, each side under the same plan and recompute, and under the best that was found for it.
+"""Training beside torchtitan, and beside transformers under DeepSpeed's ZeRO-3 or FSDP2, on all GPUs of this machine:
+in turn, one row a model and plan, each side under the same plan and recompute, and under the best found for it.
 
     python bench/compare.py OUT_FOLDER [rounds=1] [sides=ours,torchtitan,transformers] [depth=16] [ROW...]
 
@@ -56,6 +56,7 @@ class Row:
 
 
 NONE, RECOMPUTED = ["--activation_checkpoint.mode", "none"], ["recompute=true"]
+FSDP2 = ["engine=fsdp2", "compile=true"]
 OPERATIONS = ["--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option"]
 BUDGET = ["--activation_checkpoint.mode", "memory_budget", "--activation_checkpoint.memory_budget"]
 SELECTIVE = ["activation.mode=selective"]
@@ -71,7 +72,9 @@ SHARING = ["--parallelism.context_parallel_degree", "2"]
 SMALL = {"width": 768, "depth": 12, "attention": {"heads": 12}, "feed_forward": {"width": 2048}, "tied": False}
 ROWS = {
     "selective_1": Row(1, [SELECTIVE, [*SELECTIVE, COPIED]], [[*OPERATIONS, "op"]]),
-    "selective_2": Row(2, [SELECTIVE, [*SELECTIVE, COPIED]], [[*OPERATIONS, "op"]], [RECOMPUTED]),
+    "selective_2": Row(
+        2, [SELECTIVE, [*SELECTIVE, COPIED]], [[*OPERATIONS, "op"]], [RECOMPUTED, [*RECOMPUTED, *FSDP2]]
+    ),
     "none_1": Row(1, [WITHOUT, [*WITHOUT, COPIED]], [NONE]),
     "best_2": Row(
         2, [KEPT, [*KEPT, COPIED]], [[*BUDGET, "0.7"], [*BUDGET, "0.85"], [*OPERATIONS, "2"], [*OPERATIONS, "4"]]
@@ -175,7 +178,7 @@ def transformers(
     variables = {}
     if torch.cuda.is_available():  # DeepSpeed cannot read names such as 9.0a
         variables["TORCH_CUDA_ARCH_LIST"] = "{}.{}".format(*torch.cuda.get_device_capability())
-    return told(launcher.run(name, ["bench/transformers_zero3.py", *shape, *settings], ROOT, **variables))
+    return told(launcher.run(name, ["bench/transformers_step.py", *shape, *settings], ROOT, **variables))
 
 
 def peft(name: str, launcher: Launcher, model: Path, length: int, sequences: int, settings: Settings) -> dict[str, Any]:

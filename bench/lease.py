@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,6 +40,7 @@ import torch
 import yaml
 from compare import (
     COPIED,
+    FSDP2,
     OPERATIONS,
     ROOT,
     SELECTIVE,
@@ -112,7 +113,7 @@ class Lease:
         def measure(launcher: Launcher) -> Iterator[Line]:
             spec = read_spec(model)
             own = {"assets": self.assets()} if side is torchtitan else {}
-            smaller = TINY_STEPS[: 3 if side is ours else 2] if self.tiny and side in (ours, peft) else []
+            smaller = [] if not self.tiny or side is torchtitan else TINY_STEPS[: 2 if side is peft else 3]
             found = side(name, launcher, model, length, micro, [*settings, *smaller], **own)
             flops = {"tflops": True, "tflops_full": False}
             work = {key: flops_per_token(spec, length, causal) / 1e12 for key, causal in flops.items()}
@@ -212,20 +213,29 @@ def experts(lease: Lease) -> list[Case]:
 
 
 def code(lease: Lease) -> list[Case]:
-    """Own blocks, transformers' own code under the same plan, and transformers under DeepSpeed's ZeRO-3."""
+    """Own blocks, transformers' own code under the same plan, and transformers under DeepSpeed's ZeRO-3 and under its
+    Trainer with FSDP2."""
 
-    def beside(group: str, model: Path, length: int, micro: int) -> list[Case]:
+    def beside(group: str, model: Path, length: int, micro: int, few: Sequence[str] = ()) -> list[Case]:
+        """few: the steps of transformers, where its steps are slow."""
         by_code = [*SELECTIVE, "code=transformers"]
         return [
             lease.step(f"{group}.own", model, length, micro, SELECTIVE),
             lease.step(f"{group}.code", model, length, micro, by_code, 250),
             lease.step(f"{group}.code_eager", model, length, micro, [*by_code, "compile=false"]),
             lease.step(f"{group}.code_copied", model, length, micro, [*by_code, COPIED], 250),
-            lease.step(f"{group}.transformers", model, length, micro, ["recompute=true"], 200, transformers),
+            *(
+                lease.step(f"{group}.{name}", model, length, micro, ["recompute=true", *more, *few], 200, transformers)
+                for name, more in (
+                    ("transformers", []),
+                    ("transformers_fsdp2", FSDP2[:1]),
+                    ("transformers_fsdp2_compiled", FSDP2),
+                )
+            ),
         ]
 
     llama, qwen3 = lease.model("llama3_8b", 16), lease.model("qwen3_30b_a3b", 8)
-    return [*beside("llama3", llama, 8192, 1), *beside("qwen3", qwen3, 4096, 4)]
+    return [*beside("llama3", llama, 8192, 1), *beside("qwen3", qwen3, 4096, 4, ["warm=2", "steps=4"])]
 
 
 SEEDS = (0, 1, 2)
@@ -486,7 +496,7 @@ def lora(lease: Lease) -> list[Case]:
 def describe_machine(gpus: int) -> Line:
     """The GPUs, and the versions of what is measured."""
     versions = {}
-    for name in ("torch", "triton", "torchtitan", "torchao", "transformers", "deepspeed", "peft"):
+    for name in ("torch", "triton", "torchtitan", "torchao", "transformers", "accelerate", "deepspeed", "peft"):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -104,6 +104,9 @@ LIMITS = {"fp32": (1e-6, 1e-5), "fp16": (2e-4, 3e-2), "bf16": (2e-3, 1.5e-1), "i
 """The largest relative errors of the loss and of a gradient by the type that forward and backward compute in, or in
 which gradients travel. Those of few bits are of rounding alone; the same code in one process has them too."""
 
+SHARED = {"mixtral": 4, "deepseek_v3": 3, "gpt_oss": 4, "qwen3_moe": 4, "olmoe": 4, "qwen3_next": 4, "lfm2_moe": 3}
+"""Types with experts -> the number of layers that have some."""
+
 LOSS_GRAPHS = 2
 """Forward and backward pass of the loss on the rank with the last stage are compiled too."""
 
@@ -115,6 +118,15 @@ def test_gradients_under_plans_are_those_of_transformers(world, cases, tmp_path)
     results = json.loads((tmp_path / "out").read_text())
     wrong = [result for result in results if not is_exact(result)]
     assert len(results) == len(cases) and not wrong, "\n".join(map(str, wrong))
+    # Tokens of each expert, of every layer that has experts.
+    loads: dict[str, set[tuple[float, ...]]] = {}
+    for one in results:
+        if one["case"].keys().isdisjoint(("precision", "adapter", "changes")) and one["case"]["model"] in SHARED:
+            loads.setdefault(one["case"]["model"], set()).add(tuple(one["loads"]))
+    assert loads.keys() == SHARED.keys() & {case["model"] for case in cases}
+    for model, found in loads.items():
+        (load,) = found
+        assert sum(load) == 8 * 16 * 2 * SHARED[model], model  # tokens, choices and layers
 
 
 @pytest.fixture

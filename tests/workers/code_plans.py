@@ -34,11 +34,13 @@ from trainer.distributed.mesh import World, join_world, local_device
 from trainer.hf.accepted import CodeFacts, code_spec, plain_values
 from trainer.hf.proof import drawn_weight
 from trainer.parallel.pipeline.plan import resolve_pipeline
+from trainer.parity import watch
 from trainer.parity.compare import train_reference
 from trainer.parity.watch import train_plan
 from trainer.planning.features import check_whole_plan, resolve_plan
 from trainer.planning.parameters import declare_parameters
 from trainer.planning.plan import BatchPlan
+from trainer.training.step import train_step
 
 LENGTH, SEQUENCES = 16, 8
 MOST = 3_000_000
@@ -114,7 +116,15 @@ def errors_of(case: dict[str, Any], worlds: dict[tuple, World], references: dict
     counters.clear()
     with graphs if config.compile else nullcontext(), warnings.catch_warnings(record=True) as noted:
         warnings.simplefilter("always")
-        seen = train_plan(config, spec, plan, pipeline, world, steps, drawn_weight)
+        loads: list[list[float]] = []
+
+        def train(*arguments: Any) -> dict[str, Any]:
+            scalars = train_step(*arguments)
+            loads.append(scalars["statistics"].tolist())
+            return scalars
+
+        with patch.object(watch, "train_step", train):
+            seen = train_plan(config, spec, plan, pipeline, world, steps, drawn_weight)
     if world.rank:
         return {}
     key = json.dumps(spec.to_dict())
@@ -138,6 +148,7 @@ def errors_of(case: dict[str, Any], worlds: dict[tuple, World], references: dict
         "worst": worst,
         "problems": seen.problems,
         "parameters": len(gradients),
+        "loads": loads[-1],
         "graphs": counters["stats"].get("unique_graphs", 0),
         "uncompiled": [str(one.message) for one in noted if "without compilation" in str(one.message)],
     }

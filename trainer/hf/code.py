@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
+import itertools
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -39,11 +41,11 @@ from trainer.hf.scans import replace_scans
 from trainer.model.attention import build_mask, causal_attention, pad_heads
 from trainer.model.cache import CachedPass, KVCache
 from trainer.model.context_attention import ContextGroup, without_regather
-from trainer.model.experts import RoutedExperts, project_rows
-from trainer.model.initial import DeclaredModule
+from trainer.model.experts import RoutedExperts, count_choices, project_rows
+from trainer.model.initial import DeclaredModule, name_seed
 from trainer.model.layers import ATTENTION_BACKENDS, AdaptableLinear, ExpertUnit
 from trainer.model.linear import DeferredGrads, column_parallel, number_layer
-from trainer.model.stage import GraphBreak, join_reports, keep_here, run_as_one_graph, split_report
+from trainer.model.stage import BlockReport, GraphBreak, join_reports, keep_here, run_as_one_graph, split_report
 from trainer.model.transformer import Embedding, Head, Transformer, adapt_model, document_positions
 from trainer.planning.parameters import ParameterInfo, layer_tables, outer_tables
 from trainer.precision.products import Multiply, matmul
@@ -71,9 +73,9 @@ class UnsupportedAttention(Exception):
 @dataclass
 class StagePass:
     """What the layers of a stage share in one forward pass. hidden: what the first of them reads; result: what the last
-    of them returned; head: what the head reads. calls: of attention and other functions that keep documents apart;
-    recurrent, stateful: see `Mixing`. shape: (batch, length) of this rank's tokens. documents, length: of whole
-    sequences. entered: the pass of a KV cache, None in training."""
+    of them returned; head: what the head reads. loads: how many tokens each expert has, by the module's name. calls: of
+    attention and other functions that keep documents apart; recurrent, stateful: see `Mixing`. shape: (batch, length)
+    of this rank's tokens. documents, length: of whole sequences. entered: the pass of a KV cache, None in training."""
 
     hidden: Tensor
     shape: tuple[int, int]
@@ -88,6 +90,7 @@ class StagePass:
     recurrent: bool = False
     stateful: bool = False
     head: Tensor | None = None
+    loads: dict[str, Tensor] = field(default_factory=dict)
 
     def mask(self, module: nn.Module, window: int, changed: bool, device: torch.device) -> Any:
         """The mask of a kind of attention, made once. module: that asks for it, whose keys a cache keeps."""
@@ -187,8 +190,9 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend_in_pass)
 def run_experts(module: CodeExperts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """An experts function of transformers. hidden_states and result: [tokens, width]. top_k_index, top_k_weights: the
     experts of each token and the weights of their outputs, [tokens, top_k]."""
-    count = module.declared["down_proj"].shape[0]
-    return module.dispatch.run(hidden_states, top_k_index, top_k_weights, count, module.compute).output
+    if module.load is not None:
+        module.load.copy_(count_choices(top_k_index.flatten(), module.stacked))
+    return module.dispatch.run(hidden_states, top_k_index, top_k_weights, module.stacked, module.compute).output
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS, run_experts)
@@ -244,7 +248,7 @@ class CodeModule(DeclaredModule):
     `CodeSpec`."""
 
     kind: str | None
-    code: Callable[[nn.Module], None]
+    fill: Callable[..., dict[str, Tensor]]
     active: bool
 
     # Collectives stand around whole blocks, so products inside of a block are those of one rank.
@@ -284,9 +288,11 @@ class CodeModule(DeclaredModule):
         return ((whole, *arguments[1:]), named) if name is None else (arguments, named | {name: whole})
 
     @torch.no_grad()
-    def reset_buffers(self) -> None:
+    def reset_buffers(self: Any) -> None:
         """Fills the buffers of this module by its model's own `_init_weights`."""
-        fill_buffers_of(self, self.code)
+        shapes = {name: tuple(buffer.shape) for name, buffer in self._buffers.items() if buffer is not None}
+        for name, value in (self.fill(shapes=shapes) if shapes else {}).items():
+            self.get_buffer(name).copy_(value)
 
 
 class CodeLinear(CodeModule, AdaptableLinear):
@@ -309,6 +315,10 @@ class CodeExperts(CodeModule, RoutedExperts):
 
     foreign = True
     stacks: dict[str, ExpertStack]
+    load: Tensor | None = None
+    """Where a pass of training counts the tokens of each expert: int64 [experts]. None where it is computed again."""
+    stacked = property(lambda self: self.declared["down_proj"].shape[0])
+    """The number of experts on all ranks."""
 
     def defer(self, deferred: DeferredGrads) -> None:
         """From now on the stacks may defer their weight gradients, to `deferred`."""
@@ -381,6 +391,8 @@ class CodeLayer(CodeModule):
     tile = 0
     run_tile: Callable
     keep: Callable
+    counted: dict[str, CodeExperts]
+    """Its experts by their names in the stage."""
 
     def prepare(self, last: bool, caches: bool) -> None:
         """last: whether it is the last layer of its stage. caches: whether keys and values are all that it has to know
@@ -393,13 +405,17 @@ class CodeLayer(CodeModule):
     def forward(self, *arguments: Any, **named: Any) -> Any:
         current = PASS.current
         x = arguments[0] if arguments else named.pop("hidden_states")
+        for name, module in self.counted.items() if self.training else ():
+            module.load = current.loads[name] = x.new_zeros(module.stacked, dtype=torch.long)
         with self.keep(x), use_pass(current, regather=self.recompute is None):
             try:
                 output = run_as_one_graph(self.expert_unit or self.run, x, current, arguments[1:], named)
             except GraphBreak as error:
-                report_break(kind_of(self).__name__, str(error).partition("\n")[0])
+                report_break(type(self).__name__.partition(CodeLayer.__name__)[2], str(error).partition("\n")[0])
                 self.run = self.run_body
                 output = (self.expert_unit or self.run)(x, current, arguments[1:], named)
+        for module in self.counted.values():
+            module.load = None
         if self.last:
             current.result = output[0] if isinstance(output, tuple) else output
         return output
@@ -431,11 +447,12 @@ def adapt_class(kind: Any, role: Any) -> Any:
     return type(f"{role.__name__}{kind.__name__}", (role, kind), {})
 
 
-def adapt_module(module: nn.Module, role: type[CodeModule], code: Callable, infos: dict[str, ParameterInfo]) -> None:
-    """Makes a module of transformers a `CodeModule`, in place. infos: its own parameters."""
+def adapt_module(module: nn.Module, role: type[CodeModule], fill: Callable, infos: dict[str, ParameterInfo]) -> None:
+    """Makes a module of transformers a `CodeModule`, in place. fill: gives its initial values; infos: its own
+    parameters."""
     kinds: list[Any] = [type(module), role]
     module.__class__ = adapt_class(*kinds)
-    module.__dict__ |= {"declared": infos, "part": None, "kind": None, "active": False, "code": code, "stacks": {}}
+    module.__dict__ |= {"declared": infos, "part": None, "kind": None, "active": False, "fill": fill, "stacks": {}}
 
 
 class Elsewhere(nn.Module):
@@ -471,13 +488,11 @@ class Absent(nn.Module):
 class OuterBuffers(nn.Module):
     """The buffers of a module that has parts of several stages inside, which keeps them too."""
 
-    def __init__(self, owner: nn.Module, code: Callable):
+    def __init__(self, owner: nn.Module, fill: Callable):
         super().__init__()
-        self.__dict__ |= {"owner": owner, "code": code, "_buffers": owner._buffers}
+        self.__dict__ |= {"fill": fill, "_buffers": owner._buffers}
 
-    @torch.no_grad()
-    def reset_buffers(self) -> None:
-        fill_buffers_of(self.owner, self.code)
+    reset_buffers = CodeModule.reset_buffers
 
 
 class HeadInput(nn.Module):
@@ -505,7 +520,7 @@ class CodeStage(Transformer):
         self.group: TensorGroup | None = None
         self.context: ContextGroup | None = None
         causal, outer = build_code(spec), spec.transformers["outer"]
-        base, code, paths = base_of(causal), causal._init_weights, spec.transformers["paths"]
+        base, initial, paths = base_of(causal), CodeInitializer(spec), spec.transformers["paths"]
         # The code's own model is no child: its modules would have second names.
         self.__dict__["runs"] = causal if outer["through_head"] else base
         self.takes_positions: bool = outer["takes_positions"]
@@ -513,18 +528,21 @@ class CodeStage(Transformer):
         if self.first or (self.last and spec.tied):
             self.embedding = Embedding(spec.vocab_size, spec.width, "vocab")
         tables, (before, behind) = layer_tables(spec), outer_tables(spec, self.first, self.last)
-        self.take_outer(causal, code, outer["before"], before, self.first)
+        self.take_outer(causal, initial, outer["before"], before, self.first)
         every = causal.get_submodule(paths["layers"])
         self.layers = nn.ModuleDict({str(index): every[index] for index in layers})
         for index in layers:
-            layer = every[index]
-            adapt_tree(layer, code, dict(tables[index]))
+            layer, path = every[index], f"{paths['layers']}.{index}"
+            adapt_tree(layer, initial, path, dict(tables[index]))
             for name, parameter in layer.named_parameters():
                 parameter.requires_grad_(tables[index][name].trained)
-            adapt_module(layer, CodeLayer, code, {})
+            adapt_module(layer, CodeLayer, partial(initial.fill, path), {})
             layer.prepare(index == layers.stop - 1, outer["attends"] and not self.facts["masks"])
             for name, kind in spec.layer(index).code["blocks"].items():
                 layer.get_submodule(name).kind = kind
+            inside = layer.named_modules(prefix=f"layers.{index}")
+            layer.counted = {name: module for name, module in inside if isinstance(module, CodeExperts)}
+            self.reports |= {f"{name}.load": module.stacked for name, module in layer.counted.items()}
         self.attention_kinds = dict.fromkeys(
             tuple(kind) for index in layers for kind in outer["kinds"].get(str(index), ())
         )
@@ -534,22 +552,27 @@ class CodeStage(Transformer):
         self.padding = causal.get_submodule(paths["embedding"]).padding_idx
         holder = nn.Identity()
         causal.set_submodule(paths["embedding"], holder)
-        self.take_outer(causal, code, outer["behind"], behind, self.last)
+        self.take_outer(causal, initial, outer["behind"], behind, self.last)
         if self.last:
             self.head = Head(spec, outer["head_bias"])
         causal.set_submodule(paths["head"], HeadInput())
         shared = {}
         for name, path in outer["shared"].items():
             shared[name] = causal.get_submodule(path)
-            adapt_tree(shared[name], code, {})
-        around = [one for one in causal.modules() if one._buffers and {every, holder} & set(one.modules())]
-        shared |= {f"buffers_{number}": OuterBuffers(one, code) for number, one in enumerate(around)}
+            adapt_tree(shared[name], initial, path, {})
+        shared |= {
+            f"buffers_{number}": OuterBuffers(one, partial(initial.fill, path))
+            for number, (path, one) in enumerate(causal.named_modules())
+            if one._buffers and {every, holder} & set(one.modules())
+        }
         self.shared = nn.ModuleDict(shared)
         if spec.adapter.rank:
             adapt_model(self, spec.adapter)
         self.tie()
 
-    def take_outer(self, causal: PreTrainedModel, code: Callable, names: list[str], table: Any, present: bool) -> None:
+    def take_outer(
+        self, causal: PreTrainedModel, initial: CodeInitializer, names: list[str], table: Any, present: bool
+    ) -> None:
         """Makes modules of the code outside of its layers modules of this stage, if it is the one that has them, and
         otherwise replaces them. names: of ours."""
         for name in names:
@@ -559,7 +582,7 @@ class CodeStage(Transformer):
                 causal.set_submodule(path, Absent(isinstance(module, nn.Embedding)))
                 continue
             infos = {key.removeprefix(inside): info for key, info in table.items() if key.startswith(inside)}
-            adapt_tree(module, code, infos)
+            adapt_tree(module, initial, path, infos)
             group, _, last = name.rpartition(".")
             if group and not hasattr(self, group):
                 self.add_module(group, nn.ModuleDict())
@@ -595,11 +618,12 @@ class CodeStage(Transformer):
         for window, changed in self.attention_kinds:  # before the layers: compiled ones must not make a mask each
             current.mask(self, window, changed, tokens.device)
         x = self.run_layers(current, positions)
+        reports = {name: BlockReport(None, {"load": load}) for name, load in current.loads.items()}
         if not self.last:
-            return x
+            return join_reports(x, reports)
         x, report = split_report(self.head(x, None if targets is None else targets.flatten()))
         x = x.view(*shape, -1) if targets is None else (x[0], x[1].view(shape).sum(1))
-        return join_reports(x, {"head": report})
+        return join_reports(x, {**reports, "head": report})
 
     def run_layers(self, current: StagePass, positions: Tensor) -> Tensor:
         """What the head reads, or the next stage: [tokens / t, width]."""
@@ -646,67 +670,76 @@ def base_of(causal: PreTrainedModel) -> nn.Module:
     return named or next(child for child in causal.children() if embedding in set(child.modules()))
 
 
-def adapt_tree(root: nn.Module, code: Callable, table: dict[str, ParameterInfo]) -> None:
-    """Adapts all modules below `root`, and `root` itself unless it is a layer. table: their parameters by name."""
+def adapt_tree(root: nn.Module, initial: CodeInitializer, place: str, table: dict[str, ParameterInfo]) -> None:
+    """Adapts all modules below `root`, and `root` itself unless it is a layer. place: the path of `root` in the model;
+    table: their parameters by name."""
     for path, module in list(root.named_modules()):
         if not any(True for some in (module.parameters(), module.buffers()) for _ in some):
             continue  # functions need nothing, and transformers has some of them once for all models
         own = {name: table[f"{path}.{name}" if path else name] for name, _ in module.named_parameters(recurse=False)}
         if path or own or module._buffers or not list(module.children()):
             role = CodeLinear if type(module) is nn.Linear else CodeExperts if runs_by_interface(module) else CodeModule
-            adapt_module(module, role, code, own)
+            adapt_module(module, role, partial(initial.fill, f"{place}.{path}".rstrip(".")), own)
 
 
-@torch.no_grad()
-def fill_alone(
-    code: Callable[[nn.Module], None], module: nn.Module, shapes: Mapping[str, tuple[int, ...]] | None = None
-) -> dict[str, Tensor]:
-    """The module's own parameters and buffers in fp32 on the CPU, as the model's own `_init_weights` fills them; NaN
-    where it leaves one as it was. shapes: of those that are filled, where others than all as they are."""
-    alone = object.__new__(type(module))  # FSDP's classes construct a module when they are copied
-    alone.__dict__ |= module.__dict__
-
-    def empty_tensor(name: str, like: Tensor) -> Tensor:
-        if shapes is None or name in shapes:
-            return torch.full(shapes[name] if shapes else like.shape, torch.nan)
-        return torch.empty_like(like, device="meta")
-
-    empty = [
-        {name: None if one is None else empty_tensor(name, one) for name, one in some.items()}
-        for some in (module._parameters, module._buffers)
-    ]
-    alone.__dict__["_parameters"] = {n: None if one is None else nn.Parameter(one) for n, one in empty[0].items()}
-    alone.__dict__["_buffers"] = empty[1]
-    code(alone)
-    found = {**alone._parameters, **alone._buffers}
-    found = {name: value for name, value in found.items() if shapes is None or name in shapes}
-    if any(value is not None and value.isnan().any() for value in found.values()):
-        with contextlib.suppress(TypeError):  # some modules are filled by their constructor, if it needs no arguments
-            fresh = kind_of(module)()
-            found |= {name: value.float() for name, value in [*fresh.named_parameters(), *fresh.named_buffers()]}
-    return {name: value.detach() for name, value in found.items() if value is not None}
+Shapes = Mapping[str, tuple[int, ...]]
 
 
-def fill_buffers_of(module: nn.Module, code: Callable[[nn.Module], None]) -> None:
-    """Fills the module's own buffers by `_init_weights`."""
-    buffers = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
-    if buffers:
-        filled = fill_alone(code, module)
-        check_filled({name: filled[name] for name in buffers}, type(module).__name__)
-        for name, buffer in buffers.items():
-            buffer.copy_(filled[name])
+class CodeInitializer:
+    """The initial values of a model by transformers' own initialisation. Every module but the one that is filled stays
+    on the meta device, so nothing is drawn for the others."""
+
+    def __init__(self, spec: CodeSpec):
+        # Constructors draw some parameters on the CPU.
+        self.build = cache(lambda: build_code(spec).to("meta"))
+
+    def fill(self, path: str, seed: int = 0, name: str = "", shapes: Shapes | None = None) -> dict[str, Tensor]:
+        """The own parameters and buffers of the module at `path` in fp32 on the CPU, drawn by a seed and a name, by
+        default the path. shapes: of those that are filled, where others than all as they are. Raises `ConfigError`
+        where nothing fills one."""
+        module = self.build().get_submodule(path)
+        own = module._parameters | module._buffers
+        shapes = shapes or {key: like.shape for key, like in own.items() if like is not None}
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(name_seed(seed, name or path))
+            for begin in (dict, partial(construct_tensors, module)):  # some modules are filled by their constructor
+                values = self.call_code(path, module, begin(), shapes)
+                empty = [key for key, value in values.items() if value.isnan().any()]
+                if not empty:
+                    return values
+        raise ConfigError(
+            f"model.code=transformers: _init_weights of transformers does not fill {empty[0]} of {path}, so the model "
+            "cannot be made here"
+        )
+
+    def call_code(self, path: str, module: nn.Module, begun: Mapping[str, Any], shapes: Shapes) -> dict[str, Tensor]:
+        """The tensors of `fill`, NaN where nothing fills them. begun: their values before."""
+        kept, values = (module._parameters, module._buffers), {}
+        for key, shape in shapes.items():
+            values[key] = torch.full(shape, torch.nan)
+            if key in begun and begun[key].shape == shape:
+                values[key].copy_(begun[key])
+        try:
+            module._parameters, module._buffers = (some | {n: values[n] for n in some if n in values} for some in kept)
+            # From the inside out, as in transformers: modules that have others inside may fill these again.
+            for name in reversed(["", *itertools.accumulate(path.split("."), "{}.{}".format)]):
+                self.build()._init_weights(self.build().get_submodule(name))
+            return values
+        finally:
+            module._parameters, module._buffers = kept
 
 
-def kind_of(module: nn.Module) -> type[nn.Module]:
-    """The module's class in transformers."""
-    return next(kind for kind in type(module).__mro__ if kind.__module__.startswith(("transformers.", "torch.nn.")))
-
-
-def check_filled(values: dict[str, Tensor], kind: str) -> None:
-    """Raises `ConfigError` where `_init_weights` has not filled one of these tensors of a module."""
-    for name, value in values.items():
-        if value.isnan().any():
-            raise ConfigError(
-                f"model.code=transformers: _init_weights of transformers does not fill {name} of {kind}, so the model "
-                "cannot be made here"
-            )
+def construct_tensors(module: nn.Module) -> dict[str, Any]:
+    """The own parameters and buffers of a module as its constructor makes them, NaN where it leaves them empty. None
+    where its attributes do not have the constructor's arguments."""
+    arguments = {"dtype": torch.float32} | vars(module)
+    given = {name: arguments[name] for name in inspect.signature(type(module)).parameters if name in arguments}
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("warn")  # fills empty tensors with NaN
+    try:
+        fresh = type(module)(**given)
+    except TypeError:
+        return {}
+    finally:
+        torch.set_deterministic_debug_mode(before)
+    return {**fresh._parameters, **fresh._buffers}

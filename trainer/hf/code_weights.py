@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key, revert_weight_conversion
 
 from trainer.config.model import CodeSpec
-from trainer.hf.code import build_code, check_filled, fill_alone
+from trainer.hf.code import CodeInitializer, build_code
 from trainer.hf.weights import BUFFERS, STORED, CheckpointEntry, StoredTensors, format_names, write_files
-from trainer.model.initial import name_seed
 from trainer.planning.parameters import ParameterInfo, declare_parameters, router_shapes
 from trainer.util.reading import shorten_foreign
 
@@ -53,8 +52,8 @@ class CodeInitialWeights:
     plans, and a rank draws the experts that it holds without the others."""
 
     def __init__(self, spec: CodeSpec, seed: int):
-        self.spec, self.causal, self.seed = spec, build_code(spec), seed
-        self.draw_module = lru_cache(2)(self.draw)  # the parameters of a module come in turn
+        self.spec, self.seed, self.fill = spec, seed, CodeInitializer(spec).fill
+        self.draw_module = lru_cache(2)(partial(self.fill, seed=seed))  # the parameters of a module come in turn
 
     def __call__(self, name: str, info: ParameterInfo) -> Tensor:
         """The whole fp32 parameter `name`, on the CPU."""
@@ -69,19 +68,8 @@ class CodeInitialWeights:
         """Some of a stack of experts, without the others: [len(numbers), ...]."""
         module, _, key = code_name(name, self.spec).rpartition(".")
         shapes = {key: (1, *info.shape[1:])}
-        drawn = [self.draw(module, f"{module}.{key}/{number}", shapes)[key] for number in numbers]
+        drawn = [self.fill(module, self.seed, f"{module}.{key}/{number}", shapes)[key] for number in numbers]
         return torch.cat([torch.empty(0, *info.shape[1:]), *drawn])  # a rank may hold none
-
-    def draw(
-        self, module: str, seed: str = "", shapes: Mapping[str, tuple[int, ...]] | None = None
-    ) -> dict[str, Tensor]:
-        """The tensors of a module. seed: a name, by default the module's. shapes: of those that are drawn, by default
-        all as they are."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(name_seed(self.seed, seed or module))
-            drawn = fill_alone(self.causal._init_weights, self.causal.get_submodule(module), shapes)
-        check_filled(drawn, module)
-        return drawn
 
 
 @dataclass

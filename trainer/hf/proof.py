@@ -20,6 +20,7 @@ from trainer.hf.code import CodeStage
 from trainer.hf.code_weights import code_name
 from trainer.model.initial import fill_parameters, name_seed
 from trainer.model.loss import IGNORE
+from trainer.model.stage import split_report
 from trainer.planning.parameters import ADAPTER_NAMES, DOWN, UP, ParameterInfo, declare_parameters
 from trainer.util.reading import shorten_foreign
 
@@ -181,7 +182,7 @@ def compare_code(spec: CodeSpec, split: list[range]) -> float:
         stages.append(stage)
     hidden: Any = None
     for stage in stages:
-        hidden = stage(tokens[:, :-1], tokens[:, 1:] if stage.last else None, given, hidden)
+        hidden, _ = split_report(stage(tokens[:, :-1], tokens[:, 1:] if stage.last else None, given, hidden))
     objective = hidden[0] / (SEQUENCES * LENGTH)
     objective.backward()
     found: dict[str, Tensor] = {}
