@@ -41,6 +41,7 @@ from trainer.planning.states import (
     local_parameters,
     rank_states,
     shares_frozen,
+    summed_gemms,
     sums_on_device,
     symmetric_buffer_bytes,
 )
@@ -204,6 +205,11 @@ class ModelBytes:
         self.deferred = [
             self.tokens * (program.deferred - program.second_half.deferred * tiled) * (not spec.adapter.rank)
             for program in programs
+        ]
+        # Parameters of a layer whose gradients never exist beside their sums.
+        self.summed = [
+            sum(prod(gemm.shape) for gemm in gemms.values())
+            for gemms in summed_gemms(config, spec, plan, batch.accumulation, programs)
         ]
         left, keys = left_by_recompute(programs, config.activation, config.compile), gathered_keys(layout, self.element)
         more = [self.tokens * rest.eager.saved for rest in left]
@@ -430,7 +436,8 @@ class MemoryReplay:
         for place in reversed(range(len(layers))):
             layer, size = layers[place], units[1 + place]
             if not steady or place == len(layers) - 1:
-                gradients = (outer + model.element * size) * whole
+                apart, new = size - model.summed[layer], stage not in self.accumulated
+                gradients = (outer + model.element * apart + MASTER_BYTES * new * model.summed[layer]) * whole
                 self.look(f"layer {layer}", model.working[layer], gradients, buffer * size, self.ahead)
                 if mode in ("direct", "last"):
                     self.forget(stage)
