@@ -117,7 +117,7 @@ PRIVATE = [
         "gradients computed outside of backward",
     ),
     Private(
-        "_module_info accumulate_unsharded_grad_if_needed to_accumulated_grad_if_needed",
+        "_module_info shared_modules accumulate_unsharded_grad_if_needed to_accumulated_grad_if_needed",
         FSDP,
         FULLY_SHARD,
         "gradients that products add to where FSDP accumulates them",

@@ -169,7 +169,7 @@ def test_gradients_that_gemms_sum_cost_less():
         "one micro-batch": WHOLE,
         "ZeRO-3": ZERO3 | EIGHT,
         "in 16 bits": WHOLE | EIGHT | {"precision__reduce": "bf16"},
-        "in fp8": WHOLE | EIGHT | FLOAT8 | {"precision__float8__ends": 0},
+        "in fp8 and tiles": WHOLE | EIGHT | FLOAT8 | {"precision__float8__ends": 0, "loss__tile": 1024},
     }.items():
         config = settings(spec, **LLAMA | changes)
         inside = estimated(config, 2, h200())

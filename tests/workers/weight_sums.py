@@ -167,8 +167,9 @@ def train(world: World, sums: bool, **changes: Any) -> Trajectory:
             steps,
             InitialWeights(spec, config.run.seed, device),
         )
-    products = 7 * spec.depth * MICRO_BATCHES * len(whole)
-    assert len(added) == products * sums and len(set(map(id, added))) == 7 * spec.depth * sums, len(added)
+    weights = 7 * spec.depth + 1
+    products = weights * MICRO_BATCHES * len(whole)
+    assert len(added) == products * sums and len(set(map(id, added))) == weights * sums, len(added)
     assert not counters["graph_break"], counters["graph_break"]
     assert not seen.problems and not seen.overflows, seen.problems
     return seen

@@ -372,6 +372,11 @@ def summed_gemms(
     ]
 
 
+def sums_in_head(config: Config, spec: ModelSpec, plan: Plan, microbatches: int) -> bool:
+    """Whether that of the head does so."""
+    return sums_in_products(config, spec, plan, microbatches) and not config.loss.tile
+
+
 # Bytes of error feedback: what quantised gradients have left out, which waits on each rank for the next step. FSDP
 # passes one message for each unit (each layer, and embedding, final norm and head together), with a row for each rank
 # that shares states. A hop with error feedback keeps the errors of the blocks that it encodes twice: those of earlier

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from trainer.model.layers import AdaptableLinear
 from trainer.model.linear import DeferredGrads
 from trainer.model.stage import Stage, compile_function
+from trainer.model.transformer import Head
 from trainer.parallel.zero.copy_engine import CopyEngineShards, copy_together, wait_for_event
 from trainer.precision.products import E4M3, Float8Multiply, add_weight_gradient, matmul, scale_of
 
@@ -133,28 +134,34 @@ class UnshardedSum:
 
 
 def sum_in_products(model: Stage) -> None:
-    """Makes the products of linear layers add weight gradients to where FSDP accumulates them. Other parameters keep
-    autograd's path: embedding and head, experts, matrices that multiply in fp8, and those of layers that are computed
-    in tiles, which sum over tiles themselves."""
+    """Makes the products of linear layers and of the head add weight gradients to where FSDP accumulates them.
+
+    Autograd accumulates all other gradients: of the embedding, experts, matrices that multiply in fp8, layers and heads
+    that are computed in tiles and sum over these themselves, and heads with a bias, which are copied."""
     deferred = DeferredGrads()
+    chosen: set[AdaptableLinear | Head] = {
+        module for module in model.children() if isinstance(module, Head) and not module.biased
+    }
     for layer in model.layers.values():
-        group, found = parameter_group(layer), False
-        for parameter in group.fsdp_params if group is not None and not layer.tile else ():
-            module = parameter._module_info.module
-            if isinstance(module, AdaptableLinear) and parameter._module_info.param_name == "weight":
-                if module.multiply is matmul:
-                    if module.number is None:
-                        module.defer(deferred)
+        for module in layer.modules() if not layer.tile else ():
+            if isinstance(module, AdaptableLinear) and module.multiply is matmul:
+                chosen.add(module)
+                if module.number is None:
+                    module.defer(deferred)
+    for unit in fsdp_units(model):
+        group = parameter_group(unit)
+        for parameter in group.fsdp_params:
+            owners = parameter._module_info
+            for module in chosen.intersection((owners.module, *owners.shared_modules)):
+                if owners.param_name == "weight":
                     module.gradient_sum = UnshardedSum(parameter, module.part)
-                    found = True
-        if found:
-            group.post_backward = partial(widen_gradients, group, group.post_backward)
+        group.post_backward = partial(widen_gradients, group, group.post_backward)
 
 
 def widen_gradients(group: Any, reduce: Callable[..., None], *unused: Any) -> None:
-    """Replaces a group's `post_backward`. FSDP reduces gradients of one type together, also where a step has one
-    micro-batch and nothing else has been accumulated yet."""
-    for parameter in group.fsdp_params:
+    """Replaces a group's `post_backward`. FSDP reduces gradients of one type only. In a step of one micro-batch, those
+    of autograd are in the compute type and the sums in fp32."""
+    for parameter in group.fsdp_params if group.reduce_grads else ():
         parameter.accumulate_unsharded_grad_if_needed()
         parameter.to_accumulated_grad_if_needed()
     reduce(*unused)

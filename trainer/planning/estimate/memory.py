@@ -42,6 +42,7 @@ from trainer.planning.states import (
     rank_states,
     shares_frozen,
     summed_gemms,
+    sums_in_head,
     sums_on_device,
     symmetric_buffer_bytes,
 )
@@ -242,7 +243,10 @@ class ModelBytes:
         if config.loss.tile:  # what is left of a tile is added to gradients in fp32
             self.loss += self.element * at_once * rows + self.stream + aligned
             self.logits = MASTER_BYTES * rows * columns
-        self.head_gradient = self.element * rows * columns * trains_head(spec)
+        # Of the head: parameters whose gradient never exists beside its sum, and bytes of one that does.
+        sums = sums_in_head(config, spec, plan, batch.accumulation)
+        self.head_summed = own * columns * sums
+        self.head_gradient = self.element * rows * columns * trains_head(spec) * (not sums)
         self.held: LocalParameters = local_parameters(spec, plan.tp, plan.ep)
         self.frozen: LocalParameters = frozen_bytes(spec, plan.tp, plan.ep, self.element)
         sums = batch.accumulation > 1 and sums_on_device(plan, config.precision.reduce == "fp32")
@@ -423,9 +427,9 @@ class MemoryReplay:
     def backward(self, stage: int, whole: bool) -> None:
         """B, or I, which leaves what W needs. Of embedding and head no part is put off."""
         model, layers, units = self.model, self.stages[stage], self.units[stage]
-        outer = 0.0
+        outer, new = 0.0, stage not in self.accumulated
         if layers.stop == self.depth:
-            outer = model.head_gradient
+            outer = model.head_gradient + MASTER_BYTES * new * model.head_summed
             self.look("head", working=2 * model.stream, gradients=outer)
             self.hold("logits and loss", -model.logits)
             self.hold("activations", model.logits - model.activation[-1])
@@ -436,8 +440,8 @@ class MemoryReplay:
         for place in reversed(range(len(layers))):
             layer, size = layers[place], units[1 + place]
             if not steady or place == len(layers) - 1:
-                apart, new = size - model.summed[layer], stage not in self.accumulated
-                gradients = (outer + model.element * apart + MASTER_BYTES * new * model.summed[layer]) * whole
+                summed = model.summed[layer]
+                gradients = (outer + model.element * (size - summed) + MASTER_BYTES * new * summed) * whole
                 self.look(f"layer {layer}", model.working[layer], gradients, buffer * size, self.ahead)
                 if mode in ("direct", "last"):
                     self.forget(stage)

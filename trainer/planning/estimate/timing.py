@@ -50,6 +50,7 @@ from trainer.planning.states import (
     shares_frozen,
     state_bytes,
     summed_gemms,
+    sums_in_head,
 )
 
 TERMS = (
@@ -436,7 +437,8 @@ class _Timer:
         forward = {"matrix products": first.products, "memory-bound kernels": loss, "tensor collectives": first.exposed}
         backward = {"matrix products": product, "tensor collectives": back.exposed}
         trained = trains_head(self.spec)
-        weight = {"matrix products": product * trained}
+        sums = sums_in_head(self.config, self.spec, self.plan, self.batch.accumulation)
+        weight = {"matrix products": self._product(head, sums=sums) * trained}
         if self.config.loss.tile:  # gradients are computed in the forward pass
             forward["matrix products"] += (1 + trained) * product
             forward["tensor collectives"] += collective
@@ -447,7 +449,9 @@ class _Timer:
         frozen = self.fixed.outer[self.plan.pp == 1, True] if self.fixed else 0
         frozen -= self.fixed.outer[True, False] if self.fixed and not alone else 0
         moved = {"tensor": self.way.moving + 2 * collective}
-        return self._sharded((size, 0, frozen), forward, backward, weight, moved, outer=True)
+        # Of a tied head, the embedding's gradient is added too.
+        summed = min(prod(head.shape) * sums, size)
+        return self._sharded((size, 0, frozen), forward, backward, weight, moved, summed=summed, outer=True)
 
     def _sharded(
         self,
