@@ -117,6 +117,9 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
         Case("grouped", [sys.executable, "tests/workers/grouped.py", "cuda"], 240),
         Case("rows", [sys.executable, "tests/workers/rows_kernels.py", "cuda"], 120),
         Case("shard_kernels", [sys.executable, "tests/workers/shard_kernels.py", "cuda"], 120),
+        Case(
+            "weight_sums", [sys.executable, "tests/workers/weight_sums.py", "cuda", str(logs / "weight_sums.json")], 240
+        ),
         Case("multi_tensor", [sys.executable, "tests/workers/multi_tensor.py", "cuda"], 120),
         Case("probe", [*torchrun, str(gpus), *measuring, f"out={logs / 'probe.yaml'}"], 180, gpus),
         Case("tests", [sys.executable, "-m", "pytest", "-q", *tests], 120),

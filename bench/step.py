@@ -5,8 +5,8 @@
 
 Everything after the first few keys is a setting of the configuration schema. Needs no corpus and no Hydra. With
 balanced=true every expert of a mixture gets the same number of tokens, whatever the router says. With
-code=transformers the model runs by transformers' own code. The line also says what `trainer estimate` predicts of the
-step.
+code=transformers the model runs by transformers' own code. With sums=kernel, kernels of their own add weight gradients
+to those of earlier micro-batches, and not GEMMs. The line also says what `trainer estimate` predicts of the step.
 """
 
 from __future__ import annotations
@@ -37,11 +37,13 @@ from trainer.model.attention import kernel_priority
 from trainer.observe.report import device_name
 from trainer.parallel.pipeline.plan import PipelinePlan, resolve_pipeline
 from trainer.planning import layer as cost
+from trainer.planning import states
 from trainer.planning.estimate.step import estimate_step
 from trainer.planning.features import resolve_plan
 from trainer.planning.hardware import load_hardware, peak_flops, shipped_for
 from trainer.planning.plan import BatchPlan, node_size
 from trainer.planning.resolve import Layout
+from trainer.training import state as training_state
 from trainer.training.auto import AutoSchedule
 from trainer.training.metrics_tracker import load_metrics
 from trainer.training.run import decide_together
@@ -73,6 +75,7 @@ def main() -> None:
         "out": "",
         "balanced": "false",
         "code": "spec",
+        "sums": "gemm",
     }
     config, changes = Config(), dict(argument.split("=", 1) for argument in sys.argv[1:])
     for name, value in changes.items():
@@ -83,6 +86,8 @@ def main() -> None:
         target = attrgetter(".".join(blocks))(config) if blocks else config
         assert hasattr(target, last), name
         setattr(target, last, value if value == "off" else yaml.safe_load(value))  # for YAML false
+    if own["sums"] == "kernel":
+        states.sums_in_products = training_state.sums_in_products = lambda *_: False
     if own["balanced"] == "true":
         experts.choose_experts = choose_in_turn
     spec = read_spec(own["model"])

@@ -116,6 +116,12 @@ PRIVATE = [
         FULLY_SHARD,
         "gradients computed outside of backward",
     ),
+    Private(
+        "_module_info shared_modules accumulate_unsharded_grad_if_needed to_accumulated_grad_if_needed",
+        FSDP,
+        FULLY_SHARD,
+        "gradients that products add to where FSDP accumulates them",
+    ),
     Private("_is_root post_backward", FSDP, FULLY_SHARD, "reducing outside of backward, once FSDP is set up"),
     Private(
         "_partial_reduce_output _all_reduce_state comm_ctx all_gather_state reduce_scatter_states|reduce_scatter_state",

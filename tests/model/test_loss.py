@@ -10,7 +10,7 @@ from hypothesis import settings as budget
 from hypothesis import strategies as st
 
 from trainer.model import loss
-from trainer.model.loss import IGNORE, LinearCrossEntropy, LossSettings, linear_cross_entropy
+from trainer.model.loss import IGNORE, LossSettings, linear_cross_entropy
 
 
 def problem(tokens: int, vocab: int, dtype: torch.dtype = torch.float64, seed: int = 0):
@@ -69,8 +69,8 @@ def test_low_precision_gradients_have_no_common_factor(dtype):
     hidden, weight, targets = problem(3000, 40, dtype)
     exact_hidden, exact_weight = (t.detach().double().requires_grad_() for t in (hidden, weight))
     for valid in (190_001, 777):
-        ours, _, _ = LinearCrossEntropy.apply(hidden, weight, targets, LossSettings(chunk=512), None, 0)
-        exact, _, _ = LinearCrossEntropy.apply(exact_hidden, exact_weight, targets, LossSettings(), None, 0)
+        ours, _, _ = linear_cross_entropy(hidden, weight, targets, LossSettings(chunk=512), None, 0)
+        exact, _, _ = linear_cross_entropy(exact_hidden, exact_weight, targets, LossSettings(), None, 0)
         scale = 4096.0 if dtype is torch.float16 else 1.0  # as the loss scaler does
         for mine, reference in zip(
             torch.autograd.grad(ours * scale / valid, (hidden, weight)),
@@ -82,7 +82,7 @@ def test_low_precision_gradients_have_no_common_factor(dtype):
 
 def test_without_targets_there_is_neither_loss_nor_gradient():
     hidden, weight, targets = problem(5, 4)
-    ours, reported, _ = LinearCrossEntropy.apply(
+    ours, reported, _ = linear_cross_entropy(
         hidden, weight, torch.full_like(targets, IGNORE), LossSettings(0.0, 1e-4, 2), None, 0
     )
     assert ours == 0 and not reported.any()

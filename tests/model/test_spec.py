@@ -25,7 +25,7 @@ from trainer.hf.config import config_from_spec, first_difference, spec_from_conf
 from trainer.model import attention
 from trainer.model.attention import build_mask, causal_attention
 from trainer.model.initial import initial_std, initialize_model, parameter_infos
-from trainer.model.loss import LinearCrossEntropy, LossSettings
+from trainer.model.loss import LossSettings, linear_cross_entropy
 from trainer.model.stage import split_report
 from trainer.model.transformer import Transformer
 from trainer.planning import layer as cost
@@ -359,7 +359,7 @@ def test_loss_and_its_gradients(cap: float, z_loss: float, chunk: int) -> None:
     entropy = F.cross_entropy(logits, targets, reduction="none")
     expected = entropy.sum() + z_loss * logits[targets >= 0].logsumexp(-1).square().sum()
     gradients = torch.autograd.grad(2 * expected, (hidden, weight))
-    objective, plain, _ = LinearCrossEntropy.apply(hidden, weight, targets, LossSettings(cap, z_loss, chunk), None, 0)
+    objective, plain, _ = linear_cross_entropy(hidden, weight, targets, LossSettings(cap, z_loss, chunk), None, 0)
     torch.testing.assert_close(objective, expected)
     torch.testing.assert_close(plain, entropy)
     for ours, theirs in zip(torch.autograd.grad(2 * objective, (hidden, weight)), gradients):

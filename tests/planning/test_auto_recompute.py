@@ -92,7 +92,7 @@ def test_ranks_that_hold_more_micro_batches_keep_less():
     kept = [sum(left[layer].saved for layer in part) / len(part) for part in split]
     assert kept == sorted(kept) and kept[0] < kept[-1]
     *others, last = found.ranks
-    assert all(58 * GIB < peak.reserved <= 60.1 * GIB for peak in others)
+    assert all(58 * GIB < peak.reserved <= 60.2 * GIB for peak in others)
     assert last.reserved < 58 * GIB and "all@25-31" in found.config.activation.save and split[-1].start == 25
 
 

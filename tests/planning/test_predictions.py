@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from support.estimates import estimated, h200, settings, shipped
+from support.estimates import estimated, h200, settings, shipped, sums_apart
 
 from trainer.config import Config, ConfigError
 from trainer.hf.accepted import code_spec, plain_values
@@ -87,10 +87,11 @@ MEASURED = {
 @pytest.fixture(scope="module")
 def predicted():
     hardware = h200()
-    return {
-        name: estimated(settings(shipped("llama3_8b"), **LLAMA | changes), world, hardware)
-        for name, (world, changes, *_) in MEASURED.items()
-    }
+    with sums_apart():
+        return {
+            name: estimated(settings(shipped("llama3_8b"), **LLAMA | changes), world, hardware)
+            for name, (world, changes, *_) in MEASURED.items()
+        }
 
 
 def errors(predicted, column, value) -> dict[str, float]:
@@ -156,9 +157,33 @@ def test_speed_of_accumulation_and_float8_on_two_h100s():
     hardware, spec = load_hardware("h100"), replace(shipped("llama3_8b"), depth=16)
     found = {}
     for name, (changes, speed) in ACCUMULATED.items():
-        one = estimated(settings(spec, **LLAMA | KEPT | changes), 2, hardware)
+        with sums_apart():
+            one = estimated(settings(spec, **LLAMA | KEPT | changes), 2, hardware)
         found[name] = one.tokens_per_second / 2 / speed - 1
     assert max(map(abs, found.values())) < 0.025, found
+
+
+def test_gradients_that_gemms_sum_cost_less():
+    """Where gradients of several micro-batches are summed on each rank; elsewhere nothing changes."""
+    spec, terms = replace(shipped("llama3_8b"), depth=16), ("sharding copies", "matrix products")
+    for name, changes in {
+        "ZeRO-1": WHOLE | EIGHT,
+        "pipeline": pipeline(2, "zb_v", [4, 4, 5, 3], batch__accumulation=8),
+        "one micro-batch": WHOLE,
+        "ZeRO-3": ZERO3 | EIGHT,
+        "in 16 bits": WHOLE | EIGHT | {"precision__reduce": "bf16"},
+        "in fp8 and tiles": WHOLE | EIGHT | FLOAT8 | {"precision__float8__ends": 0, "loss__tile": 1024},
+    }.items():
+        config = settings(spec, **LLAMA | changes)
+        inside = estimated(config, 2, h200())
+        with sums_apart():
+            apart = estimated(config, 2, h200())
+        copies, products = (inside.terms[term] - apart.terms[term] for term in terms)
+        if name in ("ZeRO-1", "pipeline"):
+            assert -copies > 4 * products > 0 and inside.seconds < 0.99 * apart.seconds, name
+            assert inside.memory < apart.memory or inside.memory == apart.memory and name == "pipeline", name
+        else:
+            assert (inside.seconds, inside.memory) == (apart.seconds, apart.memory), name
 
 
 def test_speed_of_float8_on_two_h200s():

@@ -16,6 +16,7 @@ from support.estimates import (
     settings,
     shipped,
     split_seconds,
+    sums_apart,
     vtrain,
     vtrain_seconds,
 )
@@ -120,7 +121,8 @@ def test_step_times_of_megatron_on_many_nodes():
     for size, micro, width, heads, depth, tp, dp, pp, measured in NODES:
         shape = {"width": width, "heads": heads, "depth": depth, "length": 2048, "tp": tp, "dp": dp, "pp": pp}
         laid = megatron(**shape, micro=micro, size=size, full=True)
-        found[width, tp, dp, pp] = split_seconds(*laid, a100()) / measured - 1
+        with sums_apart():
+            found[width, tp, dp, pp] = split_seconds(*laid, a100()) / measured - 1
     whole = [abs(error) for (_, tp, *_), error in found.items() if tp == 8]
     assert mean(map(abs, found.values())) < 0.07 and mean(whole) < 0.025, found
 

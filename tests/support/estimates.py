@@ -20,6 +20,7 @@ from trainer.config.model import AttentionSpec, FeedForwardSpec, ModelSpec, Norm
 from trainer.diagnosis.evidence import RunEvidence, RunMachine
 from trainer.diagnosis.suggestions import FREED, Suggestions
 from trainer.parallel.pipeline.plan import resolve_pipeline
+from trainer.planning import states
 from trainer.planning.estimate.rates import DeviceRates
 from trainer.planning.estimate.step import StepEstimate, estimate_step
 from trainer.planning.estimate.timing import REPEATED, step_seconds, step_terms, time_units
@@ -46,6 +47,11 @@ def settings(spec: ModelSpec, **changes: Any) -> Config:
 
 def estimated(config: Config, world: int, hardware: HardwareConfig, node: int = 8) -> StepEstimate:
     return estimate_step(config, resolve_layout(config, world, config.model, min(node, world)), hardware)
+
+
+def sums_apart() -> Any:
+    """A context in which, as in programs that were measured so, kernels of their own add weight gradients to sums."""
+    return patch.object(states, "sums_in_products", lambda *_: False)
 
 
 def seconds(config: Config, layout: Layout, hardware: HardwareConfig) -> float:

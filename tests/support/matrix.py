@@ -245,6 +245,7 @@ COMPILED = [
         {"compile": "graphs", "cp": 2, "way": "allgather zigzag", "stage": 3, "recompute": "tiles", "loss": "tile"},
         {"compile": "graphs", "dp": 2, "stage": 3, "recompute": "selective", "offload": True, "float8": "tensorwise"},
         {"compile": "graphs", "tp": 2, "recompute": "selective", "tp_overlap": "copy_engine"},
+        {"compile": "graphs", "dp": 2, "stage": 1, "precision": "bf16", "micro_batches": 3, "recompute": "selective"},
         {"compile": "kernels", "pp": 2, "schedule": "zb_v", "precision": "fp16", "tied": True},
     )
 ]

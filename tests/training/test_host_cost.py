@@ -23,17 +23,17 @@ from trainer.training.step import train_step
 
 TERMS = ("a layer of a micro-batch", "a micro-batch", "a layer of a step", "a step")
 OPERATORS = {
-    "none fp32": (205, 120, 101, 121),
-    "none bf16": (245, 137, 83, 115),
-    "full fp32": (323, 120, 101, 121),
-    "selective fp32": (324, 120, 101, 121),
+    "none fp32": (162, 120, 101, 127),
+    "none bf16": (186, 137, 101, 127),
+    "full fp32": (268, 120, 101, 127),
+    "selective fp32": (269, 120, 101, 127),
 }
 """Of each of `TERMS`, by `activation.mode` and `precision.compute`, with torch 2.13. Who needs fewer sets less."""
 FUNCTIONS = {
-    "none fp32": (523, 462, 738, 644),
-    "none bf16": (523, 486, 738, 644),  # the embedding's gradient is summed in fp32 by 24 more, on CPUs alone
-    "full fp32": (2030, 462, 738, 644),
-    "selective fp32": (4628, 462, 738, 644),
+    "none fp32": (748, 480, 750, 651),
+    "none bf16": (754, 504, 750, 651),  # the embedding's gradient is summed in fp32 by 24 more, on CPUs alone
+    "full fp32": (2459, 480, 750, 651),
+    "selective fp32": (5137, 480, 750, 651),
 }
 SLACK = 1.05 if torch.__version__ < "2.14" else 1.25
 """Between versions of torch. FSDP of 2.14 calls a hundred functions more in a layer."""
@@ -96,11 +96,12 @@ def functions(work: Callable[[], None]) -> int:
 
 @pytest.mark.parametrize("case", OPERATORS)
 def test_a_step_asks_no_more_of_the_host(process: None, case: str) -> None:
-    found = {(depth, parts): counted(depth, parts, *case.split()) for depth in (2, 4) for parts in (1, 2)}
+    found = {(depth, parts): counted(depth, parts, *case.split()) for depth in (2, 4) for parts in (2, 3)}
     for kind, limits in enumerate((OPERATORS[case], FUNCTIONS[case])):
-        one, two, deep_one, deep_two = (found[place][kind] for place in ((2, 1), (2, 2), (4, 1), (4, 2)))
-        both = (deep_two - two - deep_one + one) / 2
-        micro_batch = two - one - 2 * both
-        layer = (deep_one - one) / 2 - both
-        terms = (both, micro_batch, layer, one - micro_batch - 2 * (both + layer))
+        # One micro-batch sums nothing, so its path is another.
+        two, three, deep_two, deep_three = (found[place][kind] for place in ((2, 2), (2, 3), (4, 2), (4, 3)))
+        both = (deep_three - three - deep_two + two) / 2
+        micro_batch = three - two - 2 * both
+        layer = (deep_two - two) / 2 - 2 * both
+        terms = (both, micro_batch, layer, two - 2 * micro_batch - 2 * (2 * both + layer))
         assert all(term <= SLACK * limit for term, limit in zip(terms, limits)), dict(zip(TERMS, zip(terms, limits)))

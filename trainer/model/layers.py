@@ -24,7 +24,7 @@ from trainer.model.linear import Adapter, DeferredGrads, column_parallel, number
 from trainer.model.rotary import rotate_heads, rotate_pairs
 from trainer.model.stage import BlockReport, ReportedOutput, join_reports, keep_here, split_report
 from trainer.planning.parameters import DOWN, UP, declare_adapter
-from trainer.precision.products import Multiply, matmul
+from trainer.precision.products import GradientSum, Multiply, matmul
 
 # Functions of single tokens computed for some tokens at a time, and again in backward: what lives at once is one
 # tile's intermediate results instead of a whole sequence's (Bekman et al., arXiv 2506.13996, section 3.1). The
@@ -101,10 +101,12 @@ def gate_hidden(activation: str, gate: Tensor, up: Tensor) -> Tensor:
 
 class AdaptableLinear(DeclaredModule):
     """A linear layer with a `weight` [outputs, inputs], which may defer its weight gradient, and with an adapter
-    (`adapt`) adds scale (x A^T) B^T to its output."""
+    (`adapt`) adds scale (x A^T) B^T to its output. gradient_sum: to which the product adds the weight gradient, None
+    where autograd does. It is for layers that have been told to `defer`."""
 
     deferred: DeferredGrads | None = None
     number: Tensor | None = None
+    gradient_sum: GradientSum | None = None
     adapter_scale: float | None = None
 
     def adapt(self, rank: int, scale: float) -> None:

@@ -29,6 +29,7 @@ from trainer.precision.products import (
     MULTIPLIERS,
     GEMMRole,
     Multiply,
+    SummedMultiply,
     decode_rows,
     matmul,
     matmul_all,
@@ -48,7 +49,7 @@ class DeferredGrads:
     def put(self, weights: list[Tensor], start: Callable[[], Tensor], finish: Callable[[Tensor], list[Tensor]]) -> None:
         """Leaves one deferred product. `start` begins the collective that brings the missing factor. `finish` waits for
         it and multiplies; it returns one gradient for each of `weights`, which are parameters or differentiable views
-        of them."""
+        of them. Without `weights`, the product itself adds to where gradients are summed."""
         self.pending.append((weights, start, finish))
 
     def take(self) -> Callable[[], None]:
@@ -72,7 +73,8 @@ class DeferredGrads:
 def accumulate_gradients(weights: list[Tensor], gradients: list[Tensor]) -> None:
     """Adds gradients to the parameters that `weights` are views of, as backward does."""
     # The weights may be local views of DTensors; autograd leads from a view to its parameter.
-    torch.autograd.backward(weights, gradients)
+    if weights:
+        torch.autograd.backward(weights, gradients)
 
 
 class DeferringLinear(Protocol):
@@ -109,6 +111,16 @@ def weight_views(numbers: list[Tensor]) -> tuple[list[Tensor], DeferringLinear]:
         return [layer.local("weight") for layer in layers], layers[0]
 
 
+def weight_targets(numbers: list[Tensor]) -> tuple[list[Tensor], DeferringLinear, Multiply]:
+    """Views as of `weight_views`, the first of the layers, and what multiplies for them. Where all have a
+    `gradient_sum`, that adds weight gradients to their sums, and there are no views."""
+    layers = [_layers[number.item()] for number in numbers]
+    sums = [getattr(layer, "gradient_sum", None) for layer in layers]
+    if None not in sums:
+        return [], layers[0], SummedMultiply(sums)
+    return *weight_views(numbers), layers[0].multiply
+
+
 @register_operator("columns_backward")
 def columns_backward(gradients: list[Tensor], weights: list[Tensor], x: Tensor, numbers: list[Tensor]) -> Tensor:
     """The gradient of the input of `ColumnParallel`. Those of the weights are accumulated or deferred.
@@ -116,8 +128,8 @@ def columns_backward(gradients: list[Tensor], weights: list[Tensor], x: Tensor, 
     gradients: of the products, [tokens, outputs / t] each; weights: [outputs / t, inputs] each; x and result: [tokens /
     t, inputs]; numbers: of the layers, from `number_layer`.
     """
-    targets, layer = weight_views(numbers)
-    group, deferred, multiply = layer.group, layer.deferred, layer.multiply
+    targets, layer, multiply = weight_targets(numbers)
+    group, deferred = layer.group, layer.deferred
     if not deferred.active:
         to_x, *to_weights = columns_gradients(group, gradients, weights, x, multiply)
         accumulate_gradients(targets, to_weights)
@@ -145,8 +157,8 @@ def rows_backward(gradient: Tensor, weight: Tensor, x: Tensor, number: Tensor) -
     gradient: [tokens / t, outputs]; weight: [outputs, inputs / t]; x and result: [tokens, inputs / t]; number: of the
     layer.
     """
-    targets, layer = weight_views([number])
-    group, deferred, multiply = layer.group, layer.deferred, layer.multiply
+    targets, layer, multiply = weight_targets([number])
+    group, deferred = layer.group, layer.deferred
     if not deferred.active:
         to_x, *to_weights = group.rows_gradients(gradient, weight, x, multiply)
         accumulate_gradients(targets, to_weights)

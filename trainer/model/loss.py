@@ -23,7 +23,7 @@ from trainer.distributed.collectives import TensorGroup
 from trainer.model.layers import split_rows
 from trainer.model.stage import compile_function
 from trainer.planning.parameters import head_rows
-from trainer.precision.products import GEMMRole, matmul
+from trainer.precision.products import GEMMRole, GradientSum, matmul
 
 IGNORE = -100
 
@@ -53,20 +53,28 @@ def loss_terms(config: LossConfig) -> dict[str, Term]:
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, settings: LossSettings, group: TensorGroup | None, start: int
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    settings: LossSettings,
+    group: TensorGroup | None,
+    start: int,
+    gradient_sum: GradientSum | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Cross-entropy of the logits `hidden @ weight.T` against targets.
 
     hidden: [tokens / t, width]. weight: [vocab / t, width], the rows from `start` on of the whole. targets: int
-    [tokens], IGNORE where there is none.
+    [tokens], IGNORE where there is none. gradient_sum: to which backward adds the weight's gradient, unless logits are
+    tiled; autograd then does not see it.
 
     Returns three tensors. The objective is a differentiable fp32 scalar: the sum over tokens with a target, with z-loss
     and registered terms. The cross-entropy of each token alone is fp32 [tokens], 0 where there is no target. Both are
     equal on all ranks of `group`. The third is the sum of each registered term [terms], zeros where nothing is
     differentiated. Gradients are exact and nothing is recomputed.
     """
-    loss = TiledCrossEntropy if settings.tile else LinearCrossEntropy
-    return loss.apply(hidden, weight, targets, settings, group, start)
+    if settings.tile:
+        return TiledCrossEntropy.apply(hidden, weight, targets, settings, group, start)
+    return LinearCrossEntropy.apply(hidden, weight, targets, settings, group, start, gradient_sum)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -81,12 +89,13 @@ class LinearCrossEntropy(torch.autograd.Function):
         settings: LossSettings,
         group: TensorGroup | None,
         start: int,
+        gradient_sum: GradientSum | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         logits = _logits(hidden, pad_vocabulary(weight), group)[0]
         wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         objective, entropy, added = _loss(logits, len(weight), targets, settings, group, start, wanted)
         if wanted:
-            ctx.group = group
+            ctx.group, ctx.gradient_sum = group, gradient_sum
             # `_loss` has overwritten the logits by their gradient (d objective / d logits). Backward only multiplies
             # it.
             ctx.save_for_backward(hidden, weight, logits)
@@ -109,8 +118,11 @@ class LinearCrossEntropy(torch.autograd.Function):
         to_weight = None
         if ctx.needs_input_grad[1]:
             whole = (whole.to(scale.dtype) * scale).to(hidden.dtype)
-            to_weight = matmul(gradient, whole, GEMMRole.WEIGHT_GRADIENT)[: len(weight)]
-        return to_hidden if group is None else group.wait(to_hidden), to_weight, None, None, None, None
+            if ctx.gradient_sum is None:
+                to_weight = matmul(gradient, whole, GEMMRole.WEIGHT_GRADIENT)[: len(weight)]
+            else:
+                ctx.gradient_sum.add(gradient[:, : len(weight)], whole)
+        return to_hidden if group is None else group.wait(to_hidden), to_weight, None, None, None, None, None
 
 
 class TiledCrossEntropy(torch.autograd.Function):

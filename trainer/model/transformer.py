@@ -24,6 +24,7 @@ from trainer.model.loss import LossSettings, Term, linear_cross_entropy
 from trainer.model.rotary import Rotary
 from trainer.model.stage import BlockReport, ReportedOutput, join_reports, split_report
 from trainer.planning.parameters import can_adapt, head_bias, matches_any
+from trainer.precision.products import GradientSum
 
 
 class EmbeddingLookup(torch.autograd.Function):
@@ -81,7 +82,10 @@ class Embedding(DeclaredModule):
 
 class Head(DeclaredModule):
     """The output projection: final norm's output -> logits, or the loss (`linear_cross_entropy`) where targets are
-    given. weight: [vocab, width]; bias: [vocab], in code of transformers that has one."""
+    given. weight: [vocab, width]; bias: [vocab], in code of transformers that has one. gradient_sum: as that of
+    `AdaptableLinear`."""
+
+    gradient_sum: GradientSum | None = None
 
     def __init__(self, spec: ModelSpec, bias: bool = False):
         super().__init__()
@@ -102,7 +106,9 @@ class Head(DeclaredModule):
             # The loss knows no bias: it is a column of the weight, whose input is 1. GEMMs want multiples of 8 columns.
             x = torch.cat([x, x.new_ones(len(x), 1), x.new_zeros(len(x), 7)], 1)
             weight = torch.cat([weight, bias[:, None], weight.new_zeros(len(weight), 7)], 1)
-        objective, entropy, added = linear_cross_entropy(x, weight, targets, self.loss, self.group, start)
+        objective, entropy, added = linear_cross_entropy(
+            x, weight, targets, self.loss, self.group, start, self.gradient_sum
+        )
         if not (self.training and self.loss.terms):
             return objective, entropy
         return ReportedOutput((objective, entropy), BlockReport(None, dict(zip(self.loss.terms, added.split(1)))))

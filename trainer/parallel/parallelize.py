@@ -25,6 +25,7 @@ from trainer.parallel.experts.apply import share_experts
 from trainer.parallel.recompute import apply_recompute, check_recompute, recomputes_attention
 from trainer.parallel.tensor.apply import BACKENDS, shard_model
 from trainer.parallel.zero.fsdp import Engine
+from trainer.parallel.zero.fsdp_internals import sum_in_products
 from trainer.planning.float8 import float8_linears
 from trainer.planning.parameters import declare_parameters
 from trainer.planning.plan import Plan
@@ -98,12 +99,13 @@ def parallelize(
     engine: Engine,
     deferred: DeferredGrads | None = None,
     make: Make = make_stage,
+    sums: bool = False,
 ) -> Stage:
     """The pipeline stage that holds `layers`, split over the ranks and with storage. The values of its weights are
     undefined.
 
     deferred: where linear layers leave weight gradients, if the schedule computes them separately, else None. make:
-    creates the modules of the stage.
+    creates the modules of the stage. sums: see `sums_in_products`.
     """
     # On the meta device a stage takes no memory, so a model that fits only when sharded is never whole on one rank.
     with torch.device("meta"):
@@ -131,6 +133,8 @@ def parallelize(
     # this rank's shards only.
     engine.shard(model)
     engine.materialize(model)
+    if sums:
+        sum_in_products(model)
     keep_buffers(model, world.device)
     return model
 

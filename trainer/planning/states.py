@@ -12,6 +12,8 @@ from trainer.config import Config, GradCommConfig, TypePolicy
 from trainer.config.model import ModelSpec
 from trainer.parallel.compress.plan import BLOCK, ReductionRoute, enabled_codecs, reduction_routes
 from trainer.parallel.pipeline.plan import PipelinePlan
+from trainer.planning.float8 import float8_linears
+from trainer.planning.layer import Op, Program
 from trainer.planning.parameters import Table, UpdateSettings, by_value, layer_tables, moment_count, outer_tables
 from trainer.planning.plan import BatchPlan, Plan
 
@@ -338,6 +340,41 @@ def sums_on_device(plan: Plan, fp32: bool) -> bool:
     is good enough.
     """
     return plan.offload and plan.stage >= 2 and (plan.replicate > 1 or fp32)
+
+
+def sums_in_products(config: Config, spec: ModelSpec, plan: Plan, microbatches: int) -> bool:
+    """Whether the GEMM of a linear layer adds its weight gradient to that of earlier micro-batches: where FSDP sums
+    gradients on each rank, in fp32, until it reduces them once a step. With adapters most matrices are frozen."""
+    return (
+        microbatches > 1
+        and plan.stage <= 1
+        and plan.engine == "torch"
+        and config.precision.reduce == "fp32"
+        and not enabled_codecs(config.parallel.grad_comm)
+        and not spec.adapter.rank
+    )
+
+
+def summed_gemms(
+    config: Config, spec: ModelSpec, plan: Plan, microbatches: int, programs: Sequence[Program]
+) -> list[dict[str, Op]]:
+    """The GEMMs of each layer that do so, by name. Those of experts, in fp8 and in tiles do not."""
+    if not sums_in_products(config, spec, plan, microbatches) or config.activation.tile:
+        return [{} for _ in programs]
+    float8 = float8_linears(config.precision, spec)
+    return [
+        {
+            name: gemm
+            for name, gemm in program.gemms.items()
+            if gemm.matrices == 1 and not gemm.wide and f"layers.{index}.{name}" not in float8
+        }
+        for index, program in enumerate(programs)
+    ]
+
+
+def sums_in_head(config: Config, spec: ModelSpec, plan: Plan, microbatches: int) -> bool:
+    """Whether that of the head does so."""
+    return sums_in_products(config, spec, plan, microbatches) and not config.loss.tile
 
 
 # Bytes of error feedback: what quantised gradients have left out, which waits on each rank for the next step. FSDP

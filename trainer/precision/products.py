@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -99,6 +100,44 @@ matmul = Multiply()
 
 MULTIPLIERS: dict[str, Multiply] = {matmul.key: matmul}
 """The implementations that there are, for operators, which take no objects."""
+
+
+class GradientSum(Protocol):
+    """Where the gradient of a weight is summed over micro-batches."""
+
+    def add(self, gradient: Tensor, x: Tensor) -> Tensor:
+        """Adds gradient^T x, of operands as those of a `WEIGHT_GRADIENT`. Returns the sum so far."""
+
+
+class SummedMultiply(Multiply):
+    """`matmul`, but that each weight gradient is added to the next of `sums`; the result is the sum so far. It serves
+    one backward pass of a layer. Operators that look it up by its key find `matmul`, for the other products."""
+
+    def __init__(self, sums: Iterable[GradientSum]):
+        self.sums = iter(sums)
+
+    def __call__(self, a: Tensor, b: Tensor, role: GEMMRole, add: Tensor | None = None) -> Tensor:
+        if role is GEMMRole.WEIGHT_GRADIENT:
+            return next(self.sums).add(a, b)
+        return super().__call__(a, b, role, add)
+
+    def product(
+        self, left: GEMMOperand, right: GEMMOperand, role: GEMMRole, dtype: torch.dtype, add: Tensor | None = None
+    ) -> Tensor:
+        return self(left.values, right.values, role, add)
+
+
+def add_weight_gradient(total: Tensor, gradient: Tensor, x: Tensor, new: bool) -> Tensor:
+    """total += gradient^T x in one GEMM, which reads and writes `total` [outputs, inputs] in its own type, fp32 for
+    operands in 16 bits. new: the values of `total` are undefined, and it is overwritten."""
+    if x.is_cuda and x.dtype is not total.dtype:
+        aten, operands = torch.ops.aten, (gradient.t(), x, total.dtype)
+        if new:
+            return aten.mm.dtype_out(*operands, out=total)
+        return aten.addmm.dtype_out(total, *operands, out=total)
+    # On CPUs products have the type of their operands.
+    left, right = gradient.t().to(total.dtype), x.to(total.dtype)
+    return torch.mm(left, right, out=total) if new else total.addmm_(left, right)
 
 
 def output_width(weight: Tensor, role: GEMMRole) -> int:

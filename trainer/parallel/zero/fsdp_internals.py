@@ -17,10 +17,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
+from torch.distributed.tensor import DTensor
 
+from trainer.model.layers import AdaptableLinear
+from trainer.model.linear import DeferredGrads
 from trainer.model.stage import Stage, compile_function
+from trainer.model.transformer import Head
 from trainer.parallel.zero.copy_engine import CopyEngineShards, copy_together, wait_for_event
-from trainer.precision.products import E4M3, Float8Multiply, scale_of
+from trainer.precision.products import E4M3, Float8Multiply, add_weight_gradient, matmul, scale_of
 
 
 def fsdp_units(model: nn.Module) -> list[FSDPModule]:
@@ -106,6 +110,61 @@ def accumulate_gradients(units: list[FSDPModule]) -> None:
                 parameter.unsharded_accumulated_grad = gradient.to(parameter.reduce_dtype or gradient.dtype)
             else:
                 parameter.unsharded_accumulated_grad += gradient
+
+
+class UnshardedSum:
+    """Where FSDP accumulates the gradient of a parameter until it reduces it, as a `GradientSum`. rows: those of the
+    parameter that this rank multiplies with, None for all."""
+
+    def __init__(self, parameter: Any, rows: slice | None):
+        self.parameter, self.rows = parameter, rows
+
+    def add(self, gradient: Tensor, x: Tensor) -> Tensor:
+        parameter, new = self.parameter, self.parameter.unsharded_accumulated_grad is None
+        if new:
+            whole, create = parameter.unsharded_param, torch.zeros_like if self.rows else torch.empty_like
+            parameter.unsharded_accumulated_grad = create(
+                whole, dtype=parameter.reduce_dtype or whole.dtype, requires_grad=False
+            )
+        total = parameter.unsharded_accumulated_grad
+        total = total.to_local() if isinstance(total, DTensor) else total
+        if self.rows:
+            return add_weight_gradient(total[self.rows], gradient, x, False)
+        return add_weight_gradient(total, gradient, x, new)
+
+
+def sum_in_products(model: Stage) -> None:
+    """Makes the products of linear layers and of the head add weight gradients to where FSDP accumulates them.
+
+    Autograd accumulates all other gradients: of the embedding, experts, matrices that multiply in fp8, layers and heads
+    that are computed in tiles and sum over these themselves, and heads with a bias, which are copied."""
+    deferred = DeferredGrads()
+    chosen: set[AdaptableLinear | Head] = {
+        module for module in model.children() if isinstance(module, Head) and not module.biased
+    }
+    for layer in model.layers.values():
+        for module in layer.modules() if not layer.tile else ():
+            if isinstance(module, AdaptableLinear) and module.multiply is matmul:
+                chosen.add(module)
+                if module.number is None:
+                    module.defer(deferred)
+    for unit in fsdp_units(model):
+        group = parameter_group(unit)
+        for parameter in group.fsdp_params:
+            owners = parameter._module_info
+            for module in chosen.intersection((owners.module, *owners.shared_modules)):
+                if owners.param_name == "weight":
+                    module.gradient_sum = UnshardedSum(parameter, module.part)
+        group.post_backward = partial(widen_gradients, group, group.post_backward)
+
+
+def widen_gradients(group: Any, reduce: Callable[..., None], *unused: Any) -> None:
+    """Replaces a group's `post_backward`. FSDP reduces gradients of one type only. In a step of one micro-batch, those
+    of autograd are in the compute type and the sums in fp32."""
+    for parameter in group.fsdp_params if group.reduce_grads else ():
+        parameter.accumulate_unsharded_grad_if_needed()
+        parameter.to_accumulated_grad_if_needed()
+    reduce(*unused)
 
 
 def reduce_accumulated(units: list[FSDPModule], partial_sums: Mapping[FSDPModule, bool], last: bool) -> None:

@@ -42,6 +42,8 @@ from trainer.planning.states import (
     rank_states,
     shared_experts,
     shares_frozen,
+    summed_gemms,
+    sums_in_head,
     sums_on_device,
     symmetric_buffer_bytes,
 )
@@ -202,6 +204,11 @@ class ModelBytes:
             self.tokens * (program.deferred - program.second_half.deferred * tiled) * (not spec.adapter.rank)
             for program in programs
         ]
+        # Parameters of a layer whose gradients never exist beside their sums.
+        self.summed = [
+            sum(prod(gemm.shape) for gemm in gemms.values())
+            for gemms in summed_gemms(config, spec, plan, batch.accumulation, programs)
+        ]
         left, keys = left_by_recompute(programs, config.activation, config.compile), gathered_keys(layout, self.element)
         more = [self.tokens * rest.eager.saved for rest in left]
         if config.compile:  # which keeps gathered keys instead of the rank's own, where nothing is recomputed
@@ -233,7 +240,10 @@ class ModelBytes:
         if config.loss.tile:  # what is left of a tile is added to gradients in fp32
             self.loss += self.element * at_once * rows + self.stream + aligned
             self.logits = MASTER_BYTES * rows * columns
-        self.head_gradient = self.element * rows * columns * trains_head(spec)
+        # Of the head: parameters whose gradient never exists beside its sum, and bytes of one that does.
+        sums = sums_in_head(config, spec, plan, batch.accumulation)
+        self.head_summed = own * columns * sums
+        self.head_gradient = self.element * rows * columns * trains_head(spec) * (not sums)
         self.held: LocalParameters = local_parameters(spec, plan.tp, plan.ep)
         self.experts: LocalParameters = shared_experts(spec, plan.ep)
         self.frozen: LocalParameters = frozen_bytes(spec, plan.tp, plan.ep, self.element)
@@ -421,9 +431,9 @@ class MemoryReplay:
     def backward(self, stage: int, whole: bool) -> None:
         """B, or I, which leaves what W needs. Of embedding and head no part is put off."""
         model, layers, units = self.model, self.stages[stage], self.units[stage]
-        outer = 0.0
+        outer, new = 0.0, stage not in self.accumulated
         if layers.stop == self.depth:
-            outer = model.head_gradient
+            outer = model.head_gradient + MASTER_BYTES * new * model.head_summed
             self.look("head", working=2 * model.stream, gradients=outer)
             self.hold("logits and loss", -model.logits)
             self.hold("activations", model.logits - model.activation[-1])
@@ -434,7 +444,8 @@ class MemoryReplay:
         for place in reversed(range(len(layers))):
             layer, size, experts = layers[place], units[1 + place], self.experts[stage][1 + place]
             if not steady or place == len(layers) - 1:
-                gradients = (outer + model.element * size) * whole
+                summed = model.summed[layer]
+                gradients = (outer + model.element * (size - summed) + MASTER_BYTES * new * summed) * whole
                 # FSDP keeps a layer's message while the next layer computes.
                 sent = (size - experts) * self.sends[0] + experts * self.sends[1]
                 self.look(f"layer {layer}", model.working[layer], gradients, buffer * sent, self.ahead)

@@ -42,7 +42,16 @@ from trainer.planning.recompute import EagerExtra, RecomputeEffect, left_by_reco
 from trainer.planning.resolve import Layout
 from trainer.planning.schedules.costs import LayerCosts
 from trainer.planning.schedules.simulate import Simulation, simulate_schedule
-from trainer.planning.states import ELEMENT_BYTES, MASTER_BYTES, of_states, sent_parameters, shares_frozen, state_bytes
+from trainer.planning.states import (
+    ELEMENT_BYTES,
+    MASTER_BYTES,
+    of_states,
+    sent_parameters,
+    shares_frozen,
+    state_bytes,
+    summed_gemms,
+    sums_in_head,
+)
 
 TERMS = (
     "matrix products",
@@ -219,6 +228,7 @@ class _Timer:
         layers, float8 = [], float8_linears(self.config.precision, spec)
         travelling = gathered_in_float8(self.config, spec, plan)
         fixed, added = find_frozen_gemms(spec), measure_adapters(spec, plan.tp)
+        summed = summed_gemms(self.config, spec, plan, batch.accumulation, programs)
         for index, (program, remaining, layer) in enumerate(zip(programs, left, layer_specs(spec))):
             places = {name: f"layers.{index}.{name}" for name in program.gemms}
             narrow = frozenset((name, float8[place].recipe) for name, place in places.items() if place in float8)
@@ -228,7 +238,15 @@ class _Timer:
                 sent = self.sent.layers[index], self.sent_experts.layers[index]
                 frozen = self.fixed.layers[index] if self.fixed else 0
                 known[key] = self._layer(
-                    program, remaining, layer, narrow, (*sent, frozen), travelling[index], fixed[index], added[index]
+                    program,
+                    remaining,
+                    layer,
+                    narrow,
+                    (*sent, frozen),
+                    travelling[index],
+                    fixed[index],
+                    added[index],
+                    summed[index],
                 )
             layers.append(known[key])
         units = (self._embedding(), *layers, self._head())
@@ -247,8 +265,9 @@ class _Timer:
             ),
         )
 
-    def _product(self, gemm: Op, float8: bool = False) -> float:
-        """float8: whether it multiplies in fp8. What the casts of its operands take is in `_casts`."""
+    def _product(self, gemm: Op, float8: bool = False, sums: bool = False) -> float:
+        """float8: whether it multiplies in fp8. What the casts of its operands take is in `_casts`. sums: whether it
+        adds a weight gradient to the sum of others."""
         (outputs, inputs), flops, pace = gemm.shape, self.tokens * gemm.flops, self.pace
         rows, matrices, calls = self.tokens * gemm.rows, 1.0, 1.0
         if gemm.matrices > 1:  # of this rank's experts; the last tile of rows of each is half empty on average
@@ -261,7 +280,8 @@ class _Timer:
             moved = rows * ((2 * WIDE_BYTES + self.element) * inputs + WIDE_BYTES * outputs)
             return hypot(flops / pace.wide, moved / pace.memory) + 2 * pace.kernel
         if not float8 or pace.float8 is None:
-            return hypot(flops / pace.products, self.element * elements / pace.memory) + calls * pace.kernel
+            moved = self.element * elements + (2 * MASTER - self.element) * outputs * inputs * sums
+            return hypot(flops / pace.products, moved / pace.memory) + calls * pace.kernel
         moved = elements / 3 * (self.element + 2)
         return hypot(flops / pace.float8, moved / pace.memory) + pace.kernel
 
@@ -323,10 +343,11 @@ class _Timer:
         narrow: float,
         fixed: frozenset[str],
         added: tuple[float, float, float, float],
+        summed: Mapping[str, Op],
     ) -> UnitTimes:
         """float8: the projections that multiply in fp8, and their recipes; parameters: see `_sharded`; narrow: of the
         parameters, those that are gathered in fp8; fixed: the projections that are frozen; added: see
-        `measure_adapters`."""
+        `measure_adapters`; summed: see `summed_gemms`."""
         spec = layer.attention
         tokens, pace = self.tokens, self.pace
 
@@ -335,6 +356,7 @@ class _Timer:
 
         products = products_of({name for name, _ in float8})
         for_weights = products_of({name for name, recipe in float8 if recipe != WIDE})
+        for_weights |= {name: self._product(gemm, sums=True) for name, gemm in summed.items()}
         for_weights = {name: 0.0 if name in fixed else seconds for name, seconds in for_weights.items()}
         took = layer_passes(lambda sends: self.ways(sends)[0], program, products, for_weights, left.again, self.apart)
         attention = self._attention(program, spec)
@@ -383,7 +405,8 @@ class _Timer:
         backward["launching"] = max(0.0, launches - sum(backward.values()) - to_weights)
         weight = {"matrix products": to_weights}
         moved = {"tensor": took.moved + sent, "context": shared, "experts": 2 * travel + repeated}
-        return self._sharded(parameters, forward, backward, weight, moved, narrow)
+        in_gemms = sum(prod(gemm.shape) for gemm in summed.values())
+        return self._sharded(parameters, forward, backward, weight, moved, narrow, in_gemms)
 
     def _dispatch(self, experts: ExpertsSpec) -> DispatchTimes:
         """What a micro-batch's tokens take to the experts of a layer on other ranks and back, with balanced loads."""
@@ -414,7 +437,8 @@ class _Timer:
         forward = {"matrix products": first.products, "memory-bound kernels": loss, "tensor collectives": first.exposed}
         backward = {"matrix products": product, "tensor collectives": back.exposed}
         trained = trains_head(self.spec)
-        weight = {"matrix products": product * trained}
+        sums = sums_in_head(self.config, self.spec, self.plan, self.batch.accumulation)
+        weight = {"matrix products": self._product(head, sums=sums) * trained}
         if self.config.loss.tile:  # gradients are computed in the forward pass
             forward["matrix products"] += (1 + trained) * product
             forward["tensor collectives"] += collective
@@ -425,7 +449,9 @@ class _Timer:
         frozen = self.fixed.outer[self.plan.pp == 1, True] if self.fixed else 0
         frozen -= self.fixed.outer[True, False] if self.fixed and not alone else 0
         moved = {"tensor": self.way.moving + 2 * collective}
-        return self._sharded((size, 0, frozen), forward, backward, weight, moved, outer=True)
+        # Of a tied head, the embedding's gradient is added too.
+        summed = min(prod(head.shape) * sums, size)
+        return self._sharded((size, 0, frozen), forward, backward, weight, moved, summed=summed, outer=True)
 
     def _sharded(
         self,
@@ -435,12 +461,13 @@ class _Timer:
         weight: dict,
         axes: Terms,
         narrow: float = 0.0,
+        summed: float = 0.0,
         outer: bool = False,
     ) -> UnitTimes:
         """A unit with what data-parallel ranks do around its passes: gathers, reductions, and copies in and out of flat
         buffers. parameters: of the unit that are trained, of its experts where ranks share them, and bytes of those
         that are gathered only; axes: seconds of what other ranks communicate in a micro-batch; narrow: elements that
-        are gathered in fp8; outer: see `of_states`."""
+        are gathered in fp8; summed: of the parameters, those whose gradients GEMMs sum; outer: see `of_states`."""
         plan, pace, shards, size = self.plan, self.pace, self.rings["shard"], parameters[0]
         copied = self.config.parallel.zero.collectives == "copy_engine"  # in the type in which gradients were computed
         fixed, scattered = parameters[2], self.element if copied else self.scattered.width
@@ -485,7 +512,7 @@ class _Timer:
         if scatters.each:
             backward, last_copy = _and(backward, pace.exposed(reduce, b), copy_out), coding[1]
         elif self.batch.accumulation > 1:  # added to the sums in fp32 by kernels that do nothing else
-            backward = _and(backward, 0.0, (2 * MASTER + self.element) * size / pace.optimizer)
+            backward = _and(backward, 0.0, (2 * MASTER + self.element) * (size - summed) / pace.optimizer)
         late = scatters.once * reduce + replicas  # communication behind the last backward pass
         exposed = pace.exposed(late, b)
         summed = exposed * (replicas / late) if late else 0.0
