@@ -206,17 +206,11 @@ def test_initial_weights_are_the_same_bits(ranks, stage):
 
 
 def test_a_model_over_ranks_generates_what_one_process_does(ranks):
-    """No rank has the whole model or all keys: tensor-parallel ranks have their parts, those that share sequences every
-    cp-th key and equal parameters, in the type that they compute in, and the others gather layer by layer. Numbers of
-    rows, heads and columns that no number of ranks divides; four ranks have both key-value heads each."""
-    seen = {
-        (tp, cp, rank): found
-        for rank, of in enumerate(ranks)
-        for tp, one in of.items()
-        for cp, found in one["generated"].items()
-    }
-    assert len(seen) == 4 * (3 + 2 + 1)
-    for (tp, cp, rank), found in seen.items():
-        assert found["same"] and found["worst"] < 1e-5, (tp, cp, rank, found)
-        assert 0.2 < found["held"] / int(cp) < 0.4, (tp, cp, rank, found)
-        assert found["slots"] == -(-100 // int(cp)), (tp, cp, rank, found)
+    """No rank has the whole model: tensor-parallel ranks have their parts in the type that they compute in, and the
+    others gather layer by layer. Numbers of rows, heads and columns that no number of ranks divides; four ranks have
+    both key-value heads each."""
+    seen = {(tp, rank): one["generated"] for rank, of in enumerate(ranks) for tp, one in of.items()}
+    assert len(seen) == 4 * 3
+    for place, found in seen.items():
+        assert found["same"] and found["worst"] < 1e-5, (place, found)
+        assert 0.2 < found["held"] < 0.4, (place, found)

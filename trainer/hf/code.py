@@ -314,6 +314,8 @@ class CodeExperts(CodeModule, RoutedExperts):
     """Stacks of experts of transformers that its experts interface runs. Their weight gradients may be deferred."""
 
     foreign = True
+    has_gate, has_post_expert_norm = True, False
+    """Of versions of transformers that do not say so, such as 5.0 and 5.17: what is true for all of their experts."""
     stacks: dict[str, ExpertStack]
     load: Tensor | None = None
     """Where a pass of training counts the tokens of each expert: int64 [experts]. None where it is computed again."""
@@ -375,7 +377,7 @@ class ExpertStack:
 
 def runs_by_interface(module: nn.Module) -> bool:
     """Whether transformers runs a module by an experts function. Its decorator leaves these attributes."""
-    return {"is_transposed", "has_bias", "has_gate", "has_post_expert_norm"} <= vars(module).keys()
+    return {"is_transposed", "has_bias"} <= vars(module).keys()
 
 
 def can_share(module: nn.Module) -> bool:
