@@ -27,7 +27,7 @@ from trainer.planning.schedules.templates import TEMPLATES, build_schedule
 from trainer.plots import runs, templates
 from trainer.plots import schedule as pictures
 from trainer.plots.runs import save_figure
-from trainer.plots.schedule import draw_schedule
+from trainer.plots.schedule import MOST, draw_schedule
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -96,8 +96,21 @@ def test_numbers_are_micro_batches_and_go_when_bars_are_narrow():
     (axes,) = draw_schedule({"": planned("1f1b", 2, 12)}).axes
     numbers = Counter(text.get_text() for text in axes.texts if text.get_text().isdigit())
     assert numbers == {str(microbatch): 4 for microbatch in range(12)}  # F and B on two ranks
-    (crowded,) = draw_schedule({"": planned("zb_h1", 16, 64)}).axes
-    assert not [text for text in crowded.texts if text.get_text().isdigit()] and bars(crowded)[0, "W"] == 64
+    (crowded,) = draw_schedule({"": planned("zb_h1", 48, 50)}).axes
+    assert not [text for text in crowded.texts if text.get_text().isdigit()] and bars(crowded)[0, "W"] == 50
+
+
+def test_of_hundreds_of_actions_the_beginning_and_the_end_are_drawn():
+    """At the end, each timeline ends where it does."""
+    short, long = planned("1f1b", 2, 100), planned("1f1b", 2, 100, seconds=2.0)
+    figure = draw_schedule({"planned": short, "measured": long})
+    begin, end, begin_long, end_long = figure.axes
+    assert begin.get_xlim() == begin_long.get_xlim() == (0, pytest.approx(measure_timeline(long)[0] * MOST / 400))
+    for axes, ranks in ((end, short), (end_long, long)):
+        total, length = measure_timeline(ranks)[0], begin.get_xlim()[1]
+        assert axes.get_xlim() == (pytest.approx(total - length), pytest.approx(total)) and rows(axes)
+    figure.draw_without_rendering()
+    assert titles(begin)[0] == "planned" and "bubble" in titles(end)[1] and not rows(begin)
 
 
 def test_a_number_lies_in_its_bar():

@@ -53,6 +53,7 @@ BAR = 0.84  # height of a bar, of its row
 DIGIT = 0.64  # width of a digit, of the size of its font
 SMALLEST_NUMBER = 4.5  # points
 MARGINS = 1.3  # inches of the width that the time axis leaves to both sides
+MOST = 160  # actions of a rank that can be told apart in one picture
 
 
 def escape_dollars(text: str) -> str:
@@ -71,35 +72,45 @@ def draw_schedule(
 
     A bar's colour is the action's kind, its shade the rank's chunk, its number the micro-batch; numbers that do not fit
     are left out. An overlapped forward and backward share a row, one above the other. At the end of a row stands the
-    rank's bubble; the panel's title has makespan and bubble. seconds: False where times are numbers without a unit.
-    makespans: by name, of timelines whose step lasts longer than their last span."""
+    rank's bubble; the panel's title has makespan and bubble. Of timelines with more than `MOST` actions of a rank, the
+    beginning and the end are drawn beside each other, as long as so many actions take.
+
+    seconds: False where times are numbers without a unit. makespans: by name, of timelines whose step lasts longer than
+    their last span."""
     measures = {name: measure_timeline(ranks, (makespans or {}).get(name)) for name, ranks in timelines.items()}
     makespan = max(total for total, _, _ in measures.values()) or 1.0
     lengths = _lengths(timelines)
-    width = min(max(9.0, 0.15 * makespan / min(lengths.values(), default=makespan)), 18.0)
-    point = makespan / (72 * (width - MARGINS))  # the time that one point of the axis stands for
+    crowd = max(len(spans) for ranks in timelines.values() for spans in ranks)
+    whole, part = crowd <= MOST, makespan * MOST / 2 / crowd
+    drawn = makespan if whole else 2 * part
+    width = min(max(9.0, 0.15 * drawn / min(lengths.values(), default=drawn)), 18.0)
+    point = drawn / (72 * (width - MARGINS))  # the time that one point of the axis stands for
     row = min(max(0.22, 1.6 / max(map(len, timelines.values()))), 0.34)  # inches
     heights = [0.3 + row * len(ranks) for ranks in timelines.values()]
     with matplotlib.rc_context(STYLE):
         figure = Figure(
             figsize=(width, sum(heights) + 0.35 * len(heights) + 0.75 + 0.3 * bool(title)), layout="constrained"
         )
-        panels = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-        edge = min(0.6, 0.12 * min(lengths.values(), default=makespan) / point)
+        panels = figure.subplots(
+            len(heights), 2 - whole, sharex=whole, sharey="row", squeeze=False, height_ratios=heights
+        )
+        edge = min(0.6, 0.12 * min(lengths.values(), default=drawn) / point)
         sizes = _number_sizes(timelines, lengths, point, row)
         shown: dict[str, int] = {}
-        for axes, (name, ranks) in zip(panels, timelines.items()):
-            for kind, chunks in _bars(axes, ranks, measures[name][0], edge).items():
-                shown[kind] = max(chunks, shown.get(kind, 0))
-            _numbers(axes, ranks, sizes, point)
-            _describe(axes, name, *measures[name], seconds)
         unit, scale = _unit(makespan) if seconds else ("units", 1.0)
-        panels[-1].set_xlim(0, makespan)
-        panels[-1].set_xlabel(f"time ({unit})", color="#444444")
-        panels[-1].xaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value * scale:g}"))
-        for axes in panels[:-1]:
-            axes.tick_params(bottom=False)
-            axes.spines["bottom"].set_visible(False)
+        for beside, (name, ranks) in zip(panels, timelines.items()):
+            total, lowest = measures[name][0], beside[0] is panels[-1, 0]
+            for axes, window in zip(beside, [(0, makespan)] if whole else [(0, part), (total - part, total)]):
+                for kind, chunks in _bars(axes, ranks, total, edge).items():
+                    shown[kind] = max(chunks, shown.get(kind, 0))
+                _numbers(axes, ranks, sizes, point)
+                axes.tick_params(left=False, bottom=lowest or not whole)
+                axes.spines[["top", "left", "right"]].set_visible(False)
+                axes.spines["bottom"].set_visible(lowest or not whole)
+                axes.set_xlim(window)
+                axes.set_xlabel(f"time ({unit})" if lowest else "", color="#444444")
+                axes.xaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value * scale:g}"))
+            _describe(beside, name, *measures[name], seconds)
         if title:
             figure.suptitle(escape_dollars(title), x=0.01, ha="left", fontsize=11, fontweight="bold")
         _legend(figure, shown)
@@ -209,13 +220,14 @@ def _colour(kind: str, chunk: int, chunks: int) -> tuple[float, ...]:
     return tuple(part + (1 - part) * white for part in to_rgb(look.colour))
 
 
-def _describe(axes: Axes, name: str, makespan: float, bubble: float, bubbles: Sequence[float], seconds: bool) -> None:
-    axes.set_title(escape_dollars(name), loc="left", fontsize=10, fontweight="bold")
-    length = format_duration(makespan) if seconds else f"{makespan:.4g}"
+def _describe(
+    panels: Sequence[Axes], name: str, makespan: float, bubble: float, bubbles: Sequence[float], seconds: bool
+) -> None:
+    """Writes beside and above the panels of a timeline what it is."""
+    panels[0].set_title(escape_dollars(name), loc="left", fontsize=10, fontweight="bold")
+    panels[0].set_yticks(range(len(bubbles)), [f"rank {rank}" for rank in range(len(bubbles))])
+    axes, length = panels[-1], format_duration(makespan) if seconds else f"{makespan:.4g}"
     axes.set_title(f"makespan {length}, bubble {format_percent(bubble)}", loc="right", fontsize=9, color="#444444")
-    axes.set_yticks(range(len(bubbles)), [f"rank {rank}" for rank in range(len(bubbles))])
-    axes.tick_params(left=False)
-    axes.spines[["top", "left", "right"]].set_visible(False)
     beside = {"fontsize": 8, "color": "#444444"}
     axes.annotate("by rank", (1.006, 1), xycoords="axes fraction", xytext=(0, 6), textcoords="offset points", **beside)
     for rank, share in enumerate(bubbles):
