@@ -120,10 +120,11 @@ def test_names_of_deepspeed():
 
 def test_the_page_shows_which_rank_holds_which_token():
     page = (ROOT / "docs/long_sequences.md").read_text()
-    shown = dict(re.findall(r"^(contiguous|zigzag|blocks) +([0-3]{32})  ", page, re.MULTILINE))
-    assert len(shown) == 3
+    shown = dict(re.findall(r"^(zigzag|blocks) +([0-3]{32})  ", page, re.MULTILINE))
+    assert len(shown) == 2
     for order, text in shown.items():
-        group = ContextGroup(ContextPlan(1, 4, order, 1, False, 1), 0, None, None)
-        holders = torch.empty(len(text), dtype=torch.int64)
-        holders[group.order(len(text), torch.device("cpu"))] = torch.arange(4).repeat_interleave(len(text) // 4)
-        assert "".join(map(str, holders.tolist())) == text, order
+        length = 128 * len(text)
+        group = ContextGroup(ContextPlan(1, 4, order), 0, None, None)
+        holders = torch.empty(length, dtype=torch.int64)
+        holders[group.order(length, torch.device("cpu"))] = torch.arange(4).repeat_interleave(length // 4)
+        assert holders.tolist() == [int(digit) for digit in text for _ in range(128)], order

@@ -64,7 +64,8 @@ def their_logits(folder: Path, adapter: Path | None = None) -> Tensor:
     if adapter is not None:
         options, tensors = json.loads((adapter / ADAPTER).read_text()), load_file(adapter / TENSORS)
         for name, module in model.named_modules():
-            if any(name == target or name.endswith(f".{target}") for target in options["target_modules"]):
+            stacked = [target.removesuffix(".weight") for target in options.get("target_parameters") or ()]
+            if any(f".{name}".endswith(f".{target}") for target in [*options["target_modules"], *stacked]):
                 down, up = (tensors.pop(f"base_model.model.{name}.lora_{letter}.weight") for letter in "AB")
                 module.weight += up @ down * (options["lora_alpha"] / options["r"])
             for own, parameter in module.named_parameters(recurse=False):

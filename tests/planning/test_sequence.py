@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,15 +9,13 @@ import pytest
 from support.estimates import estimated, every_way, h200, settings, shipped
 from support.reference import changed
 
-import trainer
 from trainer.config import Config, ConfigError
 from trainer.parallel.context.plan import ContextPlan, load_imbalance
 from trainer.planning.decide import MemoryLimit, decide, describe_measures
 from trainer.planning.documents import USUAL
 from trainer.planning.estimate.memory import find_peaks
 from trainer.planning.estimate.plans import rank_plans
-from trainer.planning.estimate.step import GIB, estimate_step
-from trainer.planning.hardware import load_hardware
+from trainer.planning.estimate.step import GIB
 from trainer.planning.neighbours import TILE
 from trainer.planning.resolve import config_problems, resolve_layout
 
@@ -126,45 +122,10 @@ def test_what_cannot_go_together_is_refused(changes, words):
     assert [problem for problem in config_problems(config) if problem.startswith(words)]
 
 
-def documented(head: str) -> list[list[str]]:
-    """The cells of the table of docs/long_sequences.md with this head; `the same` is what stands above."""
-    lines = (DOCS / "long_sequences.md").read_text().partition(head)[2].splitlines()[2:]
-    rows: list[list[str]] = []
-    for line in itertools.takewhile(lambda line: line.startswith("|"), lines):
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        rows.append([rows[-1][place] if cell == "the same" else cell for place, cell in enumerate(cells)])
-    return rows
-
-
-def number(text: str) -> float:
-    return float(text.replace(",", "").removesuffix(" s"))
-
-
-TAKEN = {"nothing": [0, 0, False], "loss, offload": [TILE, 0, True], "all": [TILE, TILE, True]}
-
-
-def test_documented_predictions_are_those_of_today():
-    rows = documented("| GPUs | plan | tokens |")
-    assert len(rows) == 10
-    for gpus, plan, tokens, taken, size, host, seconds, speed in rows:
-        world, length = int(gpus), round(number(tokens))
-        words = [f"batch.sequence_length={length}", f"model.max_length={length}"]
-        words += ["parallel=zero3_offload"] * ("on the host" in plan) + re.findall("parallel.cp=[0-9]+", plan)
-        config = trainer.compose(["+config=llama3_8b_128k", *words], world_size=world)
-        found = estimate_step(config, resolve_layout(config, world, config.model, world), load_hardware("h200"))
-        config = found.config
-        assert [config.loss.tile, config.activation.tile, config.activation.offload] == TAKEN[taken], (gpus, tokens)
-        waiting = max(peak.host for peak in found.ranks) / GIB
-        assert (found.memory / GIB, waiting) == pytest.approx((number(size), number(host)), abs=0.6), (gpus, tokens)
-        assert (found.seconds, found.tokens_per_second) == pytest.approx((number(seconds), number(speed)), rel=0.01)
-
-
 def test_documented_balances_are_those_of_today():
-    rows = documented("| ranks | contiguous | zigzag | blocks |")
-    assert [int(row[0]) for row in rows] == [2, 4, 8, 32]
-    for ranks, *cells in rows:
-        cases = itertools.product((None, USUAL), ("contiguous", "zigzag", "blocks"))
-        found = [
-            load_imbalance(ContextPlan(1, int(ranks), order, 128, False, 1), 2**17, 0, packs) for packs, order in cases
-        ]
-        assert found == pytest.approx([float(cell) for cell in cells], abs=0.006)
+    page = " ".join((DOCS / "long_sequences.md").read_text().split())
+    found = [load_imbalance(ContextPlan(1, 8, order), 2**17, 0, USUAL) for order in ("blocks", "zigzag")]
+    words = (
+        "of 131,072 tokens on 8 ranks the busiest one has {:.2f} times the mean of the keys, and {:.2f} times in zigzag"
+    )
+    assert words.format(*found) in page
