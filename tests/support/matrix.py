@@ -321,7 +321,7 @@ FLOAT8 = [
     PLAIN | {"bias": False, "micro_batches": 2} | more
     for more in (
         {"float8": "tensorwise", "dp": 2, "stage": 3, "recompute": "selective"},
-        {"float8": "mixed", "gather": True, "dp": 2, "stage": 3, "tied": True, "compile": "graphs"},
+        {"float8": "mixed", "gather": True, "dp": 2, "stage": 3, "tied": True},
         {"float8": "tensorwise", "gather": True, "dp": 4, "shard": 2, "stage": 2, "recompute": "full"},
         {"float8": "tensorwise", "gather": True, "dp": 2, "stage": 3, "pp": 2, "schedule": "zb_v", "offload": True},
         {"float8": "tensorwise", "gather": True, "dp": 2, "stage": 3, "family": "all experts", "precision": "bf16"},
@@ -330,7 +330,7 @@ FLOAT8 = [
         {"float8": "rowwise_with_gw_hp", "cp": 2, "way": "allgather zigzag", "stage": 2, "recompute": "tiles"},
         {"float8": "rowwise", "tp": 2, "dp": 2, "stage": 3},
         {"float8": "mixed rows", "tp": 2, "pp": 2, "schedule": "zb_v", "micro_batches": 3, "recompute": "selective"},
-        {"float8": "rowwise", "tp": 2, "tp_overlap": "copy_engine", "recompute": "selective", "compile": "graphs"},
+        {"float8": "rowwise", "tp": 2, "tp_overlap": "copy_engine", "recompute": "selective"},
         {"float8": "rowwise_with_gw_hp", "tp": 2, "tp_overlap": "copy_engine", "bias": True, "tied": True},
     )
 ]
@@ -502,10 +502,7 @@ in one layer alone, so that a pipeline rank has nothing to train. Norms of heads
 gradients that there are: weights that differ in the last bit change some of them by 2e-5."""
 
 
-COMPILED_ADAPTERS = [
-    ADAPTERS[0] | {"compile": "graphs", "pp": 2, "schedule": "zb_v"},
-    ADAPTERS[0] | {"compile": "graphs", "frozen": "fp8", "dp": 2, "stage": 3, "recompute": "full"},
-]
+COMPILED_ADAPTERS = [ADAPTERS[0] | {"compile": "graphs", "pp": 2, "schedule": "zb_v"}]
 
 
 COMPILED_EXPERTS = [
@@ -516,16 +513,16 @@ COMPILED_EXPERTS = [
 ]
 
 
-COMPILED_LATENT = [LATENT[1] | {"compile": "graphs", "attention": "causal"}]
-
-
 COMPILED_ON_GPUS = [
+    *(FLOAT8[place] | {"compile": "graphs"} for place in (1, -2)),
+    ADAPTERS[0] | {"compile": "graphs", "frozen": "fp8", "dp": 2, "stage": 3, "recompute": "full"},
+    LATENT[1] | {"compile": "graphs", "attention": "causal"},
     PLAIN | {"compile": "graphs", "tp": 2, "recompute": "selective", "attention": "documents", "float8": "rowwise"},
     ADAPTERS[0] | {"adapter": "trained", "compile": "graphs", "tp": 2},
     BALANCED[0] | {"compile": "graphs", "dp": 2, "stage": 3, "recompute": "full"},
     EXPERTS[0] | {"family": "gpt_oss", "compile": "graphs", "dp": 2, "stage": 3, "recompute": "selective"},
 ]
-"""Left to bench/gpu_check.sh: on CPUs they take a minute and a half, and other cases compile the same layers."""
+"""Left to bench/gpu_check.sh: on CPUs they take three minutes, and other cases compile the same layers."""
 
 
 def cases(processes: int, compiled: bool) -> list[Case]:
@@ -557,7 +554,7 @@ def cases(processes: int, compiled: bool) -> list[Case]:
             if recompute == "none" or (place + number) % 4 < 2
         ]
         chosen += [case | {"recompute": "layers", "bits": True} for case in RECOMPUTED[1:4]]
-        chosen += COMPILED + COMPILED_EXPERTS + COMPILED_LATENT + COMPILED_ADAPTERS if compiled else []
+        chosen += COMPILED + COMPILED_EXPERTS + COMPILED_ADAPTERS if compiled else []
         chosen += COMPILED_ON_GPUS if compiled and torch.cuda.is_available() else []
     if processes == 4:
         chosen.append(PLAIN | {"dp": 2, "tp": 2, "stage": 1, "precision": "fp16", "overflow": True})
