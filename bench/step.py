@@ -87,7 +87,7 @@ def main() -> None:
         assert hasattr(target, last), name
         setattr(target, last, value if value == "off" else yaml.safe_load(value))  # for YAML false
     if own["sums"] == "kernel":
-        states.sums_in_products = training_state.sums_in_products = lambda *_: False
+        states.sums_in_gemms = training_state.sums_in_gemms = lambda *_: False
     if own["balanced"] == "true":
         experts.choose_experts = choose_in_turn
     spec = read_spec(own["model"])

@@ -51,7 +51,7 @@ def estimated(config: Config, world: int, hardware: HardwareConfig, node: int = 
 
 def sums_apart() -> Any:
     """A context in which, as in programs that were measured so, kernels of their own add weight gradients to sums."""
-    return patch.object(states, "sums_in_products", lambda *_: False)
+    return patch.object(states, "sums_in_gemms", lambda *_: False)
 
 
 def seconds(config: Config, layout: Layout, hardware: HardwareConfig) -> float:

@@ -157,7 +157,7 @@ def train(world: World, sums: bool, **changes: Any) -> Trajectory:
         return real(self, gradient, x)
 
     counters.clear()
-    with patch.object(training_state, "sums_in_products", lambda *_: sums), patch.object(UnshardedSum, "add", count):
+    with patch.object(training_state, "sums_in_gemms", lambda *_: sums), patch.object(UnshardedSum, "add", count):
         seen = train_plan(
             config,
             spec,

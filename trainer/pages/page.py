@@ -86,14 +86,15 @@ PANELS = (
 """Other metrics, such as registered ones, have a panel each, behind these."""
 
 OF_ONE_VALUE = (
-    "learned loss_scale skipped repeated damaged hardware/alloc_retries "
-    "hardware/throttle hardware/throttle_of_rank hardware/throttle_ranks"
-).split()
+    *("learned", "loss_scale", "skipped", "repeated", "damaged", "hardware/alloc_retries"),
+    *("hardware/throttle", "hardware/throttle_of_rank", "hardware/throttle_ranks"),
+)
 """Metrics that say nothing as long as they stay what they were."""
 
-NOT_DRAWN = set(
-    "step time tokens epoch eta_seconds straggler_rank profiled_step hardware/clock_rank hardware/throttle_rank".split()
-)
+NOT_DRAWN = {
+    *("step", "time", "tokens", "epoch", "eta_seconds"),
+    *("straggler_rank", "profiled_step", "hardware/clock_rank", "hardware/throttle_rank"),
+}
 
 
 def drawn_as(names: Iterable[str], panel: CurvePanel) -> list[str]:

@@ -79,8 +79,8 @@ def run_numbers(run: RunFolder) -> list[RunNumber]:
             False,
         ),
         _number("peak memory", peak and peak * GIB, format_bytes, "of the fullest rank", METRICS["memory_gib"], True),
-        _share("bubble", "bubble", run, recent("bubble")),
-        _share("waiting for data", "data", run, waiting),
+        _measure_share("bubble", "bubble", run, recent("bubble")),
+        _measure_share("waiting for data", "data", run, waiting),
         _number("tokens", last("tokens"), format_count, "", METRICS["tokens"]),
         _number(
             "time",
@@ -98,7 +98,7 @@ def _number(
     return RunNumber(name, value, NONE if value is None else form(value), note, meaning, least)
 
 
-def _share(name: str, kind: str, run: RunFolder, logged: float | None) -> RunNumber:
+def _measure_share(name: str, kind: str, run: RunFolder, logged: float | None) -> RunNumber:
     """A cost of the step: as the account and the diagnosis tell it, else as metrics do, where they tell any."""
     told = [one.get("share") for one in (run.diagnosis or {"findings": []})["findings"] if one["kind"] == kind]
     found = run.profile.share(kind) if run.profile else [*told, logged][0]

@@ -25,7 +25,7 @@ from trainer.parallel.experts.apply import share_experts
 from trainer.parallel.recompute import apply_recompute, check_recompute, recomputes_attention
 from trainer.parallel.tensor.apply import BACKENDS, shard_model
 from trainer.parallel.zero.fsdp import Engine
-from trainer.parallel.zero.fsdp_internals import sum_in_products
+from trainer.parallel.zero.fsdp_internals import sum_in_gemms
 from trainer.planning.float8 import float8_linears
 from trainer.planning.parameters import declare_parameters
 from trainer.planning.plan import Plan
@@ -105,7 +105,7 @@ def parallelize(
     undefined.
 
     deferred: where linear layers leave weight gradients, if the schedule computes them separately, else None. make:
-    creates the modules of the stage. sums: see `sums_in_products`.
+    creates the modules of the stage. sums: see `sums_in_gemms`.
     """
     # On the meta device a stage takes no memory, so a model that fits only when sharded is never whole on one rank.
     with torch.device("meta"):
@@ -134,7 +134,7 @@ def parallelize(
     engine.shard(model)
     engine.materialize(model)
     if sums:
-        sum_in_products(model)
+        sum_in_gemms(model)
     keep_buffers(model, world.device)
     return model
 

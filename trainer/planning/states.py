@@ -342,7 +342,7 @@ def sums_on_device(plan: Plan, fp32: bool) -> bool:
     return plan.offload and plan.stage >= 2 and (plan.replicate > 1 or fp32)
 
 
-def sums_in_products(config: Config, spec: ModelSpec, plan: Plan, microbatches: int) -> bool:
+def sums_in_gemms(config: Config, spec: ModelSpec, plan: Plan, microbatches: int) -> bool:
     """Whether the GEMM of a linear layer adds its weight gradient to that of earlier micro-batches: where FSDP sums
     gradients on each rank, in fp32, until it reduces them once a step. With adapters most matrices are frozen."""
     return (
@@ -359,7 +359,7 @@ def summed_gemms(
     config: Config, spec: ModelSpec, plan: Plan, microbatches: int, programs: Sequence[Program]
 ) -> list[dict[str, Op]]:
     """The GEMMs of each layer that do so, by name. Those of experts, in fp8 and in tiles do not."""
-    if not sums_in_products(config, spec, plan, microbatches) or config.activation.tile:
+    if not sums_in_gemms(config, spec, plan, microbatches) or config.activation.tile:
         return [{} for _ in programs]
     float8 = float8_linears(config.precision, spec)
     return [
@@ -374,7 +374,7 @@ def summed_gemms(
 
 def sums_in_head(config: Config, spec: ModelSpec, plan: Plan, microbatches: int) -> bool:
     """Whether that of the head does so."""
-    return sums_in_products(config, spec, plan, microbatches) and not config.loss.tile
+    return sums_in_gemms(config, spec, plan, microbatches) and not config.loss.tile
 
 
 # Bytes of error feedback: what quantised gradients have left out, which waits on each rank for the next step. FSDP

@@ -79,7 +79,7 @@ def draw_schedule(
     their last span."""
     measures = {name: measure_timeline(ranks, (makespans or {}).get(name)) for name, ranks in timelines.items()}
     makespan = max(total for total, _, _ in measures.values()) or 1.0
-    lengths = _lengths(timelines)
+    lengths = _measure_bars(timelines)
     crowd = max(len(spans) for ranks in timelines.values() for spans in ranks)
     whole, part = crowd <= MOST, makespan * MOST / 2 / crowd
     drawn = makespan if whole else 2 * part
@@ -110,7 +110,7 @@ def draw_schedule(
                 axes.set_xlim(window)
                 axes.set_xlabel(f"time ({unit})" if lowest else "", color="#444444")
                 axes.xaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value * scale:g}"))
-            _describe(beside, name, *measures[name], seconds)
+            _describe_timeline(beside, name, *measures[name], seconds)
         if title:
             figure.suptitle(escape_dollars(title), x=0.01, ha="left", fontsize=11, fontweight="bold")
         _legend(figure, shown)
@@ -128,7 +128,7 @@ def _parts(ranks: Timeline) -> Iterator[tuple[int, ActionSpan, Action, float, fl
                 yield rank, span, action, rank - BAR / 2 + index * BAR / len(actions), BAR / len(actions)
 
 
-def _lengths(timelines: dict[str, Timeline]) -> dict[str, float]:
+def _measure_bars(timelines: dict[str, Timeline]) -> dict[str, float]:
     """By kind of action, the lower quartile of its durations: three quarters of its bars are at least this long."""
     lengths: dict[str, list[float]] = {}
     for ranks in timelines.values():
@@ -220,7 +220,7 @@ def _colour(kind: str, chunk: int, chunks: int) -> tuple[float, ...]:
     return tuple(part + (1 - part) * white for part in to_rgb(look.colour))
 
 
-def _describe(
+def _describe_timeline(
     panels: Sequence[Axes], name: str, makespan: float, bubble: float, bubbles: Sequence[float], seconds: bool
 ) -> None:
     """Writes beside and above the panels of a timeline what it is."""

@@ -128,8 +128,11 @@ class SummedMultiply(Multiply):
 
 
 def add_weight_gradient(total: Tensor, gradient: Tensor, x: Tensor, new: bool) -> Tensor:
-    """total += gradient^T x in one GEMM, which reads and writes `total` [outputs, inputs] in its own type, fp32 for
-    operands in 16 bits. new: the values of `total` are undefined, and it is overwritten."""
+    """total += gradient^T x in one GEMM, as Megatron-LM's fused gradient accumulation does, and returns `total`.
+
+    total: [outputs, inputs], read and written in its own type, which is fp32 for operands in 16 bits. gradient:
+    [tokens, outputs]; x: [tokens, inputs], both of one type. new: the values of `total` are undefined, and it is
+    overwritten."""
     if x.is_cuda and x.dtype is not total.dtype:
         aten, operands = torch.ops.aten, (gradient.t(), x, total.dtype)
         if new:

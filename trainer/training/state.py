@@ -35,7 +35,7 @@ from trainer.parallel.zero.fsdp import Engine, EngineOptimizer, load_engine
 from trainer.planning.parameters import router_shapes
 from trainer.planning.plan import Plan
 from trainer.planning.schedules.ir import Schedule
-from trainer.planning.states import sums_in_products
+from trainer.planning.states import sums_in_gemms
 from trainer.precision.products import DTYPES
 from trainer.precision.scaler import LossScale
 
@@ -143,7 +143,7 @@ class TrainState:
         engine = load_engine(plan.engine, world.device)(config, plan, world)
         deferred = DeferredGrads()
         # Interleaved and V-shaped schedules place several stages on one rank, and each is a module of its own.
-        sums = sums_in_products(config, spec, plan, pipeline.schedule.microbatches)
+        sums = sums_in_gemms(config, spec, plan, pipeline.schedule.microbatches)
         stages = {
             stage: parallelize(
                 config, spec, layers, plan, world, engine, deferred if pipeline.splits_backward else None, make, sums

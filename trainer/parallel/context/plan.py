@@ -351,7 +351,7 @@ def context_cost(request: ContextRequest, context: ContextPlan) -> float:
 
 def explain_fault(request: ContextRequest, fault: ContextFault) -> str:
     """The fault, and its ways out that are legal; settings that a way leaves without a meaning are reset by it."""
-    gathering = [GATHER | way for way in ({}, *_lengths(request, 2 * request.plan.cp))]
+    gathering = [GATHER | way for way in ({}, *_list_lengths(request, 2 * request.plan.cp))]
     named = [way for group in fault.ways if (way := _first(request, group))] or [_first(request, gathering)]
     ways = (" ".join(f"{name}={'null' if value is None else value}" for name, value in way.items()) for way in named)
     return f"{fault.text}; set {', or '.join(ways)}"
@@ -393,7 +393,7 @@ def _smaller(request: ContextRequest) -> list[Way]:
     return [{"parallel.cp": n} for n in reversed(list_divisors(request.plan.cp)[:-1])]
 
 
-def _lengths(request: ContextRequest, multiple: int) -> list[Way]:
+def _list_lengths(request: ContextRequest, multiple: int) -> list[Way]:
     """The nearest lengths of a sequence that can be dealt out."""
     whole = math.lcm(multiple, request.plan.cp * request.plan.tp)
     below = request.length // whole * whole
@@ -440,7 +440,7 @@ def _dealing(request: ContextRequest, chosen: ContextPlan) -> Iterator[ContextFa
     if length % whole == 0:
         return
     text = f"batch.sequence_length={length} cannot be dealt out to parallel.cp={plan.cp} ranks in {chosen.order} order"
-    yield ContextFault(text, [*([way] for way in _lengths(request, whole)), _smaller(request)])
+    yield ContextFault(text, [*([way] for way in _list_lengths(request, whole)), _smaller(request)])
 
 
 # What planning asks of every feature (`planning/features.py`).

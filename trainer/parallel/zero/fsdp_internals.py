@@ -120,6 +120,7 @@ class UnshardedSum:
         self.parameter, self.rows = parameter, rows
 
     def add(self, gradient: Tensor, x: Tensor) -> Tensor:
+        """See `add_weight_gradient`. The first micro-batch of a step creates the sum."""
         parameter, new = self.parameter, self.parameter.unsharded_accumulated_grad is None
         if new:
             whole, create = parameter.unsharded_param, torch.zeros_like if self.rows else torch.empty_like
@@ -133,8 +134,8 @@ class UnshardedSum:
         return add_weight_gradient(total, gradient, x, new)
 
 
-def sum_in_products(model: Stage) -> None:
-    """Makes the products of linear layers and of the head add weight gradients to where FSDP accumulates them.
+def sum_in_gemms(model: Stage) -> None:
+    """Makes the GEMMs of linear layers and of the head add weight gradients to where FSDP accumulates them.
 
     Autograd accumulates all other gradients: of the embedding, experts, matrices that multiply in fp8, layers and heads
     that are computed in tiles and sum over these themselves, and heads with a bias, which are copied."""
