@@ -76,8 +76,8 @@ def test_runs_are_told_apart(tmp_path):
 
 def test_hours_are_those_since_the_first_line(sweep):
     for folder in run_folder.of_sweeps([sweep]):
-        curves = MetricCurves(folder)
-        assert curves.read()
+        curves = MetricCurves()
+        curves.read(folder / "metrics.jsonl")
         drawn = curves.drawn(100, set())
         [loss] = [one for one in drawn["series"] if one["name"] == "loss"]
         assert [drawn["x"]["hours"][at] for at in loss["i"]] == [0, 0.5, 1] and loss["v"] == [4, 3, 2]

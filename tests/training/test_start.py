@@ -31,7 +31,7 @@ from trainer.observe import metrics, sinks
 from trainer.observe.diagnose_run import diagnose_run
 from trainer.observe.report import StartReport
 from trainer.observe.sinks import Logger
-from trainer.pages.folder import MetricCurves, RunFolder
+from trainer.pages.folder import RunFolder
 from trainer.sweep.results import clear_trial
 from trainer.training import history
 from trainer.training.session import claim_folder
@@ -537,22 +537,7 @@ def test_no_file_that_grows_with_a_run_is_too_long_to_be_read(quick, settings, t
     assert min((folder / name).stat().st_size for name in ("metrics.jsonl", "starts.jsonl", "accounts.jsonl")) > 20_000
     assert history.start_of(folder, 6)["settings"] == {"lr": {"peak": 1}}
     found = RunFolder("run", folder)
-    found.read()
     assert found.problems == [] and found.replaced == 399 and len(found.curves) == 399 and len(found.starts) == 100
     assert found.profile and diagnose_run(folder) and len(metrics.read_metrics(folder)) == 399
     start(settings(folder), 6)()
     assert count_lines(folder / "metrics.jsonl") == 6 and count_lines(folder / "metrics-replaced.jsonl") == 399 + 393
-
-
-def test_who_follows_a_run_notices_that_it_was_cut_and_goes_on(tmp_path):
-    curves = MetricCurves(tmp_path)
-    log = sinks.JsonLines(tmp_path, 0, print)
-    for step in range(1, 6):
-        log.write({"step": step, "loss": 1.0})
-    assert curves.read() and curves.best("step", False) == 5
-    log.close("stopped")
-    log = sinks.JsonLines(tmp_path, 3, print)
-    for step in range(4, 9):  # more than was cut off
-        log.write({"step": step, "loss": 2.0})
-    assert curves.read() and [value for _, value in curves.by_step("loss")] == [1.0] * 3 + [2.0] * 5
-    assert not curves.read()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 
@@ -23,6 +24,7 @@ from trainer.observe.metrics import parse_line
 from trainer.planning.schedules.ir import Action
 from trainer.planning.schedules.simulate import measure_timeline, read_timeline
 from trainer.util.lines import (
+    ACCOUNTS,
     DIAGNOSIS,
     EARLIER,
     LOG,
@@ -45,7 +47,7 @@ from trainer.util.reading import (
     shorten_foreign,
 )
 
-# The metrics of a run, read as far as they have been written, and as few points of them as a chart shows.
+# The metrics of a run, and as few points of them as a chart shows.
 
 PLACES = ("step", "tokens", "time")
 """What a point of a curve may stand over."""
@@ -76,46 +78,27 @@ class MetricPoints:
 
 
 class MetricCurves:
-    """What stands in a run's metrics.jsonl. `read` goes on where it stopped, so that a run can be followed.
+    """What stands in a run's metrics.jsonl.
 
     places: by name of `PLACES`, a value for each line. points: by metric. damaged: lines that are none, left out."""
 
-    def __init__(self, folder: Path):
-        self.path, self.identity = folder / METRICS_FILE, (0, 0)
-        self._begin()
-
-    def _begin(self) -> None:
-        self.position, self.line, self.damaged = 0, b"", 0
+    def __init__(self) -> None:
+        self.damaged = 0
         self.places = {name: array("d") for name in PLACES}
         self.points: dict[str, MetricPoints] = {}
 
     def __len__(self) -> int:
         return len(self.places["step"])
 
-    def read(self) -> bool:
-        """Takes in the lines that were added since the last call, and says whether there were any; a last line without
-        its end waits for the next call. A file that no longer has the last line that was read, as a resumed run cuts
-        and continues it, is read anew. Raises `OSError` and `Malformed`."""
-        status = self.path.stat()
-        identity = (status.st_dev, status.st_ino)
-        if identity != self.identity or status.st_size < self.position or not self._goes_on():
-            self._begin()
-            self.identity = identity
-        before = self.position
-        for text in read_lines(self.path, self.position):
-            self.position, self.line = self.position + len(text) + 1, text
+    def read(self, path: Path) -> None:
+        """Takes in the lines of a file; a last line without its end is left out. Raises `OSError` and `Malformed`; the
+        lines before the fault are then there."""
+        for text in read_lines(path):
             record = parse_line(text)
             if record is None:
                 self.damaged += 1
             else:
                 self._add(record)
-        return self.position > before
-
-    def _goes_on(self) -> bool:
-        """Whether the last line that was read still stands where it stood."""
-        if not self.position:
-            return True
-        return next(read_lines(self.path, self.position - len(self.line) - 1), None) == self.line
 
     def _add(self, record: dict[str, Any]) -> None:
         line = len(self)
@@ -126,6 +109,9 @@ class MetricCurves:
             if name in self.points or len(self.points) < NAMES and len(name) <= NAME_LETTERS:
                 self.points.setdefault(name, MetricPoints()).add(line, value)
 
+    def _points(self, name: str) -> MetricPoints:
+        return self.points.get(name, MetricPoints())
+
     @property
     def names(self) -> list[str]:
         """The metrics that have a number anywhere."""
@@ -133,22 +119,21 @@ class MetricCurves:
 
     def last(self, name: str) -> float | None:
         """The newest number of a metric; None where it has none."""
-        values = self.points[name].values if name in self.points else ()
-        return next((value for value in reversed(values) if not math.isnan(value)), None)
+        return next((value for value in reversed(self._points(name).values) if not math.isnan(value)), None)
 
     def recent(self, name: str) -> float | None:
         """The median of the newest `RECENT` numbers of a metric; None where it has none."""
-        found = self.points[name].finite()[-RECENT:] if name in self.points else numpy.empty(0)
+        found = self._points(name).finite()[-RECENT:]
         return float(numpy.median(found)) if len(found) else None
 
     def best(self, name: str, least: bool) -> float | None:
         """The smallest or the largest number of a metric."""
-        found = self.points[name].finite() if name in self.points else numpy.empty(0)
+        found = self._points(name).finite()
         return None if not len(found) else float(found.min() if least else found.max())
 
     def by_step(self, name: str) -> list[tuple[int, float]]:
         """The numbers of a metric, each with its step."""
-        points = self.points.get(name, MetricPoints())
+        points = self._points(name)
         found = zip((self.places["step"][line] for line in points.lines), points.values, strict=True)
         return [(int(step), value) for step, value in found if math.isfinite(step) and math.isfinite(value)]
 
@@ -204,46 +189,25 @@ def plain_numbers(values: numpy.ndarray) -> list[float | int | None]:
     ]
 
 
-# Files of a folder that others write, read again when they have changed.
+# Files of a folder that others write.
 
 
-class FoundFile(NamedTuple):
-    """What a file was when it was looked at: a stamp that grows with it, None where there is none; its value, None
-    where there is none or it is damaged; and the problem with it."""
+class FolderFiles:
+    """Some files of a folder. sources: by name what reads one.
 
-    stamp: tuple[int, ...] | None = None
-    value: Any = None
-    problem: str | None = None
-
-
-class WatchedFiles:
-    """Some files of a folder. sources: by name what reads one. `read` looks again at what has changed since."""
+    values: by name, of the files that are there and undamaged. problems: what is damaged, and left out."""
 
     def __init__(self, folder: Path, sources: dict[str, Callable[[Path], Any]]):
-        self.folder, self._sources = folder, sources
-        self._found = dict.fromkeys(sources, FoundFile())
-
-    def read(self) -> bool:
-        """Reads the files that have changed since the last call, and says whether any has."""
-        before = self._found
-        self._found = {name: self._look(name, before[name]) for name in self._sources}
-        return any(self._found[name] is not before[name] for name in before)
-
-    def _look(self, name: str, before: FoundFile) -> FoundFile:
-        path, stamp = self.folder / name, None
-        try:
-            status = path.stat()
-            stamp = (status.st_mtime_ns, status.st_ino, status.st_size)
-            return before if stamp == before.stamp else FoundFile(stamp, self._sources[name](path))
-        except FileNotFoundError:
-            return FoundFile() if before.stamp else before
-        except (OSError, ConfigError, ValueError) as error:
-            return FoundFile(stamp, None, f"{name}: {shorten_foreign(error)}")
-
-    @property
-    def problems(self) -> list[str]:
-        """What is damaged, and left out."""
-        return [found.problem for found in self._found.values() if found.problem]
+        self.folder = folder
+        self.values: dict[str, Any] = {}
+        self.problems: list[str] = []
+        for name, read in sources.items():
+            try:
+                self.values[name] = read(folder / name)
+            except FileNotFoundError:
+                continue
+            except (OSError, ConfigError, ValueError) as error:
+                self.problems.append(f"{name}: {shorten_foreign(error)}")
 
 
 def json_lines(path: Path, shape: Shape, most: int) -> list[dict[str, Any]]:
@@ -293,99 +257,75 @@ STARTS_SHOWN, SPANS, NOTICES, LETTERS = 100, 20_000, 300, 600
 """The most starts, the most actions of a timeline, the most notices, and the most letters of one, that a page shows."""
 
 
-class RunFolder(WatchedFiles):
+class RunFolder(FolderFiles):
     """A run as its folder has it.
 
-    label: a short name. curves: of metrics.jsonl. hardware: a file of `configs/hardware`, or its path, whose peaks it
-    is held against; '': that of its device."""
+    label: a short name. hardware: a file of `configs/hardware`, or its path, whose peaks it is held against; '': that
+    of its device. curves: of metrics.jsonl. starts: the lines of starts.jsonl, with the `table` that each start
+    printed. notices: what the console said besides metrics, with its time, the newest last. replaced: lines of metrics
+    whose steps were trained again. earlier: folders of earlier runs in the same place. timelines: of the pipeline's
+    schedule, as the page draws them."""
 
     def __init__(self, label: str, folder: Path, hardware: str = ""):
-        self.label, self.hardware, self.curves = label, hardware, MetricCurves(folder)
+        self.label, self.hardware, self.curves = label, hardware, MetricCurves()
         sources: dict[str, Callable[[Path], Any]] = {
-            METRICS_FILE: lambda path: self.curves.read(),
+            METRICS_FILE: self.curves.read,
             STATUS: lambda path: read_json(path, STATUS_SHAPE, "it is left out"),
             STARTS: read_starts,
             LOG: read_notices,
             REPLACED: count_lines,
             EARLIER: lambda path: sorted((found.name for found in path.iterdir() if found.name.isdecimal()), key=int),
             DIAGNOSIS: lambda path: read_json(path, DIAGNOSIS_SHAPE, "trainer diagnose writes it anew"),
-            time_breakdown.ACCOUNTS: lambda path: build_profile(time_breakdown.read_breakdowns(path.parent)),
+            ACCOUNTS: lambda path: build_profile(time_breakdown.read_breakdowns(path.parent)),
             **{f"schedule/{name}.json": partial(drawn_timeline, name) for name in TIMELINES},
         }
         super().__init__(folder, sources)
-        self._examined: tuple[FoundFile, dict[str, Any] | None] = (FoundFile(), None)
+        if self.curves.damaged:
+            self.problems.insert(0, f"{METRICS_FILE}: {self.curves.damaged} damaged lines are left out")
+        self.starts: list[dict[str, Any]] = self.values.get(STARTS, [])
+        self.notices: list[tuple[str, str]] = self.values.get(LOG, [])
+        self.replaced: int = self.values.get(REPLACED, 0)
+        self.earlier: list[str] = self.values.get(EARLIER, [])
+        self.timelines = [found for name in TIMELINES if (found := self.values.get(f"schedule/{name}.json"))]
 
     @property
     def exists(self) -> bool:
         """Whether the folder is one of a run: any start, line of metrics or status."""
-        return any(self._found[name].stamp for name in RUN_FILES)
-
-    @property
-    def problems(self) -> list[str]:
-        """What is damaged, and left out."""
-        lines = f"{METRICS_FILE}: {self.curves.damaged} damaged lines are left out"
-        return [lines] * bool(self.curves.damaged) + super().problems
+        return any(os.path.exists(self.folder / name) for name in RUN_FILES)
 
     @property
     def status(self) -> dict[str, Any]:
         """What status.json holds; `status` and `reason` are None where it does not say. `said` is the status in words:
         a run may have failed for lack of memory."""
-        found = {"status": None, "reason": None} | (self._found[STATUS].value or {})
+        found = {"status": None, "reason": None} | self.values.get(STATUS, {})
         lacking = found["status"] == "failed" and lacks_memory(found["reason"] or "")
         return found | {"said": "out of memory" if lacking else found["status"]}
 
-    @property
-    def starts(self) -> list[dict[str, Any]]:
-        """The lines of starts.jsonl, with the `table` that each start printed."""
-        return self._found[STARTS].value or []
-
-    @property
-    def notices(self) -> list[tuple[str, str]]:
-        """What the console said besides metrics, with its time; the newest last."""
-        return self._found[LOG].value or []
-
-    @property
-    def replaced(self) -> int:
-        """Lines of metrics whose steps were trained again."""
-        return self._found[REPLACED].value or 0
-
-    @property
-    def earlier(self) -> list[str]:
-        """Folders of earlier runs in the same place."""
-        return self._found[EARLIER].value or []
-
-    @property
+    @cached_property
     def profile(self) -> StepProfile | None:
         """The typical step of the newest profiled ones, at the pace of the others; None without any."""
-        profile = self._found[time_breakdown.ACCOUNTS].value
+        profile = self.values.get(ACCOUNTS)
         return profile and scale_profile(profile, self.step_seconds)
 
     @property
     def step_seconds(self) -> float | None:
         """Seconds of an ordinary step, without pauses; None where none is logged."""
-        return ordinary_seconds(self.curves.by_step("step_seconds"), self._found[time_breakdown.ACCOUNTS].value)
+        return ordinary_seconds(self.curves.by_step("step_seconds"), self.values.get(ACCOUNTS))
 
-    @property
+    @cached_property
     def diagnosis(self) -> dict[str, Any] | None:
         """What bounds the run: as diagnosis.json says it, unless there are newer accounts, or they are to be held
         against other hardware. None without both."""
-        said, accounts = self._found[DIAGNOSIS], self._found[time_breakdown.ACCOUNTS]
-        if accounts.value is None or said.value and said.stamp >= accounts.stamp and not self.hardware:
-            return said.value
-        if self._examined[0] is not accounts:
-            self._examined = (accounts, self._examine())
-        return self._examined[1]
-
-    def _examine(self) -> dict[str, Any] | None:
+        said, accounts = self.values.get(DIAGNOSIS), self.values.get(ACCOUNTS)
+        if accounts is None or said and not self.hardware and self._changed(DIAGNOSIS) >= self._changed(ACCOUNTS):
+            return said
         try:
             return to_json(diagnose_run(self.folder, self.hardware))
         except (ConfigError, OSError, ValueError):  # what is damaged is named by whoever reads it
             return None
 
-    @property
-    def timelines(self) -> list[dict[str, Any]]:
-        """Of the pipeline's schedule, as the page draws them."""
-        return [found.value for name in TIMELINES if (found := self._found[f"schedule/{name}.json"]).value]
+    def _changed(self, name: str) -> float:
+        return os.path.getmtime(self.folder / name)
 
     @property
     def start(self) -> dict[str, Any]:

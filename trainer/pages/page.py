@@ -133,30 +133,13 @@ def metric_meaning(name: str) -> str:
 # What a page is about: runs, and the sweeps and searches whose trials they are.
 
 
+@dataclass(frozen=True)
 class PageRuns:
-    """Runs as they stand in folders, each one of a run, a sweep or a search (`trainer tune`), whose trials count as
-    runs. `read` looks again, also for trials that have begun since.
+    """What stands in folders, each one of a run, a sweep or a search (`trainer tune`), whose trials count as runs."""
 
-    hardware: see `RunFolder`. Raises `ConfigError` for one that cannot be read."""
-
-    def __init__(self, folders: Sequence[Path], hardware: str = ""):
-        if hardware:
-            load_hardware(hardware)
-        self.folders, self.hardware = folders, hardware
-        self.runs: list[RunFolder] = []
-        self.sweeps: list[SweepFolder] = []
-
-    def read(self) -> bool:
-        """Reads what is new, and says whether anything is."""
-        before = self.runs, self.sweeps
-        runs, sweeps = ({one.folder: one for one in known} for known in before)
-        found = [folder for folder in of_sweeps(self.folders, RUN_FILES) if not holds_trials(folder)]
-        self.runs = [runs.get(folder) or RunFolder("", folder, self.hardware) for folder in found]
-        self.sweeps = [sweeps.get(folder) or SweepFolder(folder) for folder in self.folders if holds_trials(folder)]
-        for run, label in zip(self.runs, label_runs(found) if found else ()):
-            run.label = label
-        changed = [one.read() for one in (*self.runs, *self.sweeps)]
-        return any(changed) or before != (self.runs, self.sweeps)
+    folders: Sequence[Path]
+    runs: list[RunFolder]
+    sweeps: list[SweepFolder]
 
     @property
     def single(self) -> RunFolder | None:
@@ -173,9 +156,16 @@ class PageRuns:
 
 
 def open_folders(folders: Sequence[Path], hardware: str = "") -> PageRuns:
-    """What stands in these folders, read. Raises `ConfigError` for a folder of which there is nothing to show."""
-    shown = PageRuns(folders, hardware)
-    shown.read()
+    """What stands in these folders. hardware: see `RunFolder`. Raises `ConfigError` for a folder of which there is
+    nothing to show, and for hardware that cannot be read."""
+    if hardware:
+        load_hardware(hardware)
+    found = [folder for folder in of_sweeps(folders, RUN_FILES) if not holds_trials(folder)]
+    shown = PageRuns(
+        folders,
+        [RunFolder(label, folder, hardware) for label, folder in zip(label_runs(found) if found else (), found)],
+        [SweepFolder(folder) for folder in folders if holds_trials(folder)],
+    )
     if wrong := [run for run in shown.runs if not run.exists]:
         raise ConfigError(
             [

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.pages.folder import NUMBER, WatchedFiles, json_lines
+from trainer.pages.folder import NUMBER, FolderFiles, json_lines
 from trainer.pages.sections import GIB, NONE
 from trainer.util.lines import BEST, RESULTS, SEARCH, TRIALS
 from trainer.util.reading import Shape, make_printable, read_bytes, read_json
@@ -45,7 +45,7 @@ COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 """Numbers of a trial of a search: title, key, and how it is written."""
 
 
-class SweepFolder(WatchedFiles):
+class SweepFolder(FolderFiles):
     """A sweep, or a search if it has search.json."""
 
     def __init__(self, folder: Path):
@@ -61,17 +61,17 @@ class SweepFolder(WatchedFiles):
     @property
     def lines(self) -> list[dict[str, Any]]:
         """The trials in their order."""
-        return self._found[TRIALS].value or self._found[RESULTS].value or []
+        return self.values.get(TRIALS) or self.values.get(RESULTS, [])
 
     @property
     def search(self) -> dict[str, Any] | None:
         """What search.json says."""
-        return self._found[SEARCH].value
+        return self.values.get(SEARCH)
 
     @property
     def recipe(self) -> str:
         """The fastest plan of a search as a recipe; empty where there is none."""
-        lines = (self._found[BEST].value or "").splitlines()
+        lines = self.values.get(BEST, "").splitlines()
         return "\n".join(map(make_printable, lines)) if self.search and self.search.get("best") else ""
 
     def drawn(self) -> list[dict[str, Any]]:
