@@ -26,7 +26,6 @@ GREEN, DIM = 32, 2
 if TYPE_CHECKING:
     from trainer.data.batches import MicroBatch
     from trainer.data.corpus import Corpus, OpenedSource
-    from trainer.data.text import PackedConversations
     from trainer.data.tokenizer import Tokenizer
     from trainer.data.tokens import PackedSequences
 
@@ -98,17 +97,16 @@ def summarise_corpus(config: Config, corpus: Corpus) -> str:
 def describe_source(opened: OpenedSource, kind: str) -> Iterator[tuple[str, str]]:
     """What is known of a source: labels and texts."""
     train, out = (opened.counts[split] for split in ("train", "eval"))
-    tally, held, length = opened.tally, opened.held.tokens, opened.train.length
-    counted = train + out if train and out else None
+    tally, held, length, counted = opened.tally, opened.held.tokens, opened.train.length, train + out
     if length is None:
         yield "tokens", f"read while training; {held:,} held out"
         return
-    tokens = cast("PackedSequences | PackedConversations", opened.train).tokens + held
-    if counted and out:
+    tokens = cast("PackedSequences", opened.train).tokens + held
+    if counted.documents:
         yield "documents", f"{counted.documents:,}, of which {out.documents:,} are held out"
     yield "tokens", f"{tokens:,}, of which {held:,} are held out"
     yield "sequences", f"{length:,} to train on, {opened.held.length:,} held out"
-    if counted and counted.text_tokens:
+    if counted.text_tokens:
         yield "bytes per token", f"{counted.text_bytes / counted.text_tokens:.2f}"
         if counted.unknown:
             yield "unknown tokens", f"{counted.unknown:,} ({100 * counted.unknown / counted.text_tokens:.1f}%)"

@@ -1,7 +1,6 @@
 """Text from a checkpoint: `trainer sample runs/NAME [prompt="def "] [tokens=100] [seed=0]`.
 
-On several processes (`--gpus N`, `--processes N`), `tp` of them share each layer, `cp` share the kept keys of every
-sequence, and the others share parameters."""
+On several processes (`--gpus N`, `--processes N`), `tp` of them share each layer, and the others share parameters."""
 
 from __future__ import annotations
 

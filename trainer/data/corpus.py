@@ -56,6 +56,7 @@ from trainer.data.tokens import (
     file_digest,
     file_states,
     hold_out_tail,
+    locate_index,
     number_documents,
     open_token_file,
     print_notice,
@@ -129,7 +130,7 @@ class StreamedSequences:
 
     points: where lanes can be read on, by lane."""
 
-    length = None
+    length, share = None, 1.0
 
     def __init__(self, name: str, stream: Stream, tokenizer: Tokenizer, threshold: int, sequence_length: int):
         self.name, self.stream, self.tokenizer = name, stream, tokenizer
@@ -233,8 +234,7 @@ class CorpusSide:
 
     def locate(self, index: int) -> tuple[int, int]:
         """The source, and the sequence there, of sequence `index` of all sources one after the other."""
-        source = int(np.searchsorted(self._ends, index, "right"))
-        return source, index - (int(self._ends[source - 1]) if source else 0)
+        return locate_index(self._ends, index)
 
     @property
     def streams(self) -> list[StreamedSequences]:
@@ -352,14 +352,14 @@ def open_corpus(config: Config, prepare: bool = True, begin: list[int] | None = 
 
 class OpenedSource(NamedTuple):
     """A source, tokenised: training and held-out sequences, what identifies their content, the rows that were read,
-    what is to be said of it, and what was tokenised of each split, where that was counted."""
+    what is to be said of it, and what was tokenised of each split, zeros where that was not counted."""
 
     train: TokenSequences
-    held: PackedSequences | PackedConversations
+    held: PackedSequences
     content: Any
     tally: RowTally = RowTally()
     notes: tuple[str, ...] = ()
-    counts: dict[str, TextCount | None] = dict.fromkeys(SPLITS)
+    counts: dict[str, TextCount] = dict.fromkeys(SPLITS, TextCount())
 
 
 def _open_sources(config: Config, once: MakeCached) -> tuple[list[DocumentSource], list[DocumentSource]]:
@@ -540,7 +540,7 @@ def _open(
     check = partial(_check_loss, config, source)
     once(folder / "manifest.json", prepare, verified=True)
     runs, content, tally, counts = read_manifest(folder)
-    check(sum(filter(None, counts.values()), TextCount()))
+    check(sum(counts.values(), TextCount()))
     _check_damaged(config, source, tally)
     rows = {
         "rows cannot be read and are left out": tally.damaged,
@@ -558,7 +558,7 @@ def _open(
     if source.template and source.template.prints_date:
         notes.append(f"{source.setting}: the chat template asks for the date of today, and gets {FIXED_DATE:%d %b %Y}")
     sides = [_packed(config, source, tokenizer, runs[split]) for split in SPLITS]
-    if source.template and (cut := sum(side.cut for side in sides)):
+    if cut := sum(side.cut for side in sides):
         notes.append(
             f"{source.setting}: {cut} conversations are longer than batch.sequence_length="
             f"{config.batch.sequence_length}, and end there"
@@ -710,36 +710,28 @@ def _check_ids(
     return notes
 
 
-def _packed(
-    config: Config, source: DocumentSource, tokenizer: Tokenizer, runs: list[TokenRun]
-) -> PackedSequences | PackedConversations:
+def _packed(config: Config, source: DocumentSource, tokenizer: Tokenizer, runs: list[TokenRun]) -> PackedSequences:
     runs, kind = [run for run in runs if run.length], PackedConversations if source.template else PackedSequences
     return kind(source.name, runs, tokenizer.end_id, tokenizer.vocab_size, config.batch.sequence_length)
 
 
 def _check_sizes(config: Config, train: CorpusSide, held: CorpusSide, sets: dict[str, CorpusSide]) -> None:
     length = config.batch.sequence_length
+    named = [(f"data.sources.{source.name}", " to train on", source) for source in train.sources]
+    named += [(f"eval.sets.{name}", "", samples.sources[0]) for name, samples in sets.items()]
     problems = [
-        f"data.sources.{source.name} holds {source.tokens} tokens to train on, and one sequence of "
-        f"batch.sequence_length={length} needs {length + 1}; shorten it, or add text"
-        for source in train.sources
+        f"{name} holds {source.tokens} tokens{use}, and one sequence of batch.sequence_length={length} needs "
+        f"{length + 1}; shorten it, or add text"
+        for name, use, source in named
         if source.length == 0
     ]
-    problems += [
-        f"eval.sets.{name} holds {samples.sources[0].tokens} tokens, and one sequence of "
-        f"batch.sequence_length={length} needs {length + 1}; shorten it, or add text"
-        for name, samples in sets.items()
-        if not len(samples)
-    ]
-    chats = [(f"data.sources.{source.name}", source) for source in train.sources]
-    chats += [(f"eval.sets.{name}", samples.sources[0]) for name, samples in sets.items()]
-    if config.eval.every and all(learned_share(source) == 0 for source in held.sources if source.length):
-        chats += [(f"data.sources.{source.name}: of what is held out", source) for source in held.sources]
+    if config.eval.every and all(source.share == 0 for source in held.sources if source.length):
+        named += [(f"data.sources.{source.name}: of what is held out", "", source) for source in held.sources]
     problems += [
         f"{name}: no token would be learned; batch.sequence_length={length} cuts off all answers, or there are none; "
         "lengthen the sequence, or look at the messages of the assistant"
-        for name, source in chats
-        if source.length and learned_share(source) == 0
+        for name, _, source in named
+        if source.length and source.share == 0
     ]
     if config.eval.every and config.data.eval_fraction and not len(held):
         tokens = sum(source.tokens for source in held.sources)
@@ -750,11 +742,6 @@ def _check_sizes(config: Config, train: CorpusSide, held: CorpusSide, sets: dict
         )
     if problems:
         raise ConfigError(problems)
-
-
-def learned_share(source: TokenSequences) -> float:
-    """The share of a source's tokens that are learned: below 1 in conversations."""
-    return source.share if isinstance(source, PackedConversations) else 1.0
 
 
 def _model_vocab_size(config: Config) -> int:

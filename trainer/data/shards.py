@@ -78,7 +78,7 @@ COUNTS = [one.name for one in fields(TextCount)]
 
 WRITTEN: Shape = {"file": str, "tokens": int, "digest": str, "marks": (str, NoneType), "open": (bool, NoneType)}
 WRITTEN |= {name: (int, NoneType) for name in COUNTS}
-"""What is noted of each token file. open: see `TokenRun`. Earlier versions did not note counts."""
+"""What is noted of each token file. open: see `TokenRun`. Of a stream's, counts are not noted."""
 
 VERIFIED = "verified"
 """An empty file in a folder of token files, as old as the last comparison of their content with its digests."""
@@ -218,14 +218,12 @@ def tokenise_shards(job: TokeniseJob, name: str, workers: int, check: Callable[[
 
 def count_shards(described: Iterable[dict[str, Any]]) -> TextCount:
     """What the descriptions of shards say that was tokenised."""
-    files = [shard[split] for shard in described for split in SPLITS if split in shard]
-    return sum(filter(None, map(count_of, files)), TextCount())
+    return add_counts([shard[split] for shard in described for split in SPLITS if split in shard])
 
 
-def count_of(written: dict[str, Any]) -> TextCount | None:
-    """What the description of a token file says that was tokenised; None where it does not."""
-    counts = [written.get(name) for name in COUNTS]
-    return None if None in counts else TextCount(*counts)
+def add_counts(files: list[dict[str, Any]]) -> TextCount:
+    """What the descriptions of token files say that was tokenised; those of a stream say nothing."""
+    return TextCount(*(sum(written.get(name) or 0 for written in files) for name in COUNTS))
 
 
 def tally_of(noted: dict[str, Any]) -> RowTally:
@@ -244,12 +242,12 @@ def write_manifest(folder: Path, dtype: str, files: dict[str, list[dict]], tally
 
 class Manifest(NamedTuple):
     """A folder of tokens: the token files of each split, digests of their content, the rows that they were made of,
-    and what was tokenised of each split, None where an earlier version did not count it."""
+    and what was tokenised of each split."""
 
     runs: dict[str, list[TokenRun]]
     digests: list[str]
     tally: RowTally
-    counts: dict[str, TextCount | None]
+    counts: dict[str, TextCount]
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -268,12 +266,11 @@ def read_manifest(folder: Path) -> Manifest:
         ) from None
     except Malformed as error:
         raise ConfigError(f"data.cache: {error}" + ("" if way_out in str(error) else f"; {way_out}")) from None
-    counts = {split: [count_of(file) for file in files[split]] for split in SPLITS}
     return Manifest(
         runs,
         [file["digest"] for split in SPLITS for file in files[split]],
         tally_of(manifest),
-        {split: None if None in found else sum(found, TextCount()) for split, found in counts.items()},
+        {split: add_counts(files[split]) for split in SPLITS},
     )
 
 

@@ -32,6 +32,7 @@ from trainer.data.text import (
     check_names,
     plain_text,
 )
+from trainer.data.tokens import locate_index
 from trainer.util.reading import on_one_line, parse_json, read_bytes, replace_file, shorten_foreign
 
 EXPANSION = 100
@@ -252,14 +253,13 @@ class ParquetRows(DamagedRows):
         """The documents of these rows. Raises `ConfigError` for a file that cannot be decoded, or holds less than it
         says, unless the rows that this concerns are skipped."""
         while first < last:
-            group = int(np.searchsorted(self._ends, first, "right"))
-            start = int(self._ends[group - 1]) if group else 0
-            stop = min(last, int(self._ends[group]))
-            self.tally.rows += stop - first
+            group, row = locate_index(self._ends, first)
+            count = min(last, int(self._ends[group])) - first
+            self.tally.rows += count
             path = self.groups[group][0]
-            self.tally.count_unread(sorted({*self.names[path]} - {*self._read_columns(path)}), stop - first)
-            yield from self._decoded(*self.groups[group], first - start, stop - start)
-            first = stop
+            self.tally.count_unread(sorted({*self.names[path]} - {*self._read_columns(path)}), count)
+            yield from self._decoded(*self.groups[group], row, row + count)
+            first += count
 
     def _decoded(self, path: str, group: int, first: int, last: int) -> Iterator[TextDocument]:
         import pyarrow

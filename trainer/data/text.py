@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from trainer.config import ConfigError
-from trainer.data.tokens import TokenRun, TokenSample, check_vocabulary, shared_map
+from trainer.data.tokens import PackedSequences, TokenRun, TokenSample, check_vocabulary, locate_index, shared_map
 from trainer.hf.tokenizer import MARKERS, render_chat
 from trainer.util.reading import on_one_line, parse_json, read_bytes, shorten_foreign
 
@@ -151,8 +151,7 @@ class TextFiles(DamagedRows):
 
     def locate(self, chunk: int) -> tuple[int, int]:
         """The file of a chunk, and the chunk's number within it."""
-        file = int(np.searchsorted(self._ends, chunk, "right"))
-        return file, chunk - (int(self._ends[file - 1]) if file else 0)
+        return locate_index(self._ends, chunk)
 
     def begins_inside(self, number: int) -> bool:
         return self.locate(number)[1] > 0
@@ -617,17 +616,15 @@ def add_sentinel(message: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-class PackedConversations:
-    """The conversations of several runs, packed whole into sequences with random access; see `Sequences`.
+class PackedConversations(PackedSequences):
+    """The conversations of several runs, packed whole into sequences with random access.
 
     A conversation is a document of its own. What it has beyond a sequence is cut off; `cut` counts those. What is left
     of a sequence is filled up with end marks, which are not learned. share: of the tokens of all sequences, those that
     are learned."""
 
     def __init__(self, name: str, runs: list[TokenRun], end_id: int, vocab_size: int, sequence_length: int):
-        self.name, self.runs, self.end_id = name, runs, end_id
-        self.vocab_size, self.size = vocab_size, sequence_length
-        self.tokens = sum(run.length for run in runs)
+        super().__init__(name, runs, end_id, vocab_size, sequence_length)
         starts = [np.flatnonzero(run.map_marks() & FIRST) for run in runs]
         lengths = [np.diff(first, append=run.length) for first, run in zip(starts, runs)]
         self._run = np.repeat(np.arange(len(runs)), [len(first) for first in starts])
@@ -642,10 +639,7 @@ class PackedConversations:
         )
         self.share = learned / (self.length * sequence_length) if self.length else 0.0
 
-    def get(self, index: int) -> TokenSample:
-        """See `Sequences`. Raises `DataError` for a file that vanished or holds ids beyond the vocabulary."""
-        if not 0 <= index < self.length:
-            raise IndexError(f"{self.name} has {self.length} sequences, not {index}")
+    def _get(self, index: int) -> TokenSample:
         members = self._order[self._ends[index - 1] if index else 0 : self._ends[index]]
         tokens, learned = np.full(self.size + 1, self.end_id, np.int64), np.zeros(self.size + 1, bool)
         documents, filled = np.full(self.size + 1, len(members), np.int32), 0

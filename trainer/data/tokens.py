@@ -45,10 +45,12 @@ class TokenSample(NamedTuple):
 
 
 class TokenSequences(Protocol):
-    """Sequences of one source; `length` is None for a stream, whose end is unknown."""
+    """Sequences of one source; `length` is None for a stream, whose end is unknown. share: of the tokens, those that
+    are learned: below 1 in conversations."""
 
     name: str
     length: int | None
+    share: float
 
     def get(self, index: int) -> TokenSample:
         """One sequence, from 0."""
@@ -156,6 +158,8 @@ class PackedSequences:
     Sequence i is tokens [i x length, (i + 1) x length], ends included: the last token, which only serves as a target,
     is the first of the next sequence."""
 
+    share, cut = 1.0, 0
+
     def __init__(self, name: str, runs: list[TokenRun], end_id: int, vocab_size: int, sequence_length: int):
         self.name, self.runs, self.end_id = name, runs, end_id
         self.vocab_size, self.size = vocab_size, sequence_length
@@ -167,10 +171,12 @@ class PackedSequences:
         """See `TokenSequences`. Raises `DataError` for a file that vanished or holds ids beyond the vocabulary."""
         if not 0 <= index < self.length:
             raise IndexError(f"{self.name} has {self.length} sequences, not {index}")
+        return self._get(index)
+
+    def _get(self, index: int) -> TokenSample:
         tokens, starts, filled = np.empty(self.size + 1, np.int64), np.zeros(self.size + 1, bool), 0
-        number = int(np.searchsorted(self._ends, index * self.size, "right"))
+        number, first = locate_index(self._ends, index * self.size)
         while filled <= self.size:
-            first = index * self.size + filled - int(self._ends[number]) + self.runs[number].length
             run = self.runs[number]
             part = shared_map(self, run, "tokens")[first : first + self.size + 1 - filled]
             starts[filled] = number == 0 or not self.runs[number - 1].open
@@ -179,9 +185,15 @@ class PackedSequences:
                 low, high = np.searchsorted(known, [place, place + len(part)])
                 starts[known[low:high] - place + filled] = True
             tokens[filled : filled + len(part)] = part
-            filled, number = filled + len(part), number + 1
+            filled, number, first = filled + len(part), number + 1, 0
         check_vocabulary(tokens, self.vocab_size, f"{self.name}:{index} in {self.runs[number - 1].path}")
         return TokenSample(tokens, number_documents(tokens, self.end_id, starts))
+
+
+def locate_index(ends: np.ndarray, index: int) -> tuple[int, int]:
+    """The part, of parts that end at `ends`, in which an index lies, and its number within that part."""
+    part = int(np.searchsorted(ends, index, "right"))
+    return part, index - (int(ends[part - 1]) if part else 0)
 
 
 @lru_cache(MAPS)

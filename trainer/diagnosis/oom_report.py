@@ -8,10 +8,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from trainer.util.lines import SHORTAGE
-from trainer.util.reading import Malformed, make_printable, read_json, write_atomic
+from trainer.util.reading import MAYBE_NUMBER, NUMBER, Malformed, make_printable, pick_fields, read_json, write_atomic
 from trainer.util.tables import format_bytes
 
 FORMAT = 2
@@ -135,21 +134,21 @@ class OOMReport:
         write_atomic(folder / SHORTAGE, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
-_NUMBER = (int, float)
-_MAYBE = (int, float, type(None))
 _SHAPE = {
     "rank": int,
     "step": int,
     "error": str,
     "device": str,
-    "capacity": _NUMBER,
-    "actual": {str: _NUMBER},
-    "counted": {str: _NUMBER},
+    "capacity": NUMBER,
+    "actual": {str: NUMBER},
+    "counted": {str: NUMBER},
     "unknown": [str],
-    "planned": {str: _NUMBER},
+    "planned": {str: NUMBER},
     "where": str,
     "explained": bool,
-    "overrides": [{"text": str, "seconds": _MAYBE, "note": str, "memory": _MAYBE, "relative": _MAYBE}],
+    "overrides": [
+        {"text": str, "seconds": MAYBE_NUMBER, "note": str, "memory": MAYBE_NUMBER, "relative": MAYBE_NUMBER}
+    ],
     "problem": str,
 }
 
@@ -158,15 +157,11 @@ def read_oom_report(folder: Path) -> OOMReport | None:
     """What the last start of a run that lacked memory has left; None where there is none, or something else."""
     with contextlib.suppress(OSError, Malformed):
         content = read_json(folder / SHORTAGE, _SHAPE, "")
-        given: dict[str, Any] = {entry.name: content[entry.name] for entry in dataclasses.fields(OOMReport)}
+        given = pick_fields(OOMReport, content)
         given["unknown"] = tuple(map(make_printable, content["unknown"][:10]))
         given["overrides"] = tuple(
             MemoryOverride(
-                make_printable(one["text"]),
-                one.get("seconds"),
-                make_printable(one["note"]),
-                one.get("memory"),
-                one.get("relative"),
+                **pick_fields(MemoryOverride, one) | {name: make_printable(one[name]) for name in ("text", "note")}
             )
             for one in content["overrides"][:10]
         )

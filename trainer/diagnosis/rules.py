@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from trainer.config.fields import option
@@ -76,14 +76,15 @@ class RunCost:
     evidence: tuple[str, ...] = ()
 
 
-def find_costs(profile: StepProfile, evidence: RunEvidence) -> list[RunCost]:
-    """Everything that the rules find in a profile: first what bounds the run, then what takes most of the step."""
-    return order_costs([cost for rule in RULES if (cost := rule(profile, evidence)) is not None])
+Rule = Callable[[StepProfile, RunEvidence], RunCost | None]
 
 
-def order_costs(found: list[RunCost]) -> list[RunCost]:
-    """What bounds the run comes first: of what is above its limit, that of which most can be won; where nothing can,
-    memory that is full, then what the computation is bound by. Costs that are not worth a word are left out."""
+def find_costs(profile: StepProfile, evidence: RunEvidence, rules: Sequence[Rule]) -> list[RunCost]:
+    """Everything that the rules find in a profile: first what bounds the run, then what takes most of the step.
+
+    Of what is above its limit, that comes first of which most can be won; where nothing can, memory that is full, then
+    what the computation is bound by. Costs that are not worth a word are left out."""
+    found = [cost for rule in rules if (cost := rule(profile, evidence)) is not None]
 
     def rank(cost: RunCost) -> tuple[float, int]:
         return -cost.avoidable, LAST.index(cost.kind) if cost.kind in LAST else -1
@@ -95,10 +96,11 @@ def order_costs(found: list[RunCost]) -> list[RunCost]:
     return [*([first] if first else []), *sorted(rest, key=lambda cost: -cost.share)]
 
 
+COMPUTATION = ("products", "attention", "memory_bound", "recompute", "optimizer")
+"""Terms in which a rank computes, whatever it is."""
+
 LAST = ("memory capacity", "memory bandwidth", "compute")
 """Kinds of which little can be won, in the order in which they bound a run where no overhead does."""
-
-Rule = Callable[[StepProfile, RunEvidence], RunCost | None]
 
 
 def data_costs(profile: StepProfile, evidence: RunEvidence) -> RunCost | None:
@@ -107,8 +109,8 @@ def data_costs(profile: StepProfile, evidence: RunEvidence) -> RunCost | None:
     said = [f"a step waits {format_duration(most.spent('data'))} for its batch on {where}"]
     if share and most.spent("data") > 2 * statistics.median(account.spent("data") for account in profile.ranks):
         said.append(f"mostly rank {most.rank}: look at its machine's file system")
-    without = profile.without(lambda account: account.spent("data"))
-    return _cost("data", "", RUNTIME, "waiting for data", profile, without, THRESHOLDS.data, said, share)
+    title = "waiting for data"
+    return _cost("data", "", RUNTIME, title, profile, profile.without("data"), THRESHOLDS.data, said, share)
 
 
 def straggler_costs(profile: StepProfile, evidence: RunEvidence) -> RunCost | None:
@@ -280,12 +282,8 @@ def pause_costs(term: str, title: str, said: str, limit: float) -> Rule:
     """The rule for a pause of training between steps. said: what takes the time, with its verb."""
 
     def find_pause(profile: StepProfile, evidence: RunEvidence) -> RunCost | None:
-        def cost(account: TimeBreakdown) -> float:
-            return account.spent(term)
-
-        told = [f"{said} {format_duration(profile.mean(cost))} a step on average"]
-        share = profile.share(term)
-        return _cost(term, "", RUNTIME, title, profile, profile.without(cost), limit, told, share)
+        told = [f"{said} {format_duration(profile.mean(term))} a step on average"]
+        return _cost(term, "", RUNTIME, title, profile, profile.without(term), limit, told, profile.share(term))
 
     return find_pause
 
@@ -297,24 +295,27 @@ evaluation_costs = pause_costs("evaluation", "evaluating", "evaluations take", T
 def memory_capacity(profile: StepProfile, evidence: RunEvidence) -> RunCost | None:
     """Memory that is all but full, or recompute and copies to host memory that lack of it costs."""
     said, full = memory_remark(evidence)
-    again, kernels = profile.share("recompute") + profile.share("copies"), profile.share(_kernels)
+    again, kernels = profile.share("recompute", "copies"), profile.share(*COMPUTATION)
     if again and kernels:
         said.append(f"recompute and copies to host memory take {format_percent(again)} of the step")
     bounds = full or bool(kernels) and again / kernels >= THRESHOLDS.recompute
     if not said:
         return None
-    without = profile.without(lambda account: account.spent("recompute") + account.spent("copies"))
-    detail = "recompute" if not full else "full"
-    title = "the device's memory is full" if full else "recompute, and copies to host memory"
+    without = profile.without("recompute", "copies")
+    detail, title = "recompute", "recompute, and copies to host memory"
+    if full:
+        detail, title = "full", "the device's memory is full"
     return RunCost("memory capacity", detail, HARDWARE, title, again, without, 0.0, bounds, tuple(said))
 
 
 def memory_bandwidth(profile: StepProfile, evidence: RunEvidence) -> RunCost | None:
     """Kernels that wait for memory: norms, activations, losses, and the update. Compiled, they would move a fraction of
     the bytes; of compiled ones, what is more than usual is the model's own choice."""
-    kernels, update = profile.share(_kernels), profile.share("optimizer")
+    kernels, update = profile.share(*COMPUTATION), profile.share("optimizer")
     moved = update + profile.share("memory_bound")
-    part = "optimizer" if update > moved / 2 else "kernels"
+    part, title = "kernels", "element-wise kernels, which move bytes"
+    if update > moved / 2:
+        part, title = "optimizer", "the update of the weights"
     said = [
         f"kernels that the memory bounds take {format_percent(moved)} of the step ({format_percent(update)} of "
         "it the update), all "
@@ -322,9 +323,8 @@ def memory_bandwidth(profile: StepProfile, evidence: RunEvidence) -> RunCost | N
     ]
     if (dram := evidence.values("hardware/dram")) and (tensor := evidence.values("hardware/tensor")):
         said.append(f"device memory is {format_percent(dram[-1])} busy, tensor cores {format_percent(tensor[-1])}")
-    without = profile.without(lambda account: account.spent("memory_bound") + account.spent("optimizer"))
+    without = profile.without("memory_bound", "optimizer")
     compiled = evidence.config is not None and evidence.config.compile
-    title = {"optimizer": "the update of the weights", "kernels": "element-wise kernels, which move bytes"}[part]
     layer = MODEL if compiled else COMPILER
     bounds = bool(kernels) and moved / kernels >= THRESHOLDS.memory_bound
     eager = (evidence.hardware or HardwareConfig).eager
@@ -334,14 +334,14 @@ def memory_bandwidth(profile: StepProfile, evidence: RunEvidence) -> RunCost | N
 
 def compute_costs(profile: StepProfile, evidence: RunEvidence) -> RunCost | None:
     """Products and attention: what a run is for. It bounds where nothing else does."""
-    share = profile.share("products") + profile.share("attention")
+    share = profile.share("products", "attention")
     said = [
         f"matrix products take {format_percent(profile.share('products'))} of the step, attention "
         f"{format_percent(profile.share('attention'))}"
     ]
     if mfu := evidence.values("mfu"):
         said.append(f"MFU is {format_percent(statistics.median(mfu[-20:]))}")
-    without = profile.without(lambda account: account.spent("products") + account.spent("attention"))
+    without = profile.without("products", "attention")
     title, bounds = "matrix products and attention", share >= THRESHOLDS.compute
     return RunCost("compute", "", MODEL, title, share, without, 0.0, bounds, tuple(said))
 
@@ -359,11 +359,6 @@ RULES: tuple[Rule, ...] = (
     compute_costs,
 )
 """Each is one kind of cost. Of two that cost the same the first counts."""
-
-
-def _kernels(account: TimeBreakdown) -> float:
-    """Seconds in which a rank computes, whatever it is."""
-    return sum(account.spent(term) for term in "products attention memory_bound recompute optimizer".split())
 
 
 def memory_remark(evidence: RunEvidence) -> tuple[list[str], bool]:
@@ -463,7 +458,7 @@ def costs_of_metrics(evidence: RunEvidence, seconds: float) -> list[RunCost]:
     if seconds <= 0:
         return []
     profile = profile_from_metrics(evidence, min(seconds, LONGEST_STEP / 4))
-    return order_costs([cost for rule in METRIC_RULES if (cost := rule(profile, evidence)) is not None])
+    return find_costs(profile, evidence, METRIC_RULES)
 
 
 def profile_from_metrics(evidence: RunEvidence, seconds: float) -> StepProfile:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import math
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import fsum, inf, log, prod, sqrt
+from math import fsum, inf, isclose, log, prod, sqrt
 from operator import methodcaller
 from pathlib import Path
 from statistics import median
@@ -17,7 +16,15 @@ from typing import Any, NamedTuple
 
 from trainer.config import ConfigError
 from trainer.util.lines import ACCOUNTS, read_lines
-from trainer.util.reading import Malformed, find_mismatch, parse_json, shorten_foreign
+from trainer.util.reading import (
+    MAYBE_NUMBER,
+    NUMBER,
+    Malformed,
+    find_mismatch,
+    parse_json,
+    pick_fields,
+    shorten_foreign,
+)
 
 TERMS = {
     "products": "matrix products",
@@ -118,17 +125,15 @@ class TimeBreakdown:
         numbers = {**self.hidden, **self.terms, "step": self.seconds}
         if odd := [name for name, seconds in numbers.items() if not 0 <= seconds < LONGEST_STEP]:
             raise ValueError(f"{odd[0]} takes {shorten_foreign(numbers[odd[0]])} seconds in an account")
-        total = math.fsum(self.terms.values())
-        if not math.isclose(total, self.seconds, rel_tol=1e-6, abs_tol=1e-9):
+        total = fsum(self.terms.values())
+        if not isclose(total, self.seconds, rel_tol=1e-6, abs_tol=1e-9):
             raise ValueError(f"terms of {total} seconds in an account of {self.seconds}")
 
-    def term(self, name: str) -> float:
-        """Seconds of a term alone."""
-        return self.terms.get(name, 0.0)
-
-    def spent(self, term: str) -> float:
-        """Seconds of a term, or of all below it: `bubble` has `bubble/schedule` and `bubble/imbalance`."""
-        return math.fsum(seconds for name, seconds in self.terms.items() if name == term or name.startswith(f"{term}/"))
+    def spent(self, *terms: str) -> float:
+        """Seconds of terms, each with all below it: `bubble` has `bubble/schedule` and `bubble/imbalance`."""
+        return fsum(
+            seconds for name, seconds in self.terms.items() for term in terms if f"{name}/".startswith(f"{term}/")
+        )
 
     def share(self, term: str) -> float:
         """The same as a share of the step, 0 to 1."""
@@ -137,7 +142,7 @@ class TimeBreakdown:
     @property
     def waiting(self) -> float:
         """Seconds of waiting for peers in communication, over all axes."""
-        return math.fsum(seconds for name, seconds in self.terms.items() if name.endswith("/waiting"))
+        return fsum(seconds for name, seconds in self.terms.items() if name.endswith("/waiting"))
 
     def dumps(self) -> str:
         """The account as a line of JSON."""
@@ -151,38 +156,27 @@ class TimeBreakdown:
             raise ValueError(f"it is no account: {wrong}")
         if not _bounded(value):
             raise ValueError("it is no account: one of its numbers is none that a step has")
-        given: dict[str, Any] = {entry.name: value.get(entry.name) for entry in dataclasses.fields(TimeBreakdown)}
+        given = pick_fields(TimeBreakdown, value)
         given["last"] = {axis: (last, compared) for axis, (last, compared) in value["last"].items()}
-        given["kernels"] = tuple(
-            KernelTotal(**{entry.name: kernel.get(entry.name) for entry in dataclasses.fields(KernelTotal)})
-            for kernel in value["kernels"]
-        )
+        given["kernels"] = tuple(KernelTotal(**pick_fields(KernelTotal, kernel)) for kernel in value["kernels"])
         return TimeBreakdown(**given)
 
 
-_NUMBER = (int, float)
 _SHAPE = {
     "rank": int,
     "step": int,
     "place": {str: int},
     "device": str,
-    "seconds": _NUMBER,
-    "terms": {str: _NUMBER},
-    "hidden": {str: _NUMBER},
+    "seconds": NUMBER,
+    "terms": {str: NUMBER},
+    "hidden": {str: NUMBER},
     "last": {str: [int]},
     "launches": int,
-    "launch_delay": (int, float, type(None)),
-    "kernel_seconds": (int, float, type(None)),
+    "launch_delay": MAYBE_NUMBER,
+    "kernel_seconds": MAYBE_NUMBER,
     "synchronisations": int,
     "kernels": [
-        {
-            "name": str,
-            "kind": str,
-            "calls": int,
-            "seconds": _NUMBER,
-            "flops": (int, float, type(None)),
-            "bytes": (int, float, type(None)),
-        }
+        {"name": str, "kind": str, "calls": int, "seconds": NUMBER, "flops": MAYBE_NUMBER, "bytes": MAYBE_NUMBER}
     ],
 }
 
@@ -223,11 +217,20 @@ def read_breakdowns(run: str | Path) -> list[TimeBreakdown]:
     return accounts
 
 
-def cost_share(accounts: Sequence[TimeBreakdown], cost: Callable[[TimeBreakdown], float]) -> float:
+Cost = Callable[[TimeBreakdown], float]
+"""Seconds of a rank's step."""
+
+
+def cost_of(*cost: str | Cost) -> Cost:
+    """A cost that is given as terms, or as itself."""
+    return cost[0] if callable(cost[0]) else methodcaller("spent", *cost)
+
+
+def cost_share(accounts: Sequence[TimeBreakdown], *cost: str | Cost) -> float:
     """What a cost is of the step, 0 to 1: its seconds on all ranks over those that the step took on all of them. The
     one definition for findings, tables and metrics."""
-    whole = math.fsum(account.seconds for account in accounts)
-    return math.fsum(map(cost, accounts)) / whole if whole else 0.0
+    whole = fsum(account.seconds for account in accounts)
+    return fsum(map(cost_of(*cost), accounts)) / whole if whole else 0.0
 
 
 def breakdown_metrics(accounts: Sequence[TimeBreakdown]) -> dict[str, float]:
@@ -236,7 +239,7 @@ def breakdown_metrics(accounts: Sequence[TimeBreakdown]) -> dict[str, float]:
     axes = [axis for axis in AXES if any(account.spent(f"communication/{axis}") for account in accounts)]
     shares = {f"exposed/{axis}": f"communication/{axis}" for axis in axes}
     shares |= {"host": "host", "bubble_imbalance": "bubble/imbalance"}
-    found = {name: cost_share(accounts, methodcaller("spent", term)) for name, term in shares.items()}
+    found = {name: cost_share(accounts, term) for name, term in shares.items()}
     return {"profiled_step": accounts[0].step, **found, **({"launch_delay": median(delays)} if delays else {})}
 
 
@@ -255,9 +258,6 @@ SLOWED = 1.02
 LAUNCH = "host/launch"
 """The term of a device that has nothing to do because nothing was launched."""
 
-Cost = Callable[[TimeBreakdown], float]
-"""Seconds of a rank's step."""
-
 
 @dataclass(frozen=True)
 class StepProfile:
@@ -275,25 +275,25 @@ class StepProfile:
         """Of the step, on the rank that took longest."""
         return max(account.seconds for account in self.ranks)
 
-    def mean(self, cost: Cost) -> float:
-        """Seconds of a cost, as the mean over ranks."""
-        return fsum(map(cost, self.ranks)) / len(self.ranks)
+    def mean(self, *cost: str | Cost) -> float:
+        """Seconds of a cost, or of terms, as the mean over ranks."""
+        return fsum(map(cost_of(*cost), self.ranks)) / len(self.ranks)
 
-    def share(self, cost: str | Cost) -> float:
-        """Of a cost, or of a term or all below it, as a share of the step."""
-        return cost_share(self.ranks, methodcaller("spent", cost) if isinstance(cost, str) else cost)
+    def share(self, *cost: str | Cost) -> float:
+        """Of a cost, or of terms with all below them, as a share of the step."""
+        return cost_share(self.ranks, *cost)
 
     def peers(self, account: TimeBreakdown) -> list[TimeBreakdown]:
         """The ranks with the same layers, itself included: they have equal work."""
         return [other for other in self.ranks if other.place.get("pp") == account.place.get("pp")]
 
-    def without(self, cost: Cost) -> float:
+    def without(self, *cost: str | Cost) -> float:
         """Seconds of the step if no rank had this cost, which is work of its own: replayed with the cost at zero.
 
         The rank that then has most work sets the pace. A pipeline's own bubble shrinks with the work; what the slowest
         rank waits today, it goes on waiting."""
         slowest = max(self.ranks, key=busy_seconds)
-        left = max(busy_seconds(account) - cost(account) for account in self.ranks)
+        left = max(busy_seconds(account) - cost_of(*cost)(account) for account in self.ranks)
         scale = left / busy_seconds(slowest) if busy_seconds(slowest) else 0.0
         return max(0.0, left + slowest.spent("bubble/schedule") * scale + wait_seconds(slowest))
 
@@ -310,7 +310,7 @@ def wait_seconds(account: TimeBreakdown) -> float:
 
 def compute_seconds(account: TimeBreakdown) -> float:
     """Seconds of a rank's own work beside communication and data: equal among peers, unless one is slow."""
-    others = fsum(account.spent(term) for term in ("data", "checkpoint", "evaluation"))
+    others = account.spent("data", "checkpoint", "evaluation")
     return busy_seconds(account) - transfer_seconds(account) - others
 
 
@@ -371,8 +371,7 @@ def scale_profile(profile: StepProfile, seconds: float | None) -> StepProfile:
 
 def mean_breakdown(accounts: list[TimeBreakdown]) -> TimeBreakdown:
     """The mean account of a rank. Kernels are those of its last account; counts of collectives are added up."""
-    last, count = accounts[-1], len(accounts)
-    terms = {name: fsum(account.terms.get(name, 0.0) for account in accounts) / count for name in _names(accounts)}
+    last, count, terms = accounts[-1], len(accounts), mean_terms(accounts)
     hidden = {axis for account in accounts for axis in account.hidden}
     joined = {axis for account in accounts for axis in account.last}
     return TimeBreakdown(
@@ -398,8 +397,10 @@ def mean_breakdown(accounts: list[TimeBreakdown]) -> TimeBreakdown:
     )
 
 
-def _names(accounts: list[TimeBreakdown]) -> list[str]:
-    return list(dict.fromkeys(name for account in accounts for name in account.terms))
+def mean_terms(accounts: Sequence[TimeBreakdown]) -> dict[str, float]:
+    """Seconds of each term, the mean over accounts."""
+    names = dict.fromkeys(name for account in accounts for name in account.terms)
+    return {name: fsum(account.terms.get(name, 0.0) for account in accounts) / len(accounts) for name in names}
 
 
 def _median(values: Iterable[float | None]) -> float | None:

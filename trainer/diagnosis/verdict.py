@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import methodcaller
 from typing import Any
 
 from rich.console import Console
@@ -20,9 +19,17 @@ from trainer.diagnosis.suggestions import FREED, ShapeAdvice, Suggestions, advis
 from trainer.diagnosis.time_breakdown import KernelTotal, TimeBreakdown, cost_share
 from trainer.planning.estimate.rates import DeviceRates
 from trainer.planning.estimate.step import GIB
-from trainer.util import tables
 from trainer.util.reading import make_printable
-from trainer.util.tables import format_duration, format_percent
+from trainer.util.tables import (
+    Rows,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_number,
+    format_percent,
+    print_rows,
+    print_sections,
+)
 
 # The roofline of a run's own kernels: what they reach of the arithmetic and of the memory's bandwidth that there is.
 # S. Williams, A. Waterman, D. Patterson: Roofline, Communications of the ACM 52(4), 2009.
@@ -183,9 +190,10 @@ def diagnose_evidence(evidence: RunEvidence) -> Diagnosis:
     profile, seconds, notes = evidence.profile, evidence.pace, list(evidence.notes)
     if seconds is None and profile:
         seconds = profile.seconds
-    found = rules.find_costs(profile, evidence) if profile else []
-    if not profile:
-        found = rules.costs_of_metrics(evidence, seconds) if seconds else []
+    if profile:
+        found = rules.find_costs(profile, evidence, rules.RULES)
+    else:
+        found = rules.costs_of_metrics(evidence, seconds or 0.0)
         notes.append(
             "no step was profiled, and metrics alone say little: "
             f"a run with {say_more(evidence, seconds)} accounts for its steps"
@@ -278,20 +286,20 @@ def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
         {
             "format": FORMAT,
             "run": str(evidence.folder),
-            "status": dict(evidence.status),
+            "status": evidence.status,
             "verdict": {"kind": diagnosis.kind, "text": diagnosis.text},
             "step": {
                 "seconds": diagnosis.seconds,
                 "predicted": diagnosis.predicted,
                 "profiled": profile.seconds if profile else None,
-                "steps": list(profile.steps) if profile else [],
+                "steps": profile.steps if profile else (),
             },
             "findings": [
                 {
                     **{name: getattr(finding.cost, name) for name in "kind detail layer title share bounds".split()},
-                    "evidence": list(finding.cost.evidence),
+                    "evidence": finding.cost.evidence,
                     "without": finding.seconds,
-                    "overrides": [dataclasses.asdict(override) for override in finding.overrides],
+                    "overrides": finding.overrides,
                     "advice": finding.advice,
                 }
                 for finding in diagnosis.findings
@@ -300,21 +308,20 @@ def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
                 {"rank": one.rank, "place": one.place, "seconds": one.seconds, "terms": one.terms, "hidden": one.hidden}
                 for one in (profile.ranks if profile else ())
             ],
-            "roofline": {
-                "ceilings": diagnosis.roof and dataclasses.asdict(diagnosis.roof),
-                "points": [dataclasses.asdict(point) for point in diagnosis.points],
-            },
-            "memory": diagnosis.memory and dataclasses.asdict(diagnosis.memory),
-            "shapes": [dataclasses.asdict(one) for one in diagnosis.shapes],
-            "stalled": list(evidence.stalled),
-            "notes": list(diagnosis.notes),
+            "roofline": {"ceilings": diagnosis.roof, "points": diagnosis.points},
+            "memory": diagnosis.memory,
+            "shapes": diagnosis.shapes,
+            "stalled": evidence.stalled,
+            "notes": diagnosis.notes,
         }
     )
 
 
 def as_json(value: Any) -> Any:
-    """Values as JSON takes them: what is no finite number is null."""
-    if isinstance(value, dict):
+    """Values as JSON takes them: dataclasses are mappings, and what is no finite number is null."""
+    if dataclasses.is_dataclass(value):
+        value = dataclasses.asdict(value)
+    if isinstance(value, Mapping):
         return {name: as_json(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [as_json(item) for item in value]
@@ -336,15 +343,15 @@ SHAPES = 4
 
 def print_diagnosis(diagnosis: Diagnosis, console: Console | None = None) -> None:
     """Prints a diagnosis: the verdict, the account of the step, the costs, the roofline."""
-    tables.print_sections(_sections(diagnosis), console)
+    print_sections(_sections(diagnosis), console)
     if profile := diagnosis.evidence.profile:
-        steps = f"{tables.format_number(len(profile.steps), 'profiled step')}, the last {profile.steps[-1]}"
-        tables.print_rows(f"account of the step ({steps})", _account(profile.ranks), console)
+        steps = f"{format_number(len(profile.steps), 'profiled step')}, the last {profile.steps[-1]}"
+        print_rows(f"account of the step ({steps})", _account(profile.ranks), console)
     if diagnosis.points:
-        tables.print_rows("roofline of the run's kernels", [_point(point) for point in diagnosis.points], console)
+        print_rows("roofline of the run's kernels", [_point(point) for point in diagnosis.points], console)
 
 
-def _sections(diagnosis: Diagnosis) -> dict[str, tables.Rows]:
+def _sections(diagnosis: Diagnosis) -> dict[str, Rows]:
     evidence, memory = diagnosis.evidence, diagnosis.memory
     status = " ".join(str(evidence.status.get(name, "-")) for name in ("status", "step"))
     run = [("folder", evidence.folder), ("status", f"{make_printable(status)} of {evidence.status.get('steps', '-')}")]
@@ -352,13 +359,13 @@ def _sections(diagnosis: Diagnosis) -> dict[str, tables.Rows]:
         run.append(("plan", evidence.layout.plan.describe()))
     run.append(("machine", f"{evidence.machine.processes} x {make_printable(evidence.machine.device)}"))
     if diagnosis.seconds is not None:
-        expected = f", {tables.format_duration(diagnosis.predicted)} predicted" if diagnosis.predicted else ""
-        run.append(("step", tables.format_duration(diagnosis.seconds) + expected))
+        expected = f", {format_duration(diagnosis.predicted)} predicted" if diagnosis.predicted else ""
+        run.append(("step", format_duration(diagnosis.seconds) + expected))
     if memory:
         used = f" of {memory.capacity:.3g}" if memory.capacity else ""
         grows = f", {memory.grown:.0%} of it in the second half" if memory.grown >= 0.02 else ""
         run.append(("memory", f"{memory.peak:.3g}{used} GiB at the peak{grows}"))
-    found: dict[str, tables.Rows] = {"run": run, "verdict": [("", make_printable(diagnosis.text))]}
+    found: dict[str, Rows] = {"run": run, "verdict": [("", make_printable(diagnosis.text))]}
     found["verdict"] = [*found["verdict"], *(("", text) for text in evidence.stalled[1:])]
     for number, finding in enumerate(diagnosis.findings, start=1):
         found[f"{number}. {finding.cost.kind}"] = _print_finding(finding)
@@ -371,13 +378,13 @@ def _sections(diagnosis: Diagnosis) -> dict[str, tables.Rows]:
 
 def _print_finding(finding: Finding) -> list[tuple[str, Any]]:
     cost = finding.cost
-    share = f": {tables.format_percent(cost.share)}" if finding.seconds is not None else ""
+    share = f": {format_percent(cost.share)}" if finding.seconds is not None else ""
     rows: list[tuple[str, Any]] = [("layer", cost.layer), ("what", f"{cost.title}{share}")]
     rows += [("", make_printable(text)) for text in cost.evidence]
     if finding.seconds is not None:
-        rows.append(("without it", f"a step of {tables.format_duration(finding.seconds)}"))
+        rows.append(("without it", f"a step of {format_duration(finding.seconds)}"))
     for override in finding.overrides:
-        told = f"{tables.format_duration(override.seconds)} predicted" if override.seconds is not None else ""
+        told = f"{format_duration(override.seconds)} predicted" if override.seconds is not None else ""
         extra = override.told if finding.seconds is None else ", ".join(filter(None, (told, override.note)))
         rows.append(("try", override.text + f"  ({extra})" * bool(extra)))
     return rows + [("do", finding.advice)] * bool(finding.advice)
@@ -386,13 +393,13 @@ def _print_finding(finding: Finding) -> list[tuple[str, Any]]:
 def _account(ranks: tuple[TimeBreakdown, ...]) -> list[dict[str, Any]]:
     """A row for each term: its share of the step as the mean over ranks, and the seconds of the first of them."""
     names = {name for account in ranks for name in account.terms}
-    shares = {name: cost_share(ranks, methodcaller("term", name)) for name in names}
+    shares = {name: cost_share(ranks, name) for name in names}
     terms = sorted((name for name in names if shares[name] >= LEAST), key=lambda name: -shares[name])
     rows = []
     for name in [*terms, "step"]:
-        seconds = [account.seconds if name == "step" else account.term(name) for account in ranks]
-        row: dict[str, Any] = {"term": name, "share": tables.format_percent(shares.get(name, 1.0))}
-        row |= {f"rank {one.rank}": tables.format_duration(spent) for one, spent in zip(ranks[:RANKS], seconds)}
+        seconds = [account.seconds if name == "step" else account.spent(name) for account in ranks]
+        row: dict[str, Any] = {"term": name, "share": format_percent(shares.get(name, 1.0))}
+        row |= {f"rank {one.rank}": format_duration(spent) for one, spent in zip(ranks[:RANKS], seconds)}
         rows.append(row)
     return rows
 
@@ -400,11 +407,11 @@ def _account(ranks: tuple[TimeBreakdown, ...]) -> list[dict[str, Any]]:
 def _point(point: RooflinePoint) -> dict[str, Any]:
     return {
         "kernels": make_printable(point.name)[:60],
-        "time": tables.format_duration(point.seconds),
+        "time": format_duration(point.seconds),
         "calls": point.calls,
-        "FLOP/s": tables.format_count(point.flops),
-        "bytes/s": tables.format_bytes(point.bytes),
+        "FLOP/s": format_count(point.flops),
+        "bytes/s": format_bytes(point.bytes),
         "FLOP a byte": "-" if point.intensity is None else f"{point.intensity:.3g}",
         "bound by": point.bound or "-",
-        "of what is reached": tables.format_percent(point.reached),
+        "of what is reached": format_percent(point.reached),
     }

@@ -15,7 +15,6 @@ from rich.console import Console
 
 from trainer.config import Config, ConfigError
 from trainer.config.model import ModelSpec
-from trainer.data.corpus import learned_share
 from trainer.data.lengths import documents_in
 from trainer.distributed.mesh import World
 from trainer.observe.metrics import SpeedMeter
@@ -36,7 +35,17 @@ from trainer.planning.plan import BatchPlan, node_size
 from trainer.planning.recompute import left_by_recompute
 from trainer.planning.resolve import Layout, collect_warnings
 from trainer.planning.states import ELEMENT_BYTES, StateBytes
-from trainer.util import tables
+from trainer.util.tables import (
+    Rows,
+    format_bytes,
+    format_count,
+    format_flops,
+    format_number,
+    format_percent,
+    format_sizes,
+    print_rows,
+    print_sections,
+)
 
 
 def device_name(device: torch.device) -> str:
@@ -77,7 +86,7 @@ def describe_context(config: Config, layout: Layout) -> str:
             for layer, rest in zip(layer_specs(layout.spec), left)
         )
     )
-    received = tables.format_bytes(element * elements / layout.plan.pp)
+    received = format_bytes(element * elements / layout.plan.pp)
     return f"{context.describe()}; {received} a rank and step"
 
 
@@ -85,20 +94,20 @@ def describe_context(config: Config, layout: Layout) -> str:
 class StartReport:
     """What a run says at its start. sections: of one table; more: other tables that are wanted, by title."""
 
-    sections: dict[str, tables.Rows]
+    sections: dict[str, Rows]
     more: dict[str, list[dict[str, Any]]]
 
     def print(self, console: Console | None = None) -> None:
-        tables.print_sections(self.sections, console)
+        print_sections(self.sections, console)
         for title, rows in self.more.items():
-            tables.print_rows(title, rows, console)
+            print_rows(title, rows, console)
 
 
 def describe_trained(counts: Mapping[str, int]) -> list[tuple[str, str]]:
     """How many parameters are trained, where some are not. counts: `parameter_counts`."""
     if counts["trained"] == counts["total"]:
         return []
-    some, total = (tables.format_count(counts[name]) for name in ("trained", "total"))
+    some, total = (format_count(counts[name]) for name in ("trained", "total"))
     return [("trained parameters", f"{some} of {total} ({counts['trained'] / counts['total']:.2%})")]
 
 
@@ -118,10 +127,10 @@ def start_report(
         {
             "model": [
                 ("name", f"{spec.name} ({spec.family})"),
-                ("parameters", tables.format_count(counts["total"])),
+                ("parameters", format_count(counts["total"])),
                 *describe_trained(counts),
                 ("layers x width", f"{spec.depth} x {spec.width}"),
-                ("FLOPs per token", tables.format_flops(flops_per_token(spec, batch.sequence_length, causal=True))),
+                ("FLOPs per token", format_flops(flops_per_token(spec, batch.sequence_length, causal=True))),
             ],
             "plan": [
                 ("processes", f"{world.size} x {device_name(world.device)}"),
@@ -140,14 +149,13 @@ def start_report(
                 ("sequence", f"{batch.sequence_length} tokens"),
                 (
                     "global batch",
-                    f"{batch.global_size} sequences = "
-                    f"{tables.format_count(batch.global_size * batch.sequence_length)} tokens",
+                    f"{batch.global_size} sequences = {format_count(batch.global_size * batch.sequence_length)} tokens",
                 ),
                 (
                     "arithmetic",
                     f"{batch.micro_size} a micro-batch x "
-                    f"{tables.format_number(batch.accumulation, 'micro-batch', 'es')} x "
-                    f"{tables.format_number(plan.dp, 'rank')}",
+                    f"{format_number(batch.accumulation, 'micro-batch', 'es')} x "
+                    f"{format_number(plan.dp, 'rank')}",
                 ),
                 *(
                     [("length", f"{config.run.steps} steps, for run.tokens={config.run.tokens}")]
@@ -155,12 +163,8 @@ def start_report(
                 ),
                 (
                     "corpus",
-                    (
-                        "a stream"
-                        if corpus.train.endless
-                        else f"{tables.format_count(len(corpus.train))} sequences an epoch"
-                    )
-                    + f", {tables.format_count(len(corpus.eval))} held out",
+                    ("a stream" if corpus.train.endless else f"{format_count(len(corpus.train))} sequences an epoch")
+                    + f", {format_count(len(corpus.eval))} held out",
                 ),
                 *mixture_rows(corpus.train, start, config.run.steps, batch),
                 *([("learned", learned)] if (learned := describe_learned(corpus)) else []),
@@ -168,12 +172,9 @@ def start_report(
             ],
             "memory": [
                 ("counts", "the states of one rank, predicted; activations come on top"),
-                *zip(labels, tables.format_sizes(values)),
-                *([("the GPU has", tables.format_bytes(memory.device))] if memory.device else []),
-                (
-                    "the machine has",
-                    f"{tables.format_bytes(memory.host)} for {tables.format_number(node, 'process', 'es')}",
-                ),
+                *zip(labels, format_sizes(values)),
+                *([("the GPU has", format_bytes(memory.device))] if memory.device else []),
+                ("the machine has", f"{format_bytes(memory.host)} for {format_number(node, 'process', 'es')}"),
             ],
             **({"peak": peak_rows(moment, plan.pp, found)} if moment else {}),
             **({"time": summarise_step(found)} if found else {}),
@@ -183,7 +184,7 @@ def start_report(
     )
 
 
-def mixture_rows(samples: Any, start: Any, steps: int, batch: BatchPlan) -> tables.Rows:
+def mixture_rows(samples: Any, start: Any, steps: int, batch: BatchPlan) -> Rows:
     """How the sources are mixed over a run, where there are several, and how often each is read."""
     end = start.samples + (steps - start.step) * batch.global_size
     epochs = samples.count_epochs(start.mixture, end)
@@ -191,15 +192,15 @@ def mixture_rows(samples: Any, start: Any, steps: int, batch: BatchPlan) -> tabl
     if len(samples.names) > 1:
         for phase in start.mixture.phases:
             if phase.start < end:
-                tokens = tables.format_count(phase.start * batch.sequence_length)
+                tokens = format_count(phase.start * batch.sequence_length)
                 rows.append((f"from {tokens} tokens" if phase.start else "mixture", phase.describe()))
     return rows if epochs else rows[1:]
 
 
 def describe_learned(corpus: Any) -> str:
     """The share of learned tokens of each source in which it is below 1; empty where there is none."""
-    shares = {source.name: learned_share(source) for source in corpus.train.sources}
-    named = [f"{tables.format_percent(share)} of {name}" for name, share in shares.items() if share < 1]
+    sources = corpus.train.sources
+    named = [f"{format_percent(source.share)} of {source.name}" for source in sources if source.share < 1]
     return f"{', '.join(named)}; the other tokens are prompts and padding" if named else ""
 
 
@@ -227,8 +228,8 @@ def peak_rows(moment: MemoryPeak, ranks: int, found: StepEstimate | None = None)
     return [
         ("counts", f"the predicted peak of a step, of {where}"),
         ("at", moment.where),
-        *zip(labels, tables.format_sizes(values)),
-        *([("with what is outside", " to ".join(tables.format_sizes(memory_band(found))))] if found else []),
+        *zip(labels, format_sizes(values)),
+        *([("with what is outside", " to ".join(format_sizes(memory_band(found))))] if found else []),
     ]
 
 
@@ -242,9 +243,9 @@ def model_table(spec: ModelSpec) -> list[dict[str, Any]]:
         return {
             "parameter": name,
             "shape": shape,
-            "elements": tables.format_count(elements),
-            "in all": tables.format_count(in_all),
-            "share": tables.format_percent(in_all / total),
+            "elements": format_count(elements),
+            "in all": format_count(in_all),
+            "share": format_percent(in_all / total),
         }
 
     def add(prefix: str, table: Table, times: int = 1) -> None:

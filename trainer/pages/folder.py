@@ -38,6 +38,7 @@ from trainer.util.lines import (
 )
 from trainer.util.machine import lacks_memory
 from trainer.util.reading import (
+    MAYBE_NUMBER,
     Shape,
     find_mismatch,
     make_printable,
@@ -226,20 +227,19 @@ def json_lines(path: Path, shape: Shape, most: int) -> list[dict[str, Any]]:
 # The folder of a run: what its files hold.
 
 
-NUMBER = (int, float, type(None))
 DIAGNOSIS_SHAPE: Shape = {
     "verdict": {"kind": str, "text": str},
-    "step": {"predicted": NUMBER},
+    "step": {"predicted": MAYBE_NUMBER},
     "findings": [
         {
             **dict.fromkeys("kind layer title advice".split(), str),
-            **dict.fromkeys(("share", "without"), NUMBER),
+            **dict.fromkeys(("share", "without"), MAYBE_NUMBER),
             "evidence": [str],
-            "overrides": [{"text": str, "seconds": NUMBER, "note": str}],
+            "overrides": [{"text": str, "seconds": MAYBE_NUMBER, "note": str}],
         }
     ],
     "roofline": {"ceilings": (dict, type(None))},
-    "shapes": [{"text": str, "waste": NUMBER}],
+    "shapes": [{"text": str, "waste": MAYBE_NUMBER}],
     "stalled": [str],
     "notes": [str],
 }

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from trainer.config import typed
 from trainer.diagnosis import time_breakdown
-from trainer.diagnosis.time_breakdown import KernelTotal, TimeBreakdown
+from trainer.diagnosis.time_breakdown import TimeBreakdown, mean_terms
 from trainer.observe.metrics import METRICS
 from trainer.pages.folder import RunFolder
 from trainer.util.reading import make_printable
@@ -335,12 +335,6 @@ def term_meaning(name: str) -> str:
     return time_breakdown.TERMS[_term(name)] + (f"; {axis}" if axis else "")
 
 
-def mean_terms(accounts: Sequence[TimeBreakdown]) -> dict[str, float]:
-    """Seconds of each term, the mean over ranks."""
-    names = dict.fromkeys(name for one in accounts for name in one.terms)
-    return {name: math.fsum(one.terms.get(name, 0.0) for one in accounts) / len(accounts) for name in names}
-
-
 def term_bars(rows: Sequence[tuple[str, str, dict[str, float]]]) -> list[StepBar]:
     """A bar for each (label, title, terms)."""
     totals = [math.fsum(terms.values()) for *_, terms in rows]
@@ -411,16 +405,18 @@ def kernels_of(run: RunFolder, place: int) -> dict[str, Any] | None:
                 "calls": kernel.calls,
                 "seconds": kernel.seconds,
                 "share": kernel.seconds / one.seconds if one.seconds else None,
-                "rate": _rate(kernel.flops, kernel.seconds),
-                "traffic": _rate(kernel.bytes, kernel.seconds),
+                "rate": divide(kernel.flops, kernel.seconds),
+                "traffic": divide(kernel.bytes, kernel.seconds),
             }
             for kernel in one.kernels[:KERNELS]
         ],
     }
 
 
-def _rate(amount: float | None, seconds: float) -> float | None:
-    return amount / seconds if amount and seconds > 0 and math.isfinite(amount / seconds) else None
+def divide(amount: float | None, by: float | None) -> float | None:
+    """A rate; None where it is not known or is no number above zero."""
+    found = amount / by if amount and by else 0.0
+    return found if 0 < found < math.inf else None
 
 
 def roofline_data(one: TimeBreakdown, diagnosis: dict[str, Any]) -> dict[str, Any] | None:
@@ -436,15 +432,9 @@ def roofline_data(one: TimeBreakdown, diagnosis: dict[str, Any]) -> dict[str, An
             "rate": rate,
         }
         for kernel in one.kernels
-        if (rate := _rate(kernel.flops, kernel.seconds)) and (intensity := _intensity(kernel))
+        if (rate := divide(kernel.flops, kernel.seconds)) and (intensity := divide(kernel.flops, kernel.bytes))
     ]
     given = diagnosis.get("roofline", {}).get("ceilings") or {}
     roofs = {name: given.get(name) for name in "peak bandwidth products memory".split()}
     known = all(type(value) in (int, float) and 0 < value < math.inf for value in roofs.values())
     return {"kernels": points, **(roofs if known else dict.fromkeys(roofs))} if points else None
-
-
-def _intensity(kernel: KernelTotal) -> float | None:
-    """Operations for each byte."""
-    found = kernel.flops / kernel.bytes if kernel.flops and kernel.bytes else 0.0
-    return found if 0 < found < math.inf else None

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.pages.folder import NUMBER, FolderFiles, json_lines
+from trainer.diagnosis.verdict import as_json
+from trainer.pages.folder import FolderFiles, json_lines
 from trainer.pages.sections import GIB, NONE
 from trainer.util.lines import BEST, RESULTS, SEARCH, TRIALS
-from trainer.util.reading import Shape, make_printable, read_bytes, read_json
+from trainer.util.reading import MAYBE_NUMBER, NUMBER, Shape, make_printable, read_bytes, read_json
 from trainer.util.tables import format_bytes, format_count, format_duration, format_number, format_percent
 
 LINE: Shape = {
     **dict.fromkeys(("trial", "status"), str),
     "reason": (str, type(None)),
-    **dict.fromkeys("step_seconds_p50 predicted_seconds expected_seconds tokens_per_second".split(), NUMBER),
-    **dict.fromkeys("mfu memory_gib predicted_memory_gib".split(), NUMBER),
+    **dict.fromkeys("step_seconds_p50 predicted_seconds expected_seconds tokens_per_second".split(), MAYBE_NUMBER),
+    **dict.fromkeys("mfu memory_gib predicted_memory_gib".split(), MAYBE_NUMBER),
 }
 """Of a line of results.jsonl or trials.jsonl, as far as the page shows it."""
 SEARCH_SHAPE: Shape = {
     **dict.fromkeys(("name", "machine"), str),
     **dict.fromkeys(("ended", "best", "command"), (str, type(None))),
     **dict.fromkeys(("plans", "budget"), int),
-    "foretold": [{"plan": str, **dict.fromkeys("predicted expected low high memory_gib tokens".split(), (int, float))}],
+    "foretold": [{"plan": str, **dict.fromkeys("predicted expected low high memory_gib tokens".split(), NUMBER)}],
 }
 """Of search.json. machine: on what it measures; ended: why it is over, null while it goes on; best: the fastest
 measured plan, and the command that starts it. foretold: of every plan, seconds of a step as predicted, and as expected
@@ -52,7 +52,7 @@ class SweepFolder(FolderFiles):
         super().__init__(
             folder,
             {
-                **dict.fromkeys((RESULTS, TRIALS), lambda path: [*map(finite_line, json_lines(path, LINE, MOST))]),
+                **dict.fromkeys((RESULTS, TRIALS), lambda path: as_json(json_lines(path, LINE, MOST))),
                 SEARCH: lambda path: read_json(path, SEARCH_SHAPE, "the same search writes it anew"),
                 BEST: lambda path: read_bytes(path).decode(errors="replace"),
             },
@@ -85,7 +85,7 @@ class SweepFolder(FolderFiles):
                 "measured": line.get("step_seconds_p50") if line.get("status") == "done" else None,
                 "memory": line.get("memory_gib"),
             }
-            for one in map(finite_line, (self.search or {"foretold": []})["foretold"][:MOST])
+            for one in as_json((self.search or {"foretold": []})["foretold"][:MOST])
             for line in [lines.get(one["plan"], {})]
             if None not in one.values() and min(one[name] for name in ("predicted", "expected", "low")) > 0
         ]
@@ -120,13 +120,6 @@ class SweepFolder(FolderFiles):
             ],
             "problems": self.problems,
         }
-
-
-def finite_line(line: dict[str, Any]) -> dict[str, Any]:
-    """The line with None for numbers that are none."""
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in line.items()
-    }
 
 
 def is_measured(point: dict[str, Any]) -> bool:

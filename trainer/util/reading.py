@@ -15,7 +15,9 @@ import re
 import secrets
 import stat
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path, PurePath
+from types import NoneType
 from typing import Any, TypeAlias
 
 import yaml
@@ -31,6 +33,11 @@ Shape: TypeAlias = "type | tuple[type, ...] | list[Any] | dict[Any, Any]"
 """What a parsed value has to look like: a type or several, `[shape]` a list, `{"key": shape}` a mapping with these
 keys, `{str: shape}` a mapping with any. Types are exact, so that true is no number. A key that is absent counts as
 None."""
+
+
+NUMBER = (int, float)
+MAYBE_NUMBER = (*NUMBER, NoneType)
+"""Shapes of a number, and of one that may be absent."""
 
 
 class Malformed(ConfigError):
@@ -115,6 +122,11 @@ def find_mismatch(value: Any, shape: Shape, place: str = "") -> str | None:
         kinds = shape if isinstance(shape, tuple) else (shape,)
         return None if type(value) in kinds else _wrong(value, " or ".join(kind.__name__ for kind in kinds), place)
     return next((wrong for item in inner if (wrong := find_mismatch(*item))), None)
+
+
+def pick_fields(kind: type, value: dict[str, Any]) -> dict[str, Any]:
+    """What a parsed mapping has for each field of a dataclass, None where it has nothing; other keys are left out."""
+    return {field.name: value.get(field.name) for field in fields(kind)}
 
 
 def _wrong(value: Any, wanted: str, place: str) -> str:

@@ -15,7 +15,15 @@ from trainer.planning.features import communication_table
 from trainer.planning.float8 import numeric_types
 from trainer.planning.layer import parameter_counts
 from trainer.planning.resolve import collect_warnings
-from trainer.util import tables
+from trainer.util.tables import (
+    Rows,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_percent,
+    print_rows,
+    print_sections,
+)
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -26,20 +34,18 @@ DAY = 86400.0
 Form = Callable[[float], str]
 
 
-def print_estimate(
-    found: StepEstimate, tokens: float = 0.0, shapes: tables.Rows = (), smaller: Sequence[str] = ()
-) -> None:
+def print_estimate(found: StepEstimate, tokens: float = 0.0, shapes: Rows = (), smaller: Sequence[str] = ()) -> None:
     """Prints one plan. tokens: a budget whose days and device hours are wanted. shapes: settings whose products do not
     fill the device, and what is to be said of each. smaller: what makes a plan fit that does not."""
     memory = [*_memory(found), *(("to make it fit" if text == smaller[0] else "or", text) for text in smaller)]
     parts = {"plan": _plan(found), "memory": memory, "time": _time(found), "result": _result(found, tokens)}
-    tables.print_sections(parts | ({"shapes": shapes} if shapes else {}))
+    print_sections(parts | ({"shapes": shapes} if shapes else {}))
 
 
 def _plan(found: StepEstimate) -> list[tuple[str, Any]]:
     config, layout, hardware = found.config, found.layout, found.hardware
     batch, plan = layout.batch, layout.plan
-    total = tables.format_count(parameter_counts(layout.spec)["total"])
+    total = format_count(parameter_counts(layout.spec)["total"])
     arithmetic = f"{batch.micro_size} a micro-batch x {batch.accumulation} micro-batches x {plan.dp} ranks"
     return [
         ("model", f"{layout.spec.name}, {total} parameters"),
@@ -63,9 +69,9 @@ def _memory(found: StepEstimate) -> list[tuple[str, Any]]:
     return [
         ("fullest", rank),
         ("at", fullest.where),
-        *((label, tables.format_bytes(size)) for label, size in fullest.rows()),
-        ("outside of it", tables.format_bytes(hardware.fixed * GIB)),
-        *([("in host memory", tables.format_bytes(host))] if (host := max(peak.host for peak in found.ranks)) else []),
+        *((label, format_bytes(size)) for label, size in fullest.rows()),
+        ("outside of it", format_bytes(hardware.fixed * GIB)),
+        *([("in host memory", format_bytes(host))] if (host := max(peak.host for peak in found.ranks)) else []),
         ("fits", f"{found.fits}: {used}"),
     ]
 
@@ -94,8 +100,8 @@ def _time(found: StepEstimate) -> list[tuple[str, Any]]:
         hidden = found.hidden[axes[name]] if name in axes else 0.0
         if max(seconds, hidden) > least:
             band = found.band_of(name)
-            text = f"{_band(seconds, band, tables.format_duration)}, {tables.format_percent(seconds / found.seconds)}"
-            behind = f"; {_band(hidden, band, tables.format_duration)} more hidden" * (hidden > least)
+            text = f"{_band(seconds, band, format_duration)}, {format_percent(seconds / found.seconds)}"
+            behind = f"; {_band(hidden, band, format_duration)} more hidden" * (hidden > least)
             rows.append((name, text + behind))
     unknown = (("not known", text) for text in found.assumptions)
     return [*rows, ("step", step_time(found)), *unknown]
@@ -103,7 +109,7 @@ def _time(found: StepEstimate) -> list[tuple[str, Any]]:
 
 def step_time(found: StepEstimate) -> str:
     """The step's time with its band."""
-    return _band(found.seconds, found.band, tables.format_duration)
+    return _band(found.seconds, found.band, format_duration)
 
 
 def _band(value: float, band: ErrorBand, form: Form) -> str:
@@ -112,7 +118,7 @@ def _band(value: float, band: ErrorBand, form: Form) -> str:
     return f"{form(value)} ({form(least)} to {form(most)})"
 
 
-def _speed(value: float, band: ErrorBand, form: Form = tables.format_count) -> str:
+def _speed(value: float, band: ErrorBand, form: Form = format_count) -> str:
     """What is done in a time with that band."""
     least, most = band.of_speed(value)
     return f"{form(value)} ({form(least)} to {form(most)})"
@@ -120,7 +126,7 @@ def _speed(value: float, band: ErrorBand, form: Form = tables.format_count) -> s
 
 def _result(found: StepEstimate, tokens: float) -> list[tuple[str, Any]]:
     speed, band, world = found.tokens_per_second, found.band, found.layout.plan.world
-    causal, full = (_speed(found.mfu(one), band, tables.format_percent) for one in (True, False))
+    causal, full = (_speed(found.mfu(one), band, format_percent) for one in (True, False))
     rows = [
         ("tokens/s", _speed(speed, band)),
         ("tokens/s a device", _speed(speed / world, band)),
@@ -130,8 +136,8 @@ def _result(found: StepEstimate, tokens: float) -> list[tuple[str, Any]]:
     if tokens:
         seconds = tokens / speed
         rows += [
-            (f"{tables.format_count(tokens)} tokens", _band(seconds, band, tables.format_duration)),
-            ("device hours", _band(seconds * world / 3600, band, tables.format_count)),
+            (f"{format_count(tokens)} tokens", _band(seconds, band, format_duration)),
+            ("device hours", _band(seconds * world / 3600, band, format_count)),
         ]
     return rows + [("not in the time", text) for text in left_out(found)]
 
@@ -166,7 +172,7 @@ def show_plans(found: Sequence[StepEstimate], title: str, tokens: float = 0.0) -
     for name in DROPPED:
         if _measure_width(rows) > WIDTH:
             rows = [_leave_out(row, name) for row in rows]
-    tables.print_rows(f"{title}\n{_describe_bands(found)}", rows)
+    print_rows(f"{title}\n{_describe_bands(found)}", rows)
 
 
 def _leave_out(row: dict[str, Any], name: str) -> dict[str, Any]:
@@ -190,22 +196,19 @@ def _describe_bands(found: Sequence[StepEstimate]) -> str:
 def _row(number: int, found: StepEstimate, tokens: float) -> dict[str, Any]:
     layout, speed = found.layout, found.tokens_per_second
     pipeline, seconds = layout.pipeline.schedule, tokens / speed
-    budget = {
-        "time": tables.format_duration(seconds),
-        "device hours": tables.format_count(seconds * layout.plan.world / 3600),
-    }
+    budget = {"time": format_duration(seconds), "device hours": format_count(seconds * layout.plan.world / 3600)}
     return {
         "": number,
         "plan": name_plan(found),
         "schedule": f"{pipeline.name} x{pipeline.chunks}" if layout.plan.pp > 1 else "-",
         "batch": f"{layout.batch.micro_size} x {layout.batch.accumulation}",
         "recompute": name_recompute(found.config),
-        "step": tables.format_duration(found.seconds),
-        "tokens/s": tables.format_count(speed / layout.plan.world),
+        "step": format_duration(found.seconds),
+        "tokens/s": format_count(speed / layout.plan.world),
         **(budget if tokens else {}),
-        "MFU": tables.format_percent(found.mfu(True)),
-        "exposed": tables.format_percent(sum(found.exposed.values()) / found.seconds),
-        "bubble": tables.format_percent(found.terms["bubble"] / found.seconds),
+        "MFU": format_percent(found.mfu(True)),
+        "exposed": format_percent(sum(found.exposed.values()) / found.seconds),
+        "bubble": format_percent(found.terms["bubble"] / found.seconds),
         "memory": f"{found.memory / GIB:.1f} GiB",
         "fits": found.fits,
     }
