@@ -1,10 +1,10 @@
 """What is asked: every setting with its meaning, and how command lines and YAML become one typed object. Imports no
 torch."""
 
-from trainer.config import register
-from trainer.config.fields import ConfigError
-from trainer.config.model import ModelSpec
-from trainer.config.schema import (
+from trainer.config import register  # noqa: F401
+from trainer.config.fields import ConfigError  # noqa: F401
+from trainer.config.model import ModelSpec  # noqa: F401
+from trainer.config.schema import (  # noqa: F401
     ActivationConfig,
     BatchConfig,
     CheckpointConfig,
@@ -33,36 +33,3 @@ from trainer.config.schema import (
     WandbConfig,
     ZeroConfig,
 )
-
-__all__ = [
-    "ActivationConfig",
-    "BatchConfig",
-    "CheckpointConfig",
-    "Config",
-    "ConfigError",
-    "ContextConfig",
-    "CorpusConfig",
-    "DataConfig",
-    "EvalConfig",
-    "Float8Config",
-    "GenerateConfig",
-    "GradCommConfig",
-    "GuardConfig",
-    "HopConfig",
-    "LearningRateConfig",
-    "LoggingConfig",
-    "LossConfig",
-    "ModelConfig",
-    "ModelSpec",
-    "OptimizerConfig",
-    "ParallelConfig",
-    "ParameterTypes",
-    "PipelineConfig",
-    "PrecisionConfig",
-    "RunConfig",
-    "SourceConfig",
-    "TypePolicy",
-    "WandbConfig",
-    "ZeroConfig",
-    "register",
-]

@@ -319,7 +319,7 @@ def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
 
 def as_json(value: Any) -> Any:
     """Values as JSON takes them: dataclasses are mappings, and what is no finite number is null."""
-    if dataclasses.is_dataclass(value):
+    if hasattr(value, "__dataclass_fields__"):
         value = dataclasses.asdict(value)
     if isinstance(value, Mapping):
         return {name: as_json(item) for name, item in value.items()}

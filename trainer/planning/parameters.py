@@ -7,10 +7,9 @@ updated, and which matrices multiply in fp8.
 
 from __future__ import annotations
 
-import dataclasses
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import lru_cache, wraps
@@ -181,8 +180,8 @@ def declare_parameters(spec: ModelSpec, layers: range | None = None) -> dict[str
     """
     layers = range(spec.depth) if layers is None else layers
     before, behind = outer_tables(spec, layers.start == 0, layers.stop == spec.depth)
-    blocks = layer_tables(spec)
-    inner = {f"layers.{index}.{name}": info for index in layers for name, info in blocks[index].items()}
+    blocks = named_tables(spec)
+    inner = {name: info for index in layers for name, info in blocks[index].items()}
     return {**before, **inner, **behind}
 
 
@@ -211,6 +210,12 @@ def layer_tables(spec: ModelSpec) -> tuple[Table, ...]:
         adapt_table(spec.adapter, layer_table(layer, spec.width), f"layers.{index}.")
         for index, layer in enumerate(layer_specs(spec))
     )
+
+
+def named_tables(spec: ModelSpec) -> list[dict[str, ParameterInfo]]:
+    """The same by global names."""
+    tables = enumerate(layer_tables(spec))
+    return [{f"layers.{index}.{name}": info for name, info in table.items()} for index, table in tables]
 
 
 @by_value
@@ -548,7 +553,7 @@ class UpdateSettings:
             policy = self.chosen(name, info)
             usual = self.optimizer.name if self.optimizer.name != "muon" or hidden_matrix(info) else "adamw"
             decay = self.optimizer.weight_decay if policy.weight_decay is None else float(policy.weight_decay)
-            found[name] = dataclasses.replace(policy, optimizer=policy.optimizer or usual, weight_decay=decay)
+            found[name] = replace(policy, optimizer=policy.optimizer or usual, weight_decay=decay)
         return found
 
     def problems(self, infos: Mapping[str, ParameterInfo]) -> list[str]:
@@ -584,31 +589,27 @@ class UpdateSettings:
 
     def names(self) -> set[str]:
         """Every optimizer that a setting names."""
-        rules = [rule if isinstance(rule, dict) else dataclasses.asdict(rule) for rule in self.types.rules.values()]
+        rules = rule_values(self.types).values()
         given = [getattr(self.types, role).optimizer for role in ROLES] + [rule.get("optimizer") for rule in rules]
         return {self.optimizer.name, *filter(None, given)}
 
     def chosen(self, name: str, info: ParameterInfo) -> TypePolicy:
         """The settings of a parameter as they were given: of its role, changed by every rule that matches, in order."""
-        chosen = dataclasses.asdict(getattr(self.types, info.role))
-        for changes in self._matching(name):
-            chosen.update(changes)
+        chosen = asdict(getattr(self.types, info.role))
+        for pattern, changes in rule_values(self.types).items():
+            chosen |= changes if fnmatchcase(name, pattern) else {}
         return TypePolicy(**chosen)
 
-    def _matching(self, name: str) -> Iterator[dict[str, Any]]:
-        for pattern, changes in self.types.rules.items():
-            if fnmatchcase(name, pattern):
-                yield changes if isinstance(changes, dict) else dataclasses.asdict(changes)
+
+def rule_values(types: ParameterTypes) -> dict[str, dict[str, Any]]:
+    """What each rule of `precision.types` changes, by its pattern."""
+    return {pattern: rule if isinstance(rule, dict) else asdict(rule) for pattern, rule in types.rules.items()}
 
 
 def hidden_matrix(info: ParameterInfo) -> bool:
     """Whether a parameter is a matrix between hidden states, or one for each expert: neither embedding, head, router
     nor a matrix of an adapter."""
-    return (
-        info.role == "matrix"
-        and not info.adapter
-        and (info.stacked or len(info.shape) == 2 and info.axes[0] != "experts")
-    )
+    return can_adapt(info) and not info.adapter
 
 
 NEWTON_SCHULZ_STEPS = 5
@@ -626,8 +627,7 @@ def orthogonalisation_flops(shape: Sequence[int], steps: int) -> int:
 def muon_flops(spec: ModelSpec, updates: UpdateSettings) -> tuple[int, ...]:
     """FLOPs of an update's orthogonalisations in each layer."""
     found = []
-    for index, table in enumerate(layer_tables(spec)):
-        infos = {f"layers.{index}.{name}": info for name, info in table.items()}
+    for infos in named_tables(spec):
         policies = updates.policies(infos)
         found.append(
             sum(
@@ -648,9 +648,8 @@ def float8_settings(precision: PrecisionConfig) -> dict[str, str]:
     types = precision.types
     named: dict[str, str | None] = {"precision.float8.recipe": precision.float8.recipe}
     named |= {f"precision.types.{role}.float8": getattr(types, role).float8 for role in ROLES}
-    for pattern, rule in types.rules.items():
-        policy = rule if isinstance(rule, dict) else dataclasses.asdict(rule)
-        named[f"precision.types.rules.{pattern}.float8"] = policy.get("float8")
+    for pattern, rule in rule_values(types).items():
+        named[f"precision.types.rules.{pattern}.float8"] = rule.get("float8")
     return {name: recipe for name, recipe in named.items() if recipe and recipe != "none"}
 
 
@@ -664,11 +663,11 @@ def float8_setting(precision: PrecisionConfig) -> tuple[str, str]:
 def without_float8(precision: PrecisionConfig) -> PrecisionConfig:
     """The same numeric types with all products in the compute type."""
     types = precision.types
-    plain = {role: dataclasses.replace(getattr(types, role), float8=None) for role in ROLES}
+    plain = {role: replace(getattr(types, role), float8=None) for role in ROLES}
     rules = {
         pattern: {key: value for key, value in rule.items() if key != "float8"}
         if isinstance(rule, dict)
-        else dataclasses.replace(rule, float8=None)
+        else replace(rule, float8=None)
         for pattern, rule in types.rules.items()
     }
-    return dataclasses.replace(precision, float8=Float8Config(), types=ParameterTypes(**plain, rules=rules))
+    return replace(precision, float8=Float8Config(), types=ParameterTypes(**plain, rules=rules))

@@ -14,7 +14,7 @@ from trainer.parallel.compress.plan import BLOCK, ReductionRoute, enabled_codecs
 from trainer.parallel.pipeline.plan import PipelinePlan
 from trainer.planning.float8 import float8_linears
 from trainer.planning.layer import Op, Program
-from trainer.planning.parameters import Table, UpdateSettings, by_value, layer_tables, moment_count, outer_tables
+from trainer.planning.parameters import Table, UpdateSettings, by_value, moment_count, named_tables, outer_tables
 from trainer.planning.plan import BatchPlan, Plan
 
 # Which collectives a plan's data-parallel ranks run for the states of a unit (a layer; or embedding, final norm and
@@ -148,12 +148,9 @@ class LocalParameters:
 def sum_by_unit(spec: ModelSpec, size: Callable[[Table], int]) -> LocalParameters:
     """The size of each unit of a model. size: of a table of parameters by global name."""
     ends = [(first, last) for first in (True, False) for last in (True, False)]
-    layers = (
-        {f"layers.{index}.{name}": info for name, info in table.items()}
-        for index, table in enumerate(layer_tables(spec))
-    )
     return LocalParameters(
-        layers=tuple(map(size, layers)), outer={end: sum(map(size, outer_tables(spec, *end))) for end in ends}
+        layers=tuple(map(size, named_tables(spec))),
+        outer={end: sum(map(size, outer_tables(spec, *end))) for end in ends},
     )
 
 
@@ -401,11 +398,10 @@ def feedback_bytes(config: Config, spec: ModelSpec, plan: Plan, pipeline: Pipeli
     settings, kept = config.parallel.grad_comm, [0] * plan.pp
     if all(hop.error_feedback == "none" for hop in enabled_codecs(settings).values()):
         return kept
-    updates, layers = UpdateSettings.of(config), layer_tables(spec)
+    updates, layers = UpdateSettings.of(config), named_tables(spec)
     for part, place in zip(pipeline.split, pipeline.schedule.placement, strict=True):
         before, behind = outer_tables(spec, part.start == 0, part.stop == spec.depth)
-        units: list[Table] = [{**before, **behind}]
-        units += [{f"layers.{index}.{name}": info for name, info in layers[index].items()} for index in part]
+        units = [{**before, **behind}, *layers[part.start : part.stop]]
         kept[place] += sum(_of_unit(unit, updates.policies(unit), settings, plan, node) for unit in units)
     return kept
 

@@ -112,16 +112,15 @@ def step_time(found: StepEstimate) -> str:
     return _band(found.seconds, found.band, format_duration)
 
 
-def _band(value: float, band: ErrorBand, form: Form) -> str:
+def _band(value: float, band: ErrorBand, form: Form, bounds: Callable = ErrorBand.of) -> str:
     """A time with its band."""
-    least, most = band.of(value)
+    least, most = bounds(band, value)
     return f"{form(value)} ({form(least)} to {form(most)})"
 
 
 def _speed(value: float, band: ErrorBand, form: Form = format_count) -> str:
     """What is done in a time with that band."""
-    least, most = band.of_speed(value)
-    return f"{form(value)} ({form(least)} to {form(most)})"
+    return _band(value, band, form, ErrorBand.of_speed)
 
 
 def _result(found: StepEstimate, tokens: float) -> list[tuple[str, Any]]:
