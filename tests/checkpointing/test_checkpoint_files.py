@@ -62,7 +62,7 @@ def test_reshards_between_layouts_and_world_sizes(tmp_path):
 def test_killed_while_saving_leaves_the_previous_checkpoint(tmp_path):
     assert launch("checkpoint_killed.py", 2, tmp_path, check=False).returncode != 0
     assert names(tmp_path) == {"step-00000001", "step-00000002.tmp"}
-    path, warnings = find_resume("auto", tmp_path, True)
+    path, warnings = find_resume("auto", tmp_path)
     assert path == tmp_path / "step-00000001" and not warnings
     assert torch.equal(read_tensors(path)["layers.5"], torch.full((100, 100), 5.0))
     Checkpointer(tmp_path, CheckpointConfig())
@@ -110,7 +110,7 @@ def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(tmp_path, monkeypatch, 
                 crashed = False
             except (Crash, AssertionError):
                 crashed = True
-        path, warnings = find_resume("auto", folder, True)
+        path, warnings = find_resume("auto", folder)
         saved_step, weights = read_manifest(path)["step"], read_tensors(path)["weights"]
         assert not warnings and saved_step >= 2
         assert all(verify_checkpoint(checkpoint, True) for checkpoint in list_checkpoints(folder).values())
@@ -147,7 +147,7 @@ def test_synchronous_saves_are_complete_when_save_returns(tmp_path):
     checkpointer = Checkpointer(tmp_path, CheckpointConfig(asynchronous=False))
     checkpointer.save(1, {"weights": torch.ones(3)}, {})
     assert not checkpointer.saving and checkpointer.stall_seconds > 0
-    assert find_resume("auto", tmp_path, True)[0] == tmp_path / "step-00000001"
+    assert find_resume("auto", tmp_path)[0] == tmp_path / "step-00000001"
 
 
 def test_host_memory_that_runs_out_fails_the_save_not_the_run(tmp_path, monkeypatch):
@@ -218,15 +218,13 @@ def test_damage_is_found_and_passed_over(tmp_path, damage):
     save(tmp_path, 1, 2)
     file, spoil, complaint = DAMAGE[damage]
     spoil(tmp_path / "step-00000002" / file)
-    path, warnings = find_resume("auto", tmp_path, True)
+    path, warnings = find_resume("auto", tmp_path)
     assert path == tmp_path / "step-00000001"
     assert len(warnings) == 1 and f"step-00000002/{file}" in warnings[0] and complaint in warnings[0]
     with pytest.raises(ConfigError) as refusal:
-        find_resume(str(tmp_path / "step-00000002"), tmp_path, True)
+        find_resume(str(tmp_path / "step-00000002"), tmp_path)
     assert "checkpoint.resume=" in str(refusal.value) and complaint in str(refusal.value)
     assert f"set checkpoint.resume={tmp_path / 'step-00000001'}" in str(refusal.value)
-    quick, _ = find_resume("auto", tmp_path, False)
-    assert quick.name == ("step-00000002" if spoil is flip else "step-00000001")
 
 
 def test_a_later_format_is_refused(tmp_path, monkeypatch):
@@ -234,21 +232,21 @@ def test_a_later_format_is_refused(tmp_path, monkeypatch):
         patch.setattr(manifest, "FORMAT", 99)
         save(tmp_path, 1)
     with pytest.raises(ConfigError, match="no checkpoint in .* is whole.*format 99.*checkpoint.resume=none"):
-        find_resume("auto", tmp_path, True)
+        find_resume("auto", tmp_path)
 
 
 def test_resume_settings(tmp_path):
-    assert find_resume("auto", tmp_path / "nowhere", True) == (None, [])
+    assert find_resume("auto", tmp_path / "nowhere") == (None, [])
     save(tmp_path, 1, 12)
     (tmp_path / "step-00000020.tmp").mkdir()
-    assert find_resume("none", tmp_path, True) == (None, [])
-    assert find_resume("auto", tmp_path, True) == (tmp_path / "step-00000012", [])
-    assert find_resume(str(tmp_path / "step-00000012"), tmp_path, True) == (tmp_path / "step-00000012", [])
-    assert find_resume(str(tmp_path / "step-00000001"), tmp_path, True) == (tmp_path / "step-00000001", [])
+    assert find_resume("none", tmp_path) == (None, [])
+    assert find_resume("auto", tmp_path) == (tmp_path / "step-00000012", [])
+    assert find_resume(str(tmp_path / "step-00000012"), tmp_path) == (tmp_path / "step-00000012", [])
+    assert find_resume(str(tmp_path / "step-00000001"), tmp_path) == (tmp_path / "step-00000001", [])
     with pytest.raises(ConfigError, match="no such folder.*resume=.*step-00000012"):
-        find_resume(str(tmp_path / "step-00000007"), tmp_path, True)
+        find_resume(str(tmp_path / "step-00000007"), tmp_path)
     with pytest.raises(ConfigError, match="checkpoint.resume=none"):
-        find_resume(str(tmp_path / "elsewhere" / "step-00000007"), tmp_path / "nowhere", True)
+        find_resume(str(tmp_path / "elsewhere" / "step-00000007"), tmp_path / "nowhere")
 
 
 def test_mismatching_tensors_are_named(tmp_path):
@@ -296,9 +294,9 @@ def test_a_clock_that_goes_back_changes_nothing(tmp_path, monkeypatch):
         save(tmp_path, step, config=CheckpointConfig(keep_last=0))
         os.utime(tmp_path / f"step-{step:08d}", (clock, clock))
     assert list(list_checkpoints(tmp_path)) == [13, 7, 3]
-    assert find_resume("auto", tmp_path, True)[0].name == "step-00000013"
+    assert find_resume("auto", tmp_path)[0].name == "step-00000013"
     (tmp_path / "step-00000013" / "manifest.json").unlink()
-    assert find_resume("auto", tmp_path, True)[0].name == "step-00000007"
+    assert find_resume("auto", tmp_path)[0].name == "step-00000007"
     save(tmp_path, 14, config=CheckpointConfig(keep_last=2))
     assert list(list_checkpoints(tmp_path)) == [14, 13]
 
@@ -316,7 +314,7 @@ def test_leftovers_of_any_kind_are_no_obstacle(tmp_path, kind, name):
     assert not checkpointer.poll() and not os.path.lexists(leftover) and (elsewhere / "mine").exists()
     make[kind]()  # of another process, meanwhile
     save(tmp_path, 2)
-    assert find_resume("auto", tmp_path, True)[0].name == "step-00000002"
+    assert find_resume("auto", tmp_path)[0].name == "step-00000002"
 
 
 def test_a_leftover_that_cannot_be_removed_is_reported_and_passed_over(tmp_path, monkeypatch):
@@ -332,7 +330,7 @@ def test_a_leftover_that_cannot_be_removed_is_reported_and_passed_over(tmp_path,
         (message,) = checkpointer.poll()
         assert "step-00000002.tmp" in message and "Permission denied" in message
         checkpointer.save(2, {"weights": torch.ones(3)}, {}, wait=True)
-    assert find_resume("auto", tmp_path, True)[0].name == "step-00000002", "the leftover got another name"
+    assert find_resume("auto", tmp_path)[0].name == "step-00000002", "the leftover got another name"
 
 
 @given(
@@ -350,11 +348,11 @@ def test_the_newest_good_checkpoint_is_resumed_or_all_damaged_ones_are_named(ste
         best = max((step for step in whole if proven is None or step <= proven), default=max(whole, default=None))
         if best is None and steps:
             with pytest.raises(ConfigError) as refusal:
-                find_resume("auto", path, True, proven)
+                find_resume("auto", path, proven)
             assert "checkpoint.resume=none" in str(refusal.value)
             assert sum(f"step-{step:08d}" in str(refusal.value) for step in steps) == len(steps)
         else:
-            found, warnings = find_resume("auto", path, True, proven)
+            found, warnings = find_resume("auto", path, proven)
             assert (int(found.name[5:]) if found else None) == best
 
 

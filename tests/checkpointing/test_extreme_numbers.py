@@ -48,7 +48,7 @@ def check(good: Path, folder: Path, place: tuple, number: Any) -> None:
     shutil.copytree(good, path)
     malformed.at(place, number)(path)
     for read in (
-        lambda: find_newest(path.parent, True),
+        lambda: find_newest(path.parent),
         lambda: (read_digest(path), list_checkpoints(path.parent)),
         lambda: use(path),
         lambda: [CheckpointContents(path).find(name) for name in CheckpointContents(path).names],

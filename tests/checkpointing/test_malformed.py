@@ -17,7 +17,9 @@ from support.damage import pickled
 from support.malformed import Case
 from torch import Tensor
 
-from trainer.checkpointing.loading import load_tensors, open_saved, read_launchers, read_states
+from trainer.checkpointing.loading import load_tensors, open_saved, read_states
+from trainer.checkpointing.manifest import read_manifest
+from trainer.checkpointing.resume import known_launchers
 from trainer.checkpointing.retention import find_newest, find_resume
 from trainer.config import ConfigError
 
@@ -37,8 +39,8 @@ def little_memory():
 
 def use(path: Path) -> dict[str, Tensor]:
     """All that opens a checkpoint: a resume, sampling and export. Returns the tensors of a resume."""
-    found, _ = find_resume(str(path), path.parent, True)
-    read_launchers(found)
+    found, _ = find_resume(str(path), path.parent)
+    known_launchers(found, read_manifest)
     read_states(found)
     saved = open_saved(str(path))
     assert saved.tensor("norm.weight").shape == TENSORS["model.norm.weight"].shape
@@ -54,7 +56,7 @@ def wrong(case: Case, good: Path, folder: Path) -> str | None:
     shutil.copytree(good, path, copy_function=os.link)
     case.damage(path)
     try:
-        newest, warnings = find_newest(path.parent, True)
+        newest, warnings = find_newest(path.parent)
         assert newest == path or len(warnings) == 1
         tensors = use(path)
     except ConfigError as error:

@@ -8,7 +8,6 @@ import itertools
 import json
 import math
 import subprocess
-from dataclasses import asdict
 from fnmatch import fnmatchcase
 from functools import cache
 from operator import attrgetter
@@ -26,7 +25,7 @@ from workers.compress import BROKEN, PLANS, RANKS, RESUMED, STEPS
 
 import trainer
 import trainer.training.run
-from trainer.config import Config, ConfigError, HopConfig
+from trainer.config import Config, ConfigError
 from trainer.parallel.compress.codec import (
     BlockCodec,
     BlockLayout,
@@ -37,7 +36,6 @@ from trainer.parallel.compress.codec import (
     unpack_blocks,
 )
 from trainer.parallel.compress.plan import reduction_routes
-from trainer.parallel.compress.reduction import with_chosen_codecs
 from trainer.planning.plan import Plan
 from trainer.planning.resolve import check_config
 
@@ -539,49 +537,6 @@ def test_a_run_with_error_feedback_resumes_bit_by_bit(measured, name):
     for column in ("step", "loss", "grad_norm", "loss_scale", "comm/bytes_inner", "comm/bytes_outer"):
         assert [line[column] for line in resumed["lines"]] == [line[column] for line in whole["lines"]], column
     assert not any("dropped" in text for text in resumed["told"])
-
-
-def test_a_run_goes_on_by_hand_with_what_codec_auto_had_chosen(measured):
-    """Of a checkpoint of an earlier version: bit by bit, with the errors that it holds."""
-    seen, whole = measured["runs"]["auto"], measured["runs"]["hsdp_classic"]["whole"]
-    resumed = seen["resumed"]
-    assert resumed["code"] == 0 and seen["same"] and not any("dropped" in text for text in resumed["told"])
-    assert [line["loss"] for line in resumed["lines"]] == [line["loss"] for line in whole["lines"]]
-
-
-@given(
-    codecs=st.tuples(*[st.sampled_from(["none", "int8", "int4", "auto"])] * 2),
-    chosen=st.sets(st.sampled_from(["inner", "outer"])),
-    feedback=st.sampled_from(["none", "classic"]),
-)
-def test_codecs_that_were_chosen_read_as_set_by_hand(codecs, chosen, feedback):
-    hops = {
-        kind: asdict(HopConfig(codec=codec, error_feedback=feedback)) for kind, codec in zip(("inner", "outer"), codecs)
-    }
-    chosen = sorted(kind for kind in chosen if hops[kind]["codec"] == "auto")
-    saved = {"chosen": chosen, "settings": {**hops, "min_size": 0}, "plan": {}, "hops": [], "messages": 1}
-    found = with_chosen_codecs(saved)
-    for kind, hop in hops.items():
-        by_hand = hop if hop["codec"] != "auto" else hop | {"codec": "int8"} if kind in chosen else asdict(HopConfig())
-        assert found["settings"][kind] == by_hand
-    assert found == saved | {"chosen": [], "settings": found["settings"]} and found["settings"]["min_size"] == 0
-
-
-@pytest.mark.parametrize("name, other", [("block", 64), ("hadamard", 32), ("stochastic", True)])
-def test_settings_that_are_gone_count_only_where_they_were_set(name, other):
-    """A checkpoint of an earlier version, which wrote all of them, resumes with its errors where they had defaults."""
-    now = {"chosen": [], "settings": {"outer": asdict(HopConfig(codec="int8")), "min_size": 0}}
-    gone = {"block": None, "hadamard": 0, "stochastic": False}
-    before = {"chosen": [], "settings": {"outer": now["settings"]["outer"] | gone, "min_size": 0}}
-    assert with_chosen_codecs(before) == now
-    before["settings"]["outer"][name] = other
-    assert with_chosen_codecs(before)["settings"]["outer"] == now["settings"]["outer"] | {name: other}
-
-
-@pytest.mark.parametrize("damaged", [{}, {"settings": None}, {"settings": [1]}, {"settings": {"inner": "auto"}}])
-def test_an_identity_without_settings_is_that_of_no_run(damaged):
-    saved = {"chosen": ["inner"], **damaged}
-    assert with_chosen_codecs(saved).get("settings") == saved.get("settings")
 
 
 def test_another_plan_resumes_without_the_errors_and_says_so(measured):

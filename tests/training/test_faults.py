@@ -161,7 +161,7 @@ def losses(folder: Path, steps: int = STEPS) -> list[float]:
 
 
 def newest(folder: Path) -> int:
-    path, _ = find_newest(folder / "checkpoints", True)
+    path, _ = find_newest(folder / "checkpoints")
     return read_manifest(path)["step"] if path else 0
 
 

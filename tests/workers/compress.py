@@ -29,7 +29,6 @@ from workers.plans import LENGTH, Worlds, config_of, spec_of
 import trainer
 import trainer.training.run
 import trainer.training.trainer
-from trainer.checkpointing.manifest import list_checkpoints, read_manifest, write_manifest
 from trainer.config import Config, GenerateConfig
 from trainer.config.model import ModelSpec
 from trainer.data.batches import MicroBatch
@@ -279,20 +278,14 @@ RESUMED: dict[str, dict[str, Any]] = {
 
 
 def whole_runs(root: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Undisturbed, and stopped after three of six steps and resumed; resumed under another plan; resumed from what
-    a run with codec=auto had left."""
+    """Undisturbed, and stopped after three of six steps and resumed; resumed under another plan."""
     for name, changes in RESUMED.items():
         whole = run(root / f"{name}_whole", 6, **changes)
         stopped = run(root / name, 6, stop_after=2, **changes)
         if name == "hsdp_classic":
             if dist.get_rank() == 0:
                 shutil.copytree(root / name, root / "other_plan")
-                shutil.copytree(root / name, root / "auto")
-                as_chosen(root / "auto", "inner")
             dist.barrier()
-            resumed = run(root / "auto", 6, **changes)
-            bits = dist.get_rank() == 0 and same(root / f"{name}_whole", root / "auto")
-            yield "auto", {"resumed": resumed, "same": bits}
         resumed = run(root / name, 6, **changes)
         bits = dist.get_rank() == 0 and same(root / f"{name}_whole", root / name)
         yield name, {"whole": whole, "stopped": stopped, "resumed": resumed, "same": bits}
@@ -312,22 +305,6 @@ def whole_runs(root: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             }
         },
     )
-
-
-def as_chosen(folder: Path, hop: str) -> None:
-    """Rewrites a run's checkpoints as if codec=auto of earlier versions had chosen the codec of a hop."""
-    for path in list_checkpoints(folder / "checkpoints").values():
-        manifest = read_manifest(path)
-        assert manifest["compression"]["settings"][hop]["codec"] == "int8"
-        for one in ("inner", "outer"):
-            manifest["compression"]["settings"][one] |= {
-                "block": None,
-                "hadamard": 0,
-                "stochastic": False,
-            }  # which they wrote, too
-        manifest["compression"]["settings"][hop]["codec"] = "auto"
-        manifest["compression"]["chosen"] = [hop]
-        write_manifest(path, manifest)
 
 
 def same(one: Path, other: Path) -> bool:

@@ -45,6 +45,17 @@ T = TypeVar("T")
 WRITE_TIMEOUT = timedelta(hours=2)
 
 
+RankFiles = tuple[dict[str, Any], dict[str, StoredTensor]]
+"""What a rank has written: size and SHA-256 of each file, and where each tensor lies."""
+
+
+def describe_files(manifest: dict[str, Any], ranks: list[RankFiles]) -> dict[str, Any]:
+    """The manifest of a checkpoint with what all ranks have written."""
+    files = {name: entry for entries, _ in ranks for name, entry in entries.items()}
+    tensors = {name: tensor.to_json() for name, tensor in join_parts([stored for _, stored in ranks]).items()}
+    return {**manifest, "torch": torch.__version__, "files": files, "tensors": tensors}
+
+
 class Checkpointer:
     """Writes the checkpoints of one run into `folder` and removes those that `config` does not keep.
 
@@ -247,7 +258,7 @@ class Checkpointer:
         """Writes beside `path`, verifies, and renames the folder to `path`. Returns its size in bytes, on rank 0."""
         written = path.with_suffix(".tmp")
 
-        def write() -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+        def write() -> RankFiles:
             if not parts:
                 return {}, {}
             file = f"rank-{self._rank:05d}.bin"
@@ -259,14 +270,13 @@ class Checkpointer:
         def commit() -> int:
             if self._rank != 0:
                 return 0
-            files = {name: entry for entries, _ in ranks for name, entry in entries.items()}
-            tensors = {name: tensor.to_json() for name, tensor in join_parts([stored for _, stored in ranks]).items()}
-            write_manifest(written, {**manifest, "torch": torch.__version__, "files": files, "tensors": tensors})
+            content = describe_files(manifest, ranks)
+            write_manifest(written, content)
             verify_checkpoint(written, checksums=False)  # that rank 0 sees the files of all ranks
             # The rename is what makes a checkpoint exist. It must not reach the disk before the files do.
             sync_folder(written)
             publish_checkpoint(written, path)
-            return sum(file["bytes"] for file in files.values())
+            return sum(file["bytes"] for file in content["files"].values())
 
         # Each of these is a barrier: no rank writes before the folder exists, and rank 0 commits only what all have
         # written.

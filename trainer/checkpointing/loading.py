@@ -39,7 +39,7 @@ from trainer.optim.optimizer import PREFIX as EMA
 from trainer.planning.parameters import ADAPTER_NAMES, DOWN, declare_parameters, router_shapes
 from trainer.precision.products import round_rows
 from trainer.util.objects import hide_secrets, is_url
-from trainer.util.reading import shorten_foreign
+from trainer.util.reading import find_mismatch, shorten_foreign
 
 T = TypeVar("T")
 
@@ -316,16 +316,9 @@ def read_states(path: Path) -> dict[str, Any]:
     read_begin(path, manifest)
     manifest["generation"] = read_generation(path, manifest)
     compression = manifest.setdefault("compression", None)
-    known = compression is None or isinstance(compression, dict) and _texts(compression.get("chosen"))
+    known = compression is None or not find_mismatch(compression, {"chosen": [str]})
     _demand(path, "compression", known, compression, "null or a mapping with what was chosen")
     return manifest
-
-
-def read_launchers(path: Path, read: Callable[[Path], dict[str, Any]] = read_manifest) -> list[str]:
-    """The launchers of the run that saved a checkpoint. See `session.list_launchers`. read: gives its manifest."""
-    launchers = read(path).get("launchers", [])
-    _demand(path, "launchers", _texts(launchers), launchers, "a list of text")
-    return launchers
 
 
 def saved_spec(path: Path, manifest: dict[str, Any]) -> ModelSpec:
@@ -341,10 +334,6 @@ def saved_spec(path: Path, manifest: dict[str, Any]) -> ModelSpec:
     if problems:
         raise DamagedCheckpoint(f"{path / MANIFEST}: spec: {next(iter(problems.values()))}")
     return spec
-
-
-def _texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 def _demand(path: Path, name: str, fits: bool, value: Any, kind: str) -> None:
@@ -476,7 +465,7 @@ def find_whole(checkpoint: str) -> Path:
     if not folder.is_dir():
         raise ConfigError(f"checkpoint={checkpoint} is no folder; {remedy}")
     nested = folder / "checkpoints"
-    path, warnings = find_newest(nested if list_checkpoints(nested) else folder, True)
+    path, warnings = find_newest(nested if list_checkpoints(nested) else folder)
     for warning in warnings:
         print(warning, file=sys.stderr)
     if path is None:

@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.checkpointing.checkpointer import Checkpointer
-from trainer.checkpointing.chunks import StoredTensor, TensorPart, join_parts, write_parts
+from trainer.checkpointing.checkpointer import Checkpointer, RankFiles, describe_files
+from trainer.checkpointing.chunks import TensorPart, write_parts
 from trainer.checkpointing.loading import CheckpointContents, run_together
 from trainer.checkpointing.manifest import (
     MANIFEST,
@@ -253,7 +253,7 @@ class MemoryCheckpointer(Checkpointer):
     ) -> int:
         written = path.with_suffix(".tmp")
 
-        def write() -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+        def write() -> RankFiles:
             groups = split_evenly({name: part.local.nbytes for name, part in parts.items()}, WRITERS)
             paths = [written / f"rank-{self._rank:05d}-{number}.bin" for number in range(len(groups))]
             with ThreadPoolExecutor(WRITERS) as pool:
@@ -267,16 +267,13 @@ class MemoryCheckpointer(Checkpointer):
         def describe() -> tuple[dict[str, Any], list[FileTransfer]] | None:
             if self._rank != 0:
                 return None
-            files = {name: entry for entries, _ in ranks for name, entry in entries.items()}
-            tensors = {name: tensor.to_json() for name, tensor in join_parts([stored for _, stored in ranks]).items()}
-            content = {**manifest, "torch": torch.__version__, "files": files, "tensors": tensors}
             transfers = [
                 FileTransfer(rank, self._copies[rank], name, entry["bytes"])
                 for rank, (entries, _) in enumerate(ranks)
                 for name, entry in entries.items()
                 if rank in self._copies
             ]
-            return {"saved": time.time(), **content}, transfers
+            return {"saved": time.time(), **describe_files(manifest, ranks)}, transfers
 
         def prepare_copies() -> None:
             allocate_files(transfers, self._rank, written)

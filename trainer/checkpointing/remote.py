@@ -199,7 +199,7 @@ class StoreAtStart:
             self.fetched.add(need.target)
             self.notes.append(f"fetched {need.place[1]}/{need.target.name}")
 
-    def find_url(self, url: str, verify_files: bool) -> tuple[Path, list[str]]:
+    def find_url(self, url: str) -> tuple[Path, list[str]]:
         """The checkpoint that `checkpoint.resume` names by a URL: of one, or of the folder that holds them, of which
         the newest whole one is taken. With a warning for each damaged one before it.
 
@@ -221,7 +221,7 @@ class StoreAtStart:
                 if step not in found:
                     raise DamagedCheckpoint("there is no complete checkpoint")
                 if own:
-                    whole, wrong = find_whole([path], verify_files, self)
+                    whole, wrong = find_whole([path], self)
                     if whole is None:
                         raise DamagedCheckpoint(wrong[path])
                 elif target not in self.fetched:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.checkpointing.base import BASE, find_base_problems
-from trainer.checkpointing.loading import BEGIN, read_begin, read_launchers, read_states
+from trainer.checkpointing.loading import BEGIN, read_begin, read_states
 from trainer.checkpointing.manifest import WAY_OUT, DamagedCheckpoint, list_checkpoints, read_manifest
 from trainer.checkpointing.retention import (
     OtherPlace,
@@ -24,6 +24,7 @@ from trainer.config import CheckpointConfig, Config, ConfigError
 from trainer.config.model import LOSS_OF_EXPERTS, ModelSpec, runs_foreign_code
 from trainer.config.typed import flatten_values
 from trainer.planning.plan import BatchPlan
+from trainer.util.reading import find_mismatch
 
 if TYPE_CHECKING:
     from trainer.data.corpus import Corpus
@@ -53,23 +54,23 @@ def find_start(
             "set another run.dir"
         ) from None
     if setting.resume == "auto":
-        return find_resume(setting.resume, folder, True, proven, store)
+        return find_resume(setting.resume, folder, proven, store)
     checkpoints, read = list_everywhere(folder, store), store.read_manifest if store else read_manifest
     own = {step: path for step, path in checkpoints.items() if set(launchers) & known_launchers(path, read)}
-    newest, warnings = choose_whole(setting.resume, own, True, proven, store)
+    newest, warnings = choose_whole(setting.resume, own, proven, store)
     if newest is None and setting.resume != "none":
         good = [path for step, path in checkpoints.items() if proven is None or step <= proven]
         since = itertools.takewhile(lambda path: read_beginning(path, read) in (setting.resume, None), good)
-        newest, damages = find_whole(since, True, store)
+        newest, damages = find_whole(since, store)
         note = f"checkpoint.resume={setting.resume} took effect before: the run goes on from {newest}; to begin there "
         warnings = [*describe_damages(damages), note + "again, set another run.name"]
-    return (newest, warnings) if newest is not None else find_resume(setting.resume, folder, True, store=store)
+    return (newest, warnings) if newest is not None else find_resume(setting.resume, folder, store=store)
 
 
 ReadManifest = Callable[[Path], dict[str, Any]]
 
 
-def read_beginning(path: Path, read: ReadManifest = read_manifest) -> str | None:
+def read_beginning(path: Path, read: ReadManifest) -> str | None:
     """`checkpoint.resume` of the start that wrote a checkpoint; None if its manifest is damaged."""
     try:
         return str(read(path).get("began_from", ""))
@@ -77,12 +78,13 @@ def read_beginning(path: Path, read: ReadManifest = read_manifest) -> str | None
         return None
 
 
-def known_launchers(path: Path, read: ReadManifest = read_manifest) -> set[str]:
-    """The launchers of the run that saved a checkpoint; empty if its manifest is damaged."""
+def known_launchers(path: Path, read: ReadManifest) -> set[str]:
+    """The launchers of the run that saved a checkpoint (`session.list_launchers`); empty if its manifest is damaged."""
     try:
-        return set(read_launchers(path, read))
+        launchers = read(path).get("launchers", [])
     except DamagedCheckpoint:
         return set()
+    return set() if find_mismatch(launchers, [str]) else set(launchers)
 
 
 CORPUS = "corpus (as cut into sequences)"

@@ -124,7 +124,7 @@ class OtherPlace(Protocol):
     def merge(self, checkpoints: dict[int, Path]) -> dict[int, Path]: ...
     def read_manifest(self, path: Path) -> dict[str, Any]: ...
     def fetch(self, path: Path) -> None: ...
-    def find_url(self, url: str, verify_files: bool) -> tuple[Path, list[str]]: ...
+    def find_url(self, url: str) -> tuple[Path, list[str]]: ...
 
 
 def list_everywhere(folder: Path, store: OtherPlace | None) -> dict[int, Path]:
@@ -132,23 +132,21 @@ def list_everywhere(folder: Path, store: OtherPlace | None) -> dict[int, Path]:
     return store.merge(list_checkpoints(folder)) if store is not None else list_checkpoints(folder)
 
 
-def find_newest(folder: Path, verify_files: bool) -> tuple[Path | None, list[str]]:
+def find_newest(folder: Path) -> tuple[Path | None, list[str]]:
     """The checkpoint in `folder` with the most steps of those that are whole, and a warning for each damaged one that
     was passed over."""
-    path, damages = find_whole(list_checkpoints(folder).values(), verify_files)
+    path, damages = find_whole(list_checkpoints(folder).values())
     return path, describe_damages(damages)
 
 
-def find_whole(
-    paths: Iterable[Path], verify_files: bool, store: OtherPlace | None = None
-) -> tuple[Path | None, dict[Path, str]]:
+def find_whole(paths: Iterable[Path], store: OtherPlace | None = None) -> tuple[Path | None, dict[Path, str]]:
     """The first of some checkpoints that is whole, and what is wrong with those before it. Where one is missing
     or damaged and the store has it, `store.fetch` interrupts the search."""
     damages: dict[Path, str] = {}
     for path in paths:
         try:
             try:
-                verify_checkpoint(path, verify_files and not (store is not None and path in store.fetched))
+                verify_checkpoint(path, store is None or path not in store.fetched)
             except DamagedCheckpoint:
                 if store is not None:
                     store.fetch(path)
@@ -165,11 +163,7 @@ def describe_damages(damages: dict[Path, str]) -> list[str]:
 
 
 def choose_whole(
-    setting: str,
-    checkpoints: dict[int, Path],
-    verify_files: bool,
-    proven: int | None = None,
-    store: OtherPlace | None = None,
+    setting: str, checkpoints: dict[int, Path], proven: int | None = None, store: OtherPlace | None = None
 ) -> tuple[Path | None, list[str]]:
     """The first of `checkpoints` (by step, the newest first) that is whole, with a warning for each before it; None
     where there are none. Raises `ConfigError` where there are some and all are damaged: a run that began anew would
@@ -179,7 +173,7 @@ def choose_whole(
     other; None: there is no such limit."""
     good = [path for step, path in checkpoints.items() if proven is None or step <= proven]
     others = [path for path in checkpoints.values() if path not in good]
-    path, damages = find_whole([*good, *others], verify_files, store)
+    path, damages = find_whole([*good, *others], store)
     if path is None and damages:
         raise ConfigError(
             f"checkpoint.resume={setting}: no checkpoint in {next(iter(damages)).parent} is whole "
@@ -191,7 +185,7 @@ def choose_whole(
 
 
 def find_resume(
-    setting: str, folder: Path, verify_files: bool, proven: int | None = None, store: OtherPlace | None = None
+    setting: str, folder: Path, proven: int | None = None, store: OtherPlace | None = None
 ) -> tuple[Path | None, list[str]]:
     """What `checkpoint.resume` means for a run whose checkpoints lie in `folder`, with warnings to print.
 
@@ -202,20 +196,20 @@ def find_resume(
     if setting == "none":
         return None, []
     if setting == "auto":
-        return choose_whole(setting, list_everywhere(folder, store), verify_files, proven, store)
+        return choose_whole(setting, list_everywhere(folder, store), proven, store)
     if store is not None and is_url(setting):
-        return store.find_url(setting, verify_files)
+        return store.find_url(setting)
     path = Path(setting).expanduser()
     if (path / "checkpoints").is_dir():  # a run's folder stands for its newest whole checkpoint
-        newest, warnings = choose_whole(setting, list_checkpoints(path / "checkpoints"), verify_files)
+        newest, warnings = choose_whole(setting, list_checkpoints(path / "checkpoints"))
         if newest is not None:
             return newest, warnings
     try:
         if not path.is_dir():
             raise DamagedCheckpoint("there is no such folder")
-        verify_checkpoint(path, verify_files)
+        verify_checkpoint(path, checksums=True)
     except DamagedCheckpoint as damage:
-        choices = (find_newest(parent, verify_files)[0] for parent in dict.fromkeys((path.parent, folder)))
+        choices = (find_newest(parent)[0] for parent in dict.fromkeys((path.parent, folder)))
         newest = next(filter(None, choices), None)
         way_out = (
             f"the newest whole checkpoint is {newest}: set checkpoint.resume={newest}"

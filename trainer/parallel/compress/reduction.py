@@ -413,7 +413,7 @@ class Compression:
         return json.loads(
             json.dumps(
                 {
-                    "chosen": [],  # part of the format: the choices of codec=auto, which earlier versions had
+                    "chosen": [],  # part of the format
                     "settings": dataclasses.asdict(self.settings),
                     "plan": self.plan.to_dict(),
                     "hops": [[link.kind, link.size] for link in [*self.scatter_links, *self.reduce_links]],
@@ -425,7 +425,7 @@ class Compression:
     def resume(self, saved: dict[str, Any] | None) -> bool:
         """Whether settings and plan equal those of a checkpoint, so that `tensors` can be filled from it. saved: the
         checkpoint's `identity`, or None. All ranks call it together."""
-        return saved is not None and self.identity() == with_chosen_codecs(saved)
+        return self.identity() == saved
 
     @property
     def partial_sums(self) -> list[Tensor]:
@@ -455,27 +455,6 @@ class Compression:
 
     def _all_links(self) -> list[CompressedLink]:
         return [*self.scatter_links, *self.reduce_links, *filter(None, (self.whole_scatter, self.whole_reduce))]
-
-
-OLD_DEFAULTS = {"block": None, "hadamard": 0, "stochastic": False}
-"""Settings of a hop that earlier versions had, with the values that stand for what is done now."""
-
-
-def with_chosen_codecs(saved: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint's identity as this version writes it. Earlier versions had codec=auto, which measured on which hops
-    int8 pays, and saved these in `chosen`; and further settings of a hop."""
-    settings = saved.get("settings")
-    if not isinstance(settings, dict):
-        return saved
-    chosen, none = saved["chosen"], dataclasses.asdict(HopConfig())
-    hops = {}
-    for kind, hop in settings.items():
-        if isinstance(hop, dict):
-            hop = {name: value for name, value in hop.items() if (name, value) not in OLD_DEFAULTS.items()}
-            if hop.get("codec") == "auto":
-                hop = hop | {"codec": "int8"} if kind in chosen else none
-            hops[kind] = hop
-    return saved | {"chosen": [], "settings": settings | hops}
 
 
 def resolve_codec(hop: HopConfig) -> BlockCodec | None:
