@@ -301,7 +301,7 @@ class RunFolder(FolderFiles):
         lacking = found["status"] == "failed" and lacks_memory(found["reason"] or "")
         return found | {"said": "out of memory" if lacking else found["status"]}
 
-    @cached_property
+    @property
     def profile(self) -> StepProfile | None:
         """The typical step of the newest profiled ones, at the pace of the others; None without any."""
         profile = self.values.get(ACCOUNTS)
