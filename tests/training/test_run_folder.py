@@ -265,8 +265,8 @@ def test_a_damaged_record_of_starts_is_no_obstacle(tmp_path):
     for text in ('{"step": 0, "proc', "7\n[]", '{"step": 0, "processes": 1, "settings": 3}', ""):
         (tmp_path / "starts.jsonl").write_text(text)
         assert start_of(tmp_path, 4) == {"settings": {}}
-    (tmp_path / "config.yaml").write_text("lr: {peak: 1.0}\n")  # as versions without it left
-    assert start_of(tmp_path, 4) == {"settings": {"lr": {"peak": 1.0}}}
+    (tmp_path / "starts.jsonl").write_text('{"step": 0, "processes": 2, "settings": {"lr": {"peak": 1.0}}}\n')
+    assert start_of(tmp_path, 4)["settings"] == {"lr": {"peak": 1.0}}
     after = {"processes": 2, "settings": {"lr": {"peak": 2.0, "new": 0}, "data": {"sources": {"a": {"path": "x"}}}}}
     assert list_changes(start_of(tmp_path, 4), after) == {"lr.peak": [1.0, 2.0], "data.sources.a.path": [None, "x"]}
 

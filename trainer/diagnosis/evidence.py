@@ -21,9 +21,9 @@ from trainer.planning.resolve import Layout, check_config, resolve_layout
 from trainer.planning.schedules import ir
 from trainer.planning.schedules.lower import validate_schedule
 from trainer.planning.schedules.simulate import read_timeline
-from trainer.util.lines import read_lines
+from trainer.util.lines import read_json_lines
 from trainer.util.machine import error_reason, lacks_memory
-from trainer.util.reading import find_mismatch, on_one_line, parse_json, read_yaml, shorten_foreign
+from trainer.util.reading import on_one_line, read_yaml, shorten_foreign
 from trainer.util.tables import format_duration
 
 SETTINGS, STARTS = "config.yaml", "starts.jsonl"
@@ -166,10 +166,8 @@ def machine_of(folder: Path, accounts: Sequence[TimeBreakdown]) -> RunMachine:
     """Of the last start, as far as starts.jsonl tells; else of the ranks that have accounts."""
     start: dict[str, Any] = {}
     with contextlib.suppress(OSError, ConfigError):
-        for text in read_lines(folder / STARTS):
-            with contextlib.suppress(ValueError):
-                line = parse_json(text)
-                start = start if find_mismatch(line, START) else line
+        for line in read_json_lines(folder / STARTS, START):
+            start = line
     if start and 1 <= start["processes"] <= MOST_PROCESSES and start["devices"]:
         hosts = {name: count for name, count in start["hosts"].items() if 1 <= count <= start["processes"]}
         node = max(hosts.values(), default=start["processes"])

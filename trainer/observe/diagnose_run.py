@@ -18,8 +18,8 @@ from trainer.diagnosis.evidence import RunEvidence, ThrottledRank, collect_evide
 from trainer.diagnosis.verdict import Diagnosis, diagnose_evidence
 from trainer.observe import metrics
 from trainer.observe.hardware import REASONS, throttle_reasons
-from trainer.util.lines import LOG, METRICS_FILE, STARTS, STATUS
-from trainer.util.reading import Malformed, make_printable, read_json
+from trainer.util.lines import LOG, METRICS_FILE, STARTS, STATUS, read_status
+from trainer.util.reading import Malformed, make_printable
 
 NOW = 20
 """Logged steps, the newest, that tell why clocks are held down now."""
@@ -34,10 +34,8 @@ WRITTEN = (METRICS_FILE, LOG, STATUS, STARTS, time_breakdown.ACCOUNTS, "checkpoi
 def diagnose_run(folder: Path, hardware: str = "", config_dir: str | None = None) -> Diagnosis:
     """The diagnosis of a run's folder; hardware and config_dir as for `collect_evidence`. Raises `ConfigError` where it
     has neither metrics nor accounts, or damaged ones."""
-    accounts, status = time_breakdown.read_breakdowns(folder), {}
+    accounts, status = time_breakdown.read_breakdowns(folder), read_status(folder, step=int, steps=int)
     stalled: list[str] = []
-    with contextlib.suppress(OSError, Malformed):
-        status = read_json(folder / STATUS, {"status": str, "step": int, "steps": int}, "")
     if (folder / "flight").is_dir():
         stalled = last_stall(folder, machine_of(folder, accounts).processes)
     started = accounts or stalled or status

@@ -29,8 +29,8 @@ from trainer.config import ConfigError, LoggingConfig, RunConfig, WandbConfig
 from trainer.config.registry import SINKS
 from trainer.observe import metrics
 from trainer.util.exit_codes import DONE, STOPPED, requires_extra
-from trainer.util.lines import LOG, METRICS_FILE, REPLACED, SAMPLES, STATUS, LineFile, read_lines
-from trainer.util.reading import Malformed, explain_errors, read_bytes, read_json, write_atomic
+from trainer.util.lines import LOG, METRICS_FILE, REPLACED, SAMPLES, STATUS, LineFile, read_lines, read_status
+from trainer.util.reading import explain_errors, read_bytes, write_atomic
 from trainer.util.tables import format_bytes, format_count, format_duration, format_percent
 
 # samples.jsonl: what the model wrote while it was trained.
@@ -397,16 +397,8 @@ class StatusFile:
 
     def close(self, status: str, reason: str | None = None) -> None:
         """A failure that another rank's watchdog has told of stays: what fails here is what it ended."""
-        if status != "failed" or not self.told():
+        if status != "failed" or read_status(self.folder, reason=str).get("status") != "failed":
             write_status(self.folder, status, self.step, self.total, reason, self.non_finite)
-
-    def told(self) -> bool:
-        """Whether status.json says already why the run failed."""
-        try:
-            known = read_json(self.folder / STATUS, {"status": str, "reason": str}, "")
-        except (OSError, Malformed):
-            return False
-        return known["status"] == "failed"
 
 
 def write_status(

@@ -34,7 +34,7 @@ from trainer.distributed.symmetric_memory import pending_waits
 from trainer.observe import flight
 from trainer.observe.sinks import write_status
 from trainer.util.exit_codes import STALLED
-from trainer.util.lines import STATUS
+from trainer.util.lines import read_status
 from trainer.util.reading import Malformed, Shape, find_mismatch, parse_json, read_json, write_atomic
 
 # Notices within a second that the process of another rank has ended, whatever this rank waits for. A rank that waits
@@ -393,8 +393,8 @@ class Watchdog:
             return
         reason = f"the process of rank {lost} ended during {self.phase}, step {self.step}"
         print(f"rank {self.rank} leaves: {reason}", file=sys.stderr, flush=True)
-        with contextlib.suppress(OSError, Malformed):
-            if read_json(self.folder / STATUS, {"status": str}, "")["status"] == "running":
+        with contextlib.suppress(OSError):
+            if read_status(self.folder).get("status") == "running":
                 write_status(self.folder, "failed", self.done, self.total, reason)
         os._exit(STALLED)
 

@@ -34,6 +34,7 @@ from trainer.util.lines import (
     STARTS,
     STATUS,
     count_lines,
+    read_json_lines,
     read_lines,
 )
 from trainer.util.machine import lacks_memory
@@ -42,7 +43,6 @@ from trainer.util.reading import (
     Shape,
     find_mismatch,
     make_printable,
-    parse_json,
     read_bytes,
     read_json,
     shorten_foreign,
@@ -211,19 +211,6 @@ class FolderFiles:
                 self.problems.append(f"{name}: {shorten_foreign(error)}")
 
 
-def json_lines(path: Path, shape: Shape, most: int) -> list[dict[str, Any]]:
-    """The last `most` lines of a file that are JSON of a shape; others are passed over."""
-    found = deque[dict[str, Any]](maxlen=most)
-    for text in read_lines(path, rest=True):
-        try:
-            line = parse_json(text)
-        except ValueError:
-            continue
-        if not find_mismatch(line, shape):
-            found.append(line)
-    return [*found]
-
-
 # The folder of a run: what its files hold.
 
 
@@ -347,7 +334,8 @@ class RunFolder(FolderFiles):
 
 def read_starts(path: Path) -> list[dict[str, Any]]:
     """The lines of a starts.jsonl that can be shown."""
-    return [line | {"table": table_of(line.get("table"))} for line in json_lines(path, START, STARTS_SHOWN)]
+    starts = deque(read_json_lines(path, START), STARTS_SHOWN)
+    return [line | {"table": table_of(line.get("table"))} for line in starts]
 
 
 def table_of(value: Any) -> dict[str, list[list[str]]]:

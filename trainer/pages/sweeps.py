@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from trainer.diagnosis.verdict import as_json
-from trainer.pages.folder import FolderFiles, json_lines
+from trainer.pages.folder import FolderFiles
 from trainer.pages.sections import GIB, NONE
-from trainer.util.lines import BEST, RESULTS, SEARCH, TRIALS
+from trainer.util.lines import BEST, RESULTS, SEARCH, TRIALS, read_json_lines
 from trainer.util.reading import MAYBE_NUMBER, NUMBER, Shape, make_printable, read_bytes, read_json
 from trainer.util.tables import format_bytes, format_count, format_duration, format_number, format_percent
 
@@ -52,7 +53,7 @@ class SweepFolder(FolderFiles):
         super().__init__(
             folder,
             {
-                **dict.fromkeys((RESULTS, TRIALS), lambda path: as_json(json_lines(path, LINE, MOST))),
+                **dict.fromkeys((RESULTS, TRIALS), lambda path: as_json([*deque(read_json_lines(path, LINE), MOST)])),
                 SEARCH: lambda path: read_json(path, SEARCH_SHAPE, "the same search writes it anew"),
                 BEST: lambda path: read_bytes(path).decode(errors="replace"),
             },

@@ -39,22 +39,12 @@ from trainer.util.lines import (
     REPORT,
     SETTINGS,
     STARTS,
-    STATUS,
     TRACES,
     LineFile,
-    read_lines,
+    read_json_lines,
+    read_status,
 )
-from trainer.util.reading import (
-    FolderError,
-    Malformed,
-    explain_errors,
-    find_mismatch,
-    parse_json,
-    read_json,
-    read_yaml,
-    temporary_name,
-    write_atomic,
-)
+from trainer.util.reading import FolderError, Malformed, explain_errors, temporary_name, write_atomic
 from trainer.util.tables import Rows
 
 START = {"step": int, "processes": int, "settings": dict}
@@ -245,18 +235,11 @@ def describe_place(world: World) -> tuple[str, str]:
 
 def start_of(run: Path, step: int) -> dict[str, Any]:
     """`processes` and `settings` of the start that wrote the checkpoint of `step`, as far as the folder `run` tells."""
-    found = None
+    found: dict[str, Any] = {"settings": {}}
     with contextlib.suppress(OSError, Malformed):
-        for text in read_lines(run / STARTS):
-            with contextlib.suppress(ValueError):
-                start = parse_json(text)
-                found = found if find_mismatch(start, START) or start["step"] >= step else start
-    if found:
-        return found
-    with contextlib.suppress(OSError, Malformed):  # of a version without starts.jsonl
-        start = {"settings": read_yaml(run / SETTINGS)}
-        return start if isinstance(start["settings"], dict) else {"settings": {}}
-    return {"settings": {}}
+        for start in read_json_lines(run / STARTS, START):
+            found = start if start["step"] < step else found
+    return found
 
 
 def list_changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, list[Any]]:
@@ -317,10 +300,7 @@ def write_report(folder: Path) -> None:
 def settle_status(folder: Path, step: int, steps: int) -> None:
     """Makes status.json say `done` for a run whose checkpoint of `step` has all `steps`, and that was killed before it
     could say so. What was said of a run of another length stays."""
-    try:
-        known = read_json(folder / STATUS, {"status": str, "steps": int}, "")
-    except (OSError, Malformed):
-        known = {"status": None, "steps": steps}
+    known = read_status(folder, steps=int) or {"status": None, "steps": steps}
     if known["status"] != "done" and known["steps"] == steps:
         write_status(folder, "done", step, steps)
 

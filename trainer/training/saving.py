@@ -30,9 +30,8 @@ from trainer.planning.resolve import Layout
 from trainer.precision.products import DTYPES
 from trainer.training.session import list_launchers
 from trainer.training.state import TrainState
-from trainer.util.lines import STARTS, STATUS
+from trainer.util.lines import STARTS, read_status
 from trainer.util.objects import is_url
-from trainer.util.reading import Malformed, read_json
 
 if TYPE_CHECKING:
     from trainer.data.corpus import Corpus, CorpusSide
@@ -242,12 +241,9 @@ def read_identity(run: Path) -> str | None:
 def read_proven(run: Path) -> int | None:
     """The last step whose checkpoint is known to be good, after the run in the folder `run` ended with steps that were
     not finite: it was followed by a finite step. None if the run did not end in this way."""
-    try:
-        known = read_json(run / STATUS, {"status": str, "non_finite": (int, type(None))}, "")
-    except (OSError, Malformed):
-        return None
+    known = read_status(run, non_finite=(int, type(None)))
     first = known.get("non_finite")
-    return first - 2 if known["status"] == "failed" and first is not None else None
+    return first - 2 if first is not None and known["status"] == "failed" else None
 
 
 def find_non_finite(tensors: dict[str, Tensor | Fragment], world: World) -> list[str]:

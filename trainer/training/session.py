@@ -34,9 +34,9 @@ from trainer.planning.resolve import Layout
 from trainer.planning.schedules import ir
 from trainer.training import history
 from trainer.util.exit_codes import process_rank
-from trainer.util.lines import STATUS, refuse_links
+from trainer.util.lines import read_status, refuse_links
 from trainer.util.machine import LAUNCHER_ENDED, SignalHandlers, find_launcher, host_memory
-from trainer.util.reading import explain_errors, lock_folder, read_json
+from trainer.util.reading import explain_errors, lock_folder
 
 
 @contextlib.contextmanager
@@ -214,7 +214,7 @@ class StopRequest:
             reason = (
                 f"{name} to rank {process_rank()}, which left at once; the newest checkpoint is the last that was saved"
             )
-            if read_json(folder / STATUS, {"status": str}, "")["status"] == "running":
+            if read_status(folder).get("status") == "running":
                 write_status(folder, "failed", done(), steps, reason)
             os.write(2, f"\n{reason}\n".encode())
 

@@ -11,9 +11,10 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from trainer.config import ConfigError
-from trainer.util.reading import LIMIT, Malformed, make_printable
+from trainer.util.reading import LIMIT, Malformed, Shape, find_mismatch, make_printable, parse_json, read_json
 
 CHUNK = 1 << 20
 
@@ -39,6 +40,14 @@ def read_lines(path: str | os.PathLike, start: int = 0, rest: bool = False) -> I
 def count_lines(path: str | os.PathLike) -> int:
     """The number of lines of a regular file. Raises the errors of `read_lines`."""
     return sum(1 for _ in read_lines(path))
+
+
+def read_json_lines(path: str | os.PathLike, shape: Shape) -> Iterator[Any]:
+    """The lines of a file that are JSON of a shape; others are passed over. Raises the errors of `read_lines`."""
+    for text in read_lines(path, rest=True):
+        with contextlib.suppress(ValueError):
+            if not find_mismatch(line := parse_json(text), shape):
+                yield line
 
 
 def open_to_append(path: str | os.PathLike) -> int:
@@ -200,6 +209,13 @@ WRITTEN = (*TRACES, EARLIER, "flight", "slurm", "torchrun", "preflight", "log.tx
 """All that is written into a run's folder before and while it trains: by the run, its launcher, and its sweep."""
 MANY = (CHECKPOINTS, EARLIER, "wandb")
 """Folders whose own folders are made anew, under names of their own, and never written to again."""
+
+
+def read_status(folder: Path, **keys: Shape) -> dict[str, Any]:
+    """What status.json of a run says; empty where there is none, or one without these keys."""
+    with contextlib.suppress(OSError, Malformed):
+        return read_json(folder / STATUS, {"status": str, **keys}, "")
+    return {}
 
 
 def refuse_links(folder: Path) -> None:
