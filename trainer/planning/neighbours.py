@@ -148,20 +148,11 @@ def change_settings(config: Config, changes: Mapping[str, Any]) -> Config:
 # Plans beside the recipe's own: how they are written, and the configuration of each.
 
 
-FREE = (
-    "parallel.",
-    "precision.compute",
-    "precision.reduce",
-    "precision.matmul",
-    "precision.loss_scale",
-    "precision.float8.",
-    "precision.types.matrix.float8",
-    "activation.",
-    "batch.micro_size",
-    "batch.accumulation",
-    "loss.chunk",
-    "loss.tile",
-    "compile",
+FREE = tuple(
+    """
+    parallel. precision.compute precision.reduce precision.matmul precision.loss_scale precision.float8.
+    precision.types.matrix.float8 activation. batch.micro_size batch.accumulation loss.chunk loss.tile compile
+    """.split()
 )
 """Settings that do not change the mathematics of training, which plans may therefore choose."""
 

@@ -200,9 +200,7 @@ def sent_parameters(
 
 
 @by_value
-def local_moments(
-    spec: ModelSpec, tp: int, updates: UpdateSettings, experts: bool = False, ep: int = 1
-) -> LocalParameters:
+def local_moments(spec: ModelSpec, tp: int, updates: UpdateSettings, experts: bool, ep: int) -> LocalParameters:
     """Bytes of what the optimizers of a model keep on each of `tp` tensor-parallel ranks: for the experts that `ep`
     ranks share, or for all other parameters."""
 
@@ -302,7 +300,7 @@ def constant_bytes(
     compute_bytes: int,
     split: Sequence[range],
     placement: Sequence[int],
-    updates: UpdateSettings | None = None,
+    updates: UpdateSettings | None,
 ) -> list[float]:
     """Bytes on the device of each pipeline rank that no schedule changes."""
     ranks = rank_states(spec, plan, compute_bytes, split, placement, updates=updates)
