@@ -75,7 +75,7 @@ class TensorGroup:
         return self.scatter_sum(matmul_sum(operands, weights, role, multiply))
 
     def columns_gradients(
-        self, gradients: Sequence[Tensor], weights: Sequence[Tensor], x: Tensor, multiply: Multiply
+        self, gradients: Sequence[Tensor], weights: Sequence[Tensor], x: Tensor, multiply: Multiply = matmul
     ) -> list[Tensor]:
         """The gradients of the input x [tokens / t, inputs] and of each weight [outputs / t, inputs] of column-parallel
         products. gradients: of the products, [tokens, outputs / t] each.
@@ -91,7 +91,7 @@ class TensorGroup:
         to_weights = weight_gradients(gradients, whole, multiply)
         return [self.wait(to_x), *to_weights]
 
-    def rows_gradients(self, gradient: Tensor, weight: Tensor, x: Tensor, multiply: Multiply) -> list[Tensor]:
+    def rows_gradients(self, gradient: Tensor, weight: Tensor, x: Tensor, multiply: Multiply = matmul) -> list[Tensor]:
         """The gradients of the input x [tokens, inputs / t] and of the weight [outputs, inputs / t] of a row-parallel
         product. gradient: of this rank's part of the product, [tokens / t, outputs]."""
         # Both products need the gathered gradient, and it arrives once.

@@ -240,7 +240,7 @@ class CopyEngineGroup(TensorGroup):
         return [copied_matmul_scatter(list(operands), list(weights), role.name, multiply.key, self.key)]
 
     def columns_gradients(
-        self, gradients: Sequence[Tensor], weights: Sequence[Tensor], x: Tensor, multiply: Multiply
+        self, gradients: Sequence[Tensor], weights: Sequence[Tensor], x: Tensor, multiply: Multiply = matmul
     ) -> list[Tensor]:
         x = x.contiguous()
         sent = PendingGather("gather", [x], self)
@@ -257,7 +257,7 @@ class CopyEngineGroup(TensorGroup):
         copy_stream(x.device).end()
         return [to_x, *to_weights]
 
-    def rows_gradients(self, gradient: Tensor, weight: Tensor, x: Tensor, multiply: Multiply) -> list[Tensor]:
+    def rows_gradients(self, gradient: Tensor, weight: Tensor, x: Tensor, multiply: Multiply = matmul) -> list[Tensor]:
         gradient, role = gradient.contiguous(), GEMMRole.INPUT_GRADIENT
         largest = largest_of_all(multiply.largest(gradient, role), self)
         sent, right = PendingGather("gather", [gradient], self), multiply.right(weight, role)

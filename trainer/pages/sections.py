@@ -187,7 +187,7 @@ def differing_settings(runs: Sequence[RunFolder]) -> tuple[Rows, Rows]:
     return differ, lacking
 
 
-def merge_tables(tables: Sequence[Sequence[Sequence[str]]], alike: bool) -> Rows:
+def merge_tables(tables: Sequence[Sequence[Sequence[str]]], alike: bool = True) -> Rows:
     """Tables of labels and values as one, with a value of each run. alike: with the rows in which all agree."""
     given = [{label: value for label, value in table} for table in tables]
     labels = dict.fromkeys(label for one in given for label in one)

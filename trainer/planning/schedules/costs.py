@@ -150,7 +150,9 @@ class LayerCosts:
 
         Small micro-batches use a device less well than that: measure where the factor is far from one.
         """
-        sized = {name: tuple(factor * x for x in getattr(self, name)) for name in ("f", "i", "w", "b", "activation")}
+        sized: dict[str, Any] = {
+            name: tuple(factor * x for x in getattr(self, name)) for name in ("f", "i", "w", "b", "activation")
+        }
         return replace(self, **sized, transfer=factor * self.transfer, latency=factor * self.latency)
 
 
