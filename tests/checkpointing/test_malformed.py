@@ -18,8 +18,6 @@ from support.malformed import Case
 from torch import Tensor
 
 from trainer.checkpointing.loading import load_tensors, open_saved, read_states
-from trainer.checkpointing.manifest import read_manifest
-from trainer.checkpointing.resume import known_launchers
 from trainer.checkpointing.retention import find_newest, find_resume
 from trainer.config import ConfigError
 
@@ -40,7 +38,6 @@ def little_memory():
 def use(path: Path) -> dict[str, Tensor]:
     """All that opens a checkpoint: a resume, sampling and export. Returns the tensors of a resume."""
     found, _ = find_resume(str(path), path.parent)
-    known_launchers(found, read_manifest)
     read_states(found)
     saved = open_saved(str(path))
     assert saved.tensor("norm.weight").shape == TENSORS["model.norm.weight"].shape

@@ -438,6 +438,7 @@ def test_the_bubble_of_a_run_with_accounts_is_that_of_its_accounts(rich):
     with patch.object(type(run), "profile", None):
         numbers = {one.name: (one.text, one.note) for one in run_numbers(run)}
     assert numbers["bubble"] == ("10.0%", "of the step"), "as the finding says"
+    (run,) = open_folders([rich]).runs
     with patch.object(type(run), "profile", None), patch.object(type(run), "diagnosis", None):
         numbers = {one.name: (one.text, one.note) for one in run_numbers(run)}
     assert numbers["bubble"] == (format_percent(logged), "of the step")

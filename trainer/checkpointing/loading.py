@@ -318,6 +318,8 @@ def read_states(path: Path) -> dict[str, Any]:
     compression = manifest.setdefault("compression", None)
     known = compression is None or not find_mismatch(compression, {"chosen": [str]})
     _demand(path, "compression", known, compression, "null or a mapping with what was chosen")
+    launchers = manifest.get("launchers", [])
+    _demand(path, "launchers", not find_mismatch(launchers, [str]), launchers, "a list of text")
     return manifest
 
 

@@ -405,15 +405,15 @@ def kernels_of(run: RunFolder, place: int) -> dict[str, Any] | None:
                 "calls": kernel.calls,
                 "seconds": kernel.seconds,
                 "share": kernel.seconds / one.seconds if one.seconds else None,
-                "rate": divide(kernel.flops, kernel.seconds),
-                "traffic": divide(kernel.bytes, kernel.seconds),
+                "rate": find_ratio(kernel.flops, kernel.seconds),
+                "traffic": find_ratio(kernel.bytes, kernel.seconds),
             }
             for kernel in one.kernels[:KERNELS]
         ],
     }
 
 
-def divide(amount: float | None, by: float | None) -> float | None:
+def find_ratio(amount: float | None, by: float | None) -> float | None:
     """A rate; None where it is not known or is no number above zero."""
     found = amount / by if amount and by else 0.0
     return found if 0 < found < math.inf else None
@@ -432,7 +432,7 @@ def roofline_data(one: TimeBreakdown, diagnosis: dict[str, Any]) -> dict[str, An
             "rate": rate,
         }
         for kernel in one.kernels
-        if (rate := divide(kernel.flops, kernel.seconds)) and (intensity := divide(kernel.flops, kernel.bytes))
+        if (rate := find_ratio(kernel.flops, kernel.seconds)) and (intensity := find_ratio(kernel.flops, kernel.bytes))
     ]
     given = diagnosis.get("roofline", {}).get("ceilings") or {}
     roofs = {name: given.get(name) for name in "peak bandwidth products memory".split()}
