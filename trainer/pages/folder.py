@@ -204,6 +204,7 @@ class FolderFiles:
         self.problems: list[str] = []
         for name, read in sources.items():
             try:
+                (folder / name).stat()  # of a file that is not there, some readers say that it is damaged
                 self.values[name] = read(folder / name)
             except FileNotFoundError:
                 continue
