@@ -223,7 +223,7 @@ def save_by_rules(rules: Rules, routing: Contexts | None) -> Callable:
 
 
 # torch 2.14 asks whether hooks for saved tensors also see what a policy saves. Earlier versions never show it to them.
-HOOKS = {"respect_saved_tensors_hooks": False} if torch.__version__ >= (2, 14) else {}
+HOOKS = {"respect_saved_tensors_hooks": False} if torch.__version__ >= "2.14" else {}
 
 
 def recompute_all(function: Callable, *arguments: Any, compiled: Callable | None = None, **keywords: Any) -> Any:
