@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs the project, then runs the whole test suite. Arguments go to pytest: launch/test.sh -k checkpoint
-# With the oldest torch that is allowed, which what is installed by default hides: VENV=.venv-oldest TORCH=2.11.0 launch/test.sh
+# With another torch than the one that setup.sh installs, such as the oldest: VENV=.venv-oldest TORCH=2.11.0 launch/test.sh
 set -euo pipefail
 bash "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

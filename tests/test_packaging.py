@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -99,3 +100,36 @@ def test_container():
         "root runs nothing else"
     )
     assert said["USER"] == ["trainer"] and said["ENTRYPOINT"] == ['["trainer"]'] and "trainer" in PROJECT["scripts"]
+
+
+@pytest.mark.parametrize(
+    "gpu, version, wanted", [(False, "", "torch<2.14"), (True, "", "torch"), (False, "2.14.1", "torch==2.14.1")]
+)
+def test_setup_installs_the_torch_of_the_machine(gpu, version, wanted, tmp_path):
+    """pip is a script that notes its arguments. A second call installs nothing; a call for another torch does."""
+    for name in ("pyproject.toml", "launch/setup.sh"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    python, notes, tools = tmp_path / ".venv/bin/python", tmp_path / "notes", tmp_path / "tools"
+    write_script(python, f'[ "$1" = --version ] && echo Python || printf "%s\\n" "$@" >> {notes}')
+    tools.mkdir()
+    for name in ("bash", "cat", "cksum", "dirname"):
+        (tools / name).symlink_to(shutil.which(name))
+    if gpu:
+        write_script(tools / "nvidia-smi", "exit 1")
+
+    def set_up(version: str) -> list[str]:
+        notes.write_text("")
+        environment = {"PATH": str(tools), "PYTHON": sys.executable, "TORCH": version}
+        subprocess.run(["bash", tmp_path / "launch/setup.sh"], env=environment, check=True)
+        return notes.read_text().split()
+
+    assert set_up(version)[-3:] == ["-e", ".[all]", wanted]
+    assert not set_up(version)
+    assert set_up("2.11.0")[-1] == "torch==2.11.0"
+
+
+def write_script(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/usr/bin/env bash\n{text}\n")
+    path.chmod(0o755)

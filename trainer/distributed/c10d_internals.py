@@ -24,8 +24,9 @@ def default_store() -> dist.Store:
 
 
 def set_timeout(group: dist.ProcessGroup, limit: timedelta) -> None:
-    """Sets how long a collective of a group that exists may take; torch has a public way for new groups only."""
-    c10d._set_pg_timeout(limit, group)
+    """Sets how long a collective of a group that exists may take. Until torch 2.14, the public way is for new groups
+    only."""
+    (getattr(dist, "set_timeout", None) or c10d._set_pg_timeout)(limit, group)
 
 
 @functools.cache

@@ -81,7 +81,7 @@ def check_compiled_recompute(config: Config) -> None:
     mesh for a tensor.
     """
     ranks = "tp" if config.parallel.tp > 1 else "ep"
-    if torch.__version__ >= (2, 13):
+    if torch.__version__ >= "2.13":
         raise ConfigError(
             f"compile=true: torch {torch.__version__} cannot recompute attention in a compiled layer "
             f"(activation.mode={config.activation.mode}) under parallel.{ranks}={getattr(config.parallel, ranks)} on "

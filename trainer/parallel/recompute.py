@@ -222,6 +222,10 @@ def save_by_rules(rules: Rules, routing: Contexts | None) -> Callable:
     return partial(found, compiled=partial(selective_contexts, {**rules, torch.ops.aten.topk.default: ROUTING_RULE}))
 
 
+# torch 2.14 asks whether hooks for saved tensors also see what a policy saves. Earlier versions never show it to them.
+HOOKS = {"respect_saved_tensors_hooks": False} if torch.__version__ >= "2.14" else {}
+
+
 def recompute_all(function: Callable, *arguments: Any, compiled: Callable | None = None, **keywords: Any) -> Any:
     """The result of `function`, which backward runs again. compiled: the contexts of compiled code, where they are
     others. keywords: of `torch.utils.checkpoint.checkpoint`.
@@ -232,7 +236,7 @@ def recompute_all(function: Callable, *arguments: Any, compiled: Callable | None
     """
     if torch.compiler.is_compiling():
         keywords["context_fn"] = compiled or keywords.get("context_fn", NOTHING_SAVED)
-    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False, **keywords)
+    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False, **keywords, **HOOKS)
 
 
 def check_recompute(model: Stage, config: ActivationConfig) -> None:
