@@ -504,11 +504,12 @@ def registered_ops(
     def inner(_: str, layer: LayerSpec, gemms: Mapping[str, Op], tp: int, keys: float) -> Iterator[Op]:
         sizes = {name: op.result for name, op in gemms.items()}
         held = saved(layer, {**sizes, "attention": stream}) if saved else 2 * sum(sizes.values())
-        moved = {"saved": held, "traffic": UNFUSED * held, "back_traffic": 2 * UNFUSED * held}
+        moved = UNFUSED * held
         if block == "attention":
-            yield Op(block, "attention", flops=attention_flops(layer.attention, keys, tp), result=stream, **moved)
+            flops = attention_flops(layer.attention, keys, tp)
+            yield Op(block, "attention", (), flops, stream, held, traffic=moved, back_traffic=2 * moved)
         else:
-            yield Op(f"{block}.activation", "elementwise", **moved)
+            yield Op(f"{block}.activation", "elementwise", saved=held, traffic=moved, back_traffic=2 * moved)
 
     return inner
 
