@@ -41,7 +41,7 @@ def test_the_file_is_hardware_and_says_what_was_measured(measured):
         "feed_forward.down 128 x 352 ",
         "head 512 x 128 ",
         "forward pass of 2 layers ",
-        "Not measured but taken from the figures of CPU: eager, network, achieved.float8",
+        "Not measured but taken from the figures of CPU: network, achieved.float8",
         *(f"{name} 0." for name in KERNELS),
         "A call by copies beside its bytes: ",
         *(f"node, shard: {kind} over 2 ranks, " for kind in COLLECTIVES),

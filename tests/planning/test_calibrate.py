@@ -36,7 +36,7 @@ def recipe(**changes):
     return settings(spec, batch__sequence_length=1024, batch__micro_size=4, compile=True, **changes)
 
 
-def measure(hardware, config, slower=1.0, links=("node", "network"), device=None, float8=True, eager=True):
+def measure(hardware, config, slower=1.0, links=("node", "network"), device=None, float8=True):
     """What would be measured on such a machine. slower: factor on passes."""
     pace = DeviceRates.of(hardware, config.precision)
     [layer, *_] = model_programs(config.model, 1024, 1, 2)
@@ -47,8 +47,8 @@ def measure(hardware, config, slower=1.0, links=("node", "network"), device=None
         seconds = math.hypot(2 * tokens * rows * columns / pace.products, moved / pace.memory) + pace.kernel
         return MeasuredGEMM(name, tokens, rows, columns, seconds, count)
 
-    def through(depth, **changes):
-        times = pass_seconds(*truncate_model(replace(config, **changes), depth, 1024, 4), hardware)
+    def through(depth):
+        times = pass_seconds(*truncate_model(config, depth, 1024, 4), hardware)
         return MeasuredPass(depth, 1024, 4, *(slower * one for one in times))
 
     sent = []
@@ -70,7 +70,6 @@ def measure(hardware, config, slower=1.0, links=("node", "network"), device=None
         sweep=[product("1024", 1024, 1024, 1024)],
         attention={name: MeasuredWork(1e12, 1e12 / rate + 2 * pace.kernel) for name, rate in pace.attention.items()},
         passes=[through(depth) for depth in (1, 2)],
-        eager=[through(depth, compile=False) for depth in (1, 2)] if eager else [],
         stream=MeasuredWork(1e9, 1e9 / (bandwidth * hardware.achieved.memory)),
         update=MeasuredWork(1e9, 1e9 / (bandwidth * hardware.achieved.optimizer)),
         copy=MeasuredWork(1e9, 1e9 / (bandwidth * hardware.achieved.copy)),
@@ -86,7 +85,7 @@ def measure(hardware, config, slower=1.0, links=("node", "network"), device=None
 
 
 def test_a_machine_is_found_again_in_what_it_would_show():
-    own = ["eager=2.7", "signal=17", "achieved.last_queries=0.8", "achieved.block_mask=1.2"]
+    own = ["signal=17", "achieved.last_queries=0.8", "achieved.block_mask=1.2"]
     hardware, config = load_hardware("h200", own), recipe()
     other = load_hardware(
         "h200", ["achieved.product=0.5", "achieved.memory=0.4", "achieved.float8=0.5", "kernel=9", "node.latency=50"]
@@ -95,15 +94,12 @@ def test_a_machine_is_found_again_in_what_it_would_show():
     kernels = ("attention", "last_queries", "block_mask")
     for name in ("product", *kernels, "memory", "optimizer", "copy", "hidden", "float8"):
         assert getattr(found.hardware.achieved, name) == pytest.approx(getattr(hardware.achieved, name), rel=0.02), name
-    assert found.hardware.eager == pytest.approx(2.7, rel=0.02)
     for place in ("node", "network"):
         one, expected = getattr(found.hardware, place), getattr(hardware, place)
         assert (one.bandwidth, one.latency) == pytest.approx((expected.bandwidth, expected.latency), rel=1e-6)
         assert one.achieved == pytest.approx(expected.achieved, rel=1e-6)
     assert (found.hardware.kernel, found.hardware.launch, found.hardware.signal) == pytest.approx((4, 6, 17))
     assert found.kept == ("bandwidth",)
-    unmeasured = calibrate_hardware(measure(hardware, config, eager=False), config, other)
-    assert unmeasured.kept == ("eager", "bandwidth") and unmeasured.hardware.eager == other.eager == 3.5
     assert found.hardware.band == LEAST_BAND and max(abs(said / took - 1) for _, took, said in found.errors) < 0.02
 
 

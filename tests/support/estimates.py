@@ -20,7 +20,7 @@ from trainer.config.model import AttentionSpec, FeedForwardSpec, ModelSpec, Norm
 from trainer.diagnosis.evidence import RunEvidence, RunMachine
 from trainer.diagnosis.suggestions import FREED, Suggestions
 from trainer.parallel.pipeline.plan import resolve_pipeline
-from trainer.planning import states
+from trainer.planning import layer, states
 from trainer.planning.estimate.rates import DeviceRates
 from trainer.planning.estimate.step import StepEstimate, estimate_step
 from trainer.planning.estimate.timing import REPEATED, step_seconds, step_terms, time_units
@@ -54,10 +54,17 @@ def sums_apart() -> Any:
     return patch.object(states, "sums_in_gemms", lambda *_: False)
 
 
+def losses_of_others() -> Any:
+    """A context in which the loss moves what it does in Megatron-LM and in torch's cross-entropy: a copy in fp32 (6
+    bytes of a logit), the log-softmax (16), its gradient (24) and a cast back (6)."""
+    return patch.object(layer, "LOSS_TRAFFIC", 52.0)
+
+
 def seconds(config: Config, layout: Layout, hardware: HardwareConfig) -> float:
-    """Of a step, without its memory."""
+    """Of a step of Megatron-LM, without its memory."""
     pace = DeviceRates.of(hardware, config.precision)
-    return step_seconds(config, layout, time_units(config, layout, hardware), pace)[1]
+    with losses_of_others():
+        return step_seconds(config, layout, time_units(config, layout, hardware), pace)[1]
 
 
 def megatron(
@@ -133,7 +140,8 @@ def vtrain() -> list[tuple[dict[str, int], float]]:
 
 def split_seconds(config: Config, layout: Layout, hardware: HardwareConfig) -> float:
     """Of a step whose gradients are reduced after the last backward pass, not behind it, as in Megatron-LM of 2022."""
-    timing, pace = time_units(config, layout, hardware), DeviceRates.of(hardware, config.precision)
+    with losses_of_others():
+        timing, pace = time_units(config, layout, hardware), DeviceRates.of(hardware, config.precision)
     simulation, whole = step_seconds(config, layout, timing, pace)
     return whole + step_terms(config, layout, timing, pace, simulation)[1]["replicate"]
 

@@ -77,7 +77,7 @@ def test_a_run_chooses_says_so_and_chooses_again(tmp_path, cache, capsys):
     half = {"activation": "auto", "activation.memory": (least + most) / 2}
     assert trainer.run(composed(tmp_path / "auto", cache, **half)).code == 0
     said = capsys.readouterr().out
-    assert "activation=auto chose selective, which keeps attention" in said and "that it may take" in said
+    assert "activation=auto chose selective, which keeps all@" in said and "that it may take" in said
     written = yaml.safe_load((tmp_path / "auto" / "config.yaml").read_text())["activation"]
     assert written["mode"] == "selective" and any("@" in entry for entry in written["save"])
     assert trainer.compose([f"activation.save=[{','.join(written['save'])}]", "activation.mode=selective"])

@@ -249,27 +249,23 @@ class DeviceProbe:
             numbers = begins.cumsum(1).to(self.device)
         return mask_of(first_seen(numbers, length, window, self.device), places, length)
 
-    def passes(self, rate: float) -> tuple[list[MeasuredPass], list[MeasuredPass]]:
+    def passes(self, rate: float) -> list[MeasuredPass]:
         """Forward and backward passes of the model cut to one and to three layers, of a micro-batch or as much of it as
-        memory and time allow; and the same with eager layers, where they are compiled."""
+        memory and time allow."""
         limit, sequences, length = 0.15 * self.budget, self.layout.batch.micro_size, self.length
-        few, many, eager = 1, min(DEEP, self.layout.spec.depth), replace(self.config, compile=False)
+        few, many = 1, min(DEEP, self.layout.spec.depth)
         while True:
-            config, layout = truncate_model(eager, many, length, sequences)  # they hold more
+            config, layout = truncate_model(self.config, many, length, sequences)
             work = flops_per_token(layout.spec, length, causal=True) * length * sequences
             held = max(find_peaks(config, layout), key=lambda peak: peak.reserved)
             fits = held.reserved - held.categories["optimizer"] < ROOM * self.memory
             if fits and 5 * work / (0.5 * rate) <= limit or sequences == 1 and length <= 64:
                 break
             sequences, length = (sequences // 2, length) if sequences > 1 else (sequences, length // 2)
+        return [self._pass(depth, length, sequences, limit) for depth in dict.fromkeys((few, many))]
 
-        def through(config: Config) -> list[MeasuredPass]:
-            return [self._pass(config, depth, length, sequences, limit) for depth in dict.fromkeys((few, many))]
-
-        return through(self.config), through(eager) if self.config.compile else []
-
-    def _pass(self, config: Config, depth: int, length: int, sequences: int, limit: float) -> MeasuredPass:
-        config, layout = truncate_model(config, depth, length, sequences)
+    def _pass(self, depth: int, length: int, sequences: int, limit: float) -> MeasuredPass:
+        config, layout = truncate_model(self.config, depth, length, sequences)
         model = self._model(config, layout)
         tokens = torch.randint(layout.spec.vocab_size, (sequences, length), device=self.device)
         forward: list[Tensor] = []

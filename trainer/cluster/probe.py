@@ -220,7 +220,7 @@ def measure_recipe(config: Config, layout: Layout, world: World, seconds: float,
     sweep = one.sweep()
     rate = max(product.flops / product.seconds for product in sweep)
     products, kernel = one.products(rate), one.kernel()
-    attention, (passes, eager) = one.attention(rate), one.passes(rate)
+    attention, passes = one.attention(rate), one.passes(rate)
     stream, update, copy = one.stream(), one.update(), one.copy()
     launch, hidden, signal, sent = one.launch(kernel), None, None, list[MeasuredCollective]()
     if world.size > 1:
@@ -243,7 +243,6 @@ def measure_recipe(config: Config, layout: Layout, world: World, seconds: float,
         copy=copy,
         kernel=kernel,
         launch=launch,
-        eager=eager,
         hidden=hidden,
         signal=signal,
         sent=sent,

@@ -43,7 +43,7 @@ class AchievedConfig:
         "blocks of which some are seen (CPUs: over all keys); that of an H200 until it is measured",
         range="(0, inf)",
     )
-    memory: float = option(NEEDED, "share of the memory's bandwidth that fused kernels reach", range="(0, 1]")
+    memory: float = option(NEEDED, "share of the memory's bandwidth that kernels between GEMMs reach", range="(0, 1]")
     optimizer: float = option(NEEDED, "the same for the kernels of the update", range="(0, 1]")
     copy: float = option(NEEDED, "the same for casts, and copies in and out of flat buffers", range="(0, 1]")
     float8: float = option(
@@ -88,12 +88,6 @@ class HardwareConfig:
         "each other; that of an H200 until it is measured",
         unit="microseconds",
         range="[0, inf)",
-    )
-    eager: float = option(
-        3.5,
-        "how many times the bytes of fused kernels those of eager layers move; that of an H200, eager instead of "
-        "compiled, until it is measured",
-        range="[1, inf)",
     )
     fixed: float = option(
         NEEDED, "memory that the allocator does not see: context, communicators", unit="GiB", range="[0, inf)"

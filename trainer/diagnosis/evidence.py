@@ -127,10 +127,7 @@ def collect_evidence(
             if machine.device == "CPU"
             else f"no file of configs/hardware is for {on_one_line(machine.device)}"
         )
-        notes.append(
-            f"{why}, so nothing is compared with its peaks; "
-            "name one with --hardware (hardware=NAME of report and watch)"
-        )
+        notes.append(f"{why}, so nothing is compared with its peaks; hardware=NAME names one")
     steps = [record for record in known.records if record.get("step_seconds") is not None]
     profile = build_profile(accounts)
     if profile and profile.unusual:

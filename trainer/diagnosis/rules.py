@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from trainer.config.fields import option
-from trainer.config.hardware import HardwareConfig
 from trainer.diagnosis.evidence import RunEvidence
 from trainer.diagnosis.time_breakdown import (
     AXES,
@@ -29,6 +28,7 @@ from trainer.diagnosis.time_breakdown import (
     transfer_seconds,
 )
 from trainer.planning.decide import SHARE
+from trainer.planning.layer import UNFUSED
 from trainer.util.tables import format_duration, format_number, format_percent
 
 # The numbers of the rules by which a diagnosis is made, in one place.
@@ -327,8 +327,7 @@ def memory_bandwidth(profile: StepProfile, evidence: RunEvidence) -> RunCost | N
     compiled = evidence.config is not None and evidence.config.compile
     layer = MODEL if compiled else COMPILER
     bounds = bool(kernels) and moved / kernels >= THRESHOLDS.memory_bound
-    eager = (evidence.hardware or HardwareConfig).eager
-    saved = moved - THRESHOLDS.memory_bound * kernels if compiled else (1 - 1 / eager) * (moved - update)
+    saved = moved - THRESHOLDS.memory_bound * kernels if compiled else (1 - 1 / UNFUSED) * (moved - update)
     return RunCost("memory bandwidth", part, layer, title, moved, without, max(0.0, saved), bounds, tuple(said))
 
 

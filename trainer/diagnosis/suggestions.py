@@ -52,6 +52,7 @@ COARSE = 0.3
 """Hardware whose predictions have a wider band predicts nothing here."""
 
 ON_GPUS = {
+    "precision.compute",
     "precision.matmul",
     "run.cuda_graphs",
     "activation.offload",
@@ -260,7 +261,7 @@ MOVES: dict[tuple[str, str], tuple[str, ...]] = {
     ("memory capacity", "recompute"): (*LIGHTER, "smaller micro-batches", "more sharding", "more ranks a model"),
     ("memory bandwidth", ""): ("compile", LARGER, "16 bits"),
     ("memory bandwidth", "optimizer"): ("sharded optimizer", "compile", LARGER, "16 bits"),
-    ("compute", ""): (*LIGHTER, "16 bits", "tf32", "compile", LARGER),
+    ("compute", ""): (*LIGHTER, "16 bits", "tf32", LARGER),
 }
 """By kind of bound and its detail ('' for all others), the moves of `generate_neighbours` that are tried. Where nothing
 predicts them, the first ones are offered. No setting helps against a slow rank."""

@@ -37,6 +37,14 @@ ATTENTION_BACKWARD = 2.5
 """FLOPs of attention's backward pass over those of its forward pass: flash attention computes the scores again, which
 makes five matrix products where the forward pass has two."""
 
+UNFUSED = 3.5
+"""How many times the bytes that a layer of unknown operations holds its eager kernels read and write in the forward
+pass. It fits Llama-3 8B by transformers' code, whose norms and rotary positions take more kernels than ours."""
+
+LOSS_TRAFFIC = 110.0
+"""Bytes of a logit that the eager kernels of the loss read and write, in fp32 but for the logits: those of the
+log-normaliser and of the target's score, and those of the gradient."""
+
 Kind = Literal[
     "residual",
     "norm",
@@ -70,6 +78,8 @@ class Op:
     each expert. wide: whether the GEMM multiplies in fp32 whatever the compute type.
     moved: bytes that a permutation of rows reads and writes. The gradient of the permutation that a block begins with
     moves as many as the one that it ends with, and the other way round.
+    traffic, back_traffic: bytes that the kernels of an eager layer read and write in the forward and in the backward
+    pass. GEMMs, attention and permutations are not in it.
     """
 
     name: str
@@ -88,6 +98,8 @@ class Op:
     matrices: int = 1
     wide: bool = False
     moved: float = 0.0
+    traffic: float = 0.0
+    back_traffic: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -206,7 +218,7 @@ def layer_program(
 
     def norm(name: str, wanted: bool) -> Iterator[Op]:
         if wanted:  # its output is kept for the projections behind it; behind a block it keeps its input
-            yield Op(name, "norm", saved=stream + statistics)
+            yield norm_op(name, stream + statistics)
 
     def block(name: str, kinds: registry.KindRegistry, kind: str) -> Iterator[Op]:
         yield from norm(f"{name}_norm", placement in ("pre", "both"))
@@ -255,12 +267,29 @@ def layer_program(
         yield from between
 
     ops = (
-        Op("input", "residual", result=stream, saved=stream),
+        residual_op("input", stream, stream),
         *block("attention", registry.ATTENTION, layer.attention.kind),
-        Op("middle", "residual", result=stream, saved=0.0 if parallel_residual else stream),
+        residual_op("middle", stream, 0.0 if parallel_residual else stream),
         *block("feed_forward", registry.FEED_FORWARD, layer.feed_forward.kind),
     )
     return Program(ops, overlapped=tp_overlap != "off")
+
+
+def norm_op(name: str, saved: float, eager: float = 0.0) -> Op:
+    """One kernel forward. Backward is one for the input's gradient, which reads two tensors and writes one, and one for
+    those of the parameters."""
+    return Op(name, "norm", saved=saved, eager=eager, traffic=2 * saved, back_traffic=5 * saved)
+
+
+def residual_op(name: str, stream: float, saved: float) -> Op:
+    """The sum of the stream and a block's output, and in backward of the gradients of both paths."""
+    return Op(name, "residual", result=stream, saved=saved, traffic=3 * stream, back_traffic=3 * stream)
+
+
+def rotary_op(elements: float) -> Op:
+    """Rotary positions of so many elements of a token, in fp32. Forward: casts of both halves, four products, two sums,
+    a concatenation and a cast back. Backward: the gradients of these, and the sum of those of two slices."""
+    return Op("attention.rotary", "elementwise", traffic=48 * elements, back_traffic=58 * elements)
 
 
 def code_program(layer: CodeLayerSpec, width: int, tp: int, element_bytes: int, keys: float) -> Program:
@@ -297,7 +326,9 @@ def code_program(layer: CodeLayerSpec, width: int, tp: int, element_bytes: int, 
             ops.append(replace(gemm, read=matrix not in last, matrices=count))
         elif info.role == "norm":
             ops.append(Op(matrix, "norm", saved=2 * stream))
-    return Program((*ops, Op("middle", "residual", result=stream, saved=stream)))
+    moved = UNFUSED * (stream + sum(op.saved for op in ops))
+    middle = Op("middle", "residual", result=stream, saved=stream, traffic=moved, back_traffic=2 * moved)
+    return Program((*ops, middle))
 
 
 InnerOps = Callable[[str, LayerSpec, Mapping[str, Op], int, float], Iterator[Op]]
@@ -311,11 +342,13 @@ def softmax_ops(block: str, layer: LayerSpec, gemms: Mapping[str, Op], tp: int, 
     a = layer.attention
     for name in ("q", "k") if a.qk_norm != "none" else ():
         size = gemms[f"attention.{name}"].result
-        yield Op(f"attention.{name}_norm", "norm", saved=size, eager=size if tp > 1 and a.qk_norm == "full" else 0.0)
+        yield norm_op(f"attention.{name}_norm", size, size if tp > 1 and a.qk_norm == "full" else 0.0)
+    if a.positions == "rope":
+        yield rotary_op(a.rope.fraction * (gemms["attention.q"].shape[0] + gemms["attention.k"].shape[0]))
     kept = gemms["attention.q"].result + 4.0 * a.heads / tp
     yield Op("attention", "attention", flops=attention_flops(a, keys, tp), result=kept, saved=kept)
     if a.sinks:  # the scaled output, which follows from the kernel's, and its factor
-        yield Op("attention.sinks", "elementwise", saved=kept, fused=kept)
+        yield Op("attention.sinks", "elementwise", saved=kept, fused=kept, traffic=2 * kept, back_traffic=4 * kept)
 
 
 def latent_ops(
@@ -342,7 +375,7 @@ def latent_ops(
         return Op(f"{name}.all_gather", "all_gather", deferred=size, gemms=(name,), sends=sends)
 
     def norm(name: str, rank: int) -> Op:
-        return Op(f"attention.{name}", "norm", saved=element_bytes * rank / tp + statistics)
+        return norm_op(f"attention.{name}", element_bytes * rank / tp + statistics)
 
     if latent.q_rank:
         size = element_bytes * latent.q_rank / tp
@@ -358,6 +391,10 @@ def latent_ops(
     yield norm("kv_norm", latent.kv_rank)
     yield gather("kv_b", element_bytes * latent.kv_rank / tp, both)
     yield gemm("kv_b", saved=queries + values)
+    if a.positions == "rope":
+        yield rotary_op(latent.rope_dim * (a.heads / tp + 1))
+    joined = 2 * (2 * queries + values)  # queries and keys of two parts each, and values, are copied
+    yield Op("attention.join", "elementwise", traffic=joined, back_traffic=joined)
     kept = values + 4.0 * a.heads / tp
     yield Op("attention", "attention", flops=attention_flops(a, keys, tp), result=kept, saved=kept)
     yield gemm("o", reads=values)
@@ -366,21 +403,33 @@ def latent_ops(
 
 
 def gated_ops(block: str, layer: LayerSpec, gemms: Mapping[str, Op], tp: int, keys: float) -> Iterator[Op]:
-    """What the activation function keeps, which follows from the projections, and its product with the second one."""
-    gate = gemms[f"{block}.gate"].result
-    between = gating_results(layer) * gate
-    yield Op(f"{block}.activation", "elementwise", saved=between + gate, fused=between)
+    yield gate_op(block, layer, gemms[f"{block}.gate"].result)
 
 
-def gating_results(layer: LayerSpec) -> int:
-    """Tensors, as large as a projection's result, that the gate of a block keeps between its projections and their
-    product: the activation function's result, or the clamped gate, its sigmoid, the product of both, and up + 1."""
-    return 4 if layer.feed_forward.activation == "clamped_swiglu" else 1
+def gate_op(block: str, layer: LayerSpec, hidden: float, weighted: bool = False) -> Op:
+    """What the activation function keeps, which follows from the projections, and its product with the second one.
+    hidden: bytes of a projection's result. weighted: whether that product is multiplied with the weights of experts."""
+    results, traffic, back = GATES.get(layer.feed_forward.activation, (1, 5, 9))
+    return Op(
+        f"{block}.activation",
+        "elementwise",
+        saved=(results + weighted + 1) * hidden,
+        fused=(results + weighted) * hidden,
+        traffic=(traffic + 3 * weighted) * hidden,
+        back_traffic=(back + 6 * weighted) * hidden,
+    )
+
+
+GATES = {"clamped_swiglu": (4, 16, 31)}
+"""Tensors, as large as a projection's result, that the gate of a block keeps between its projections and their product,
+where that is not only the activation function's result: the clamped gate, its sigmoid, the product of both, and up + 1.
+And how many such tensors eager kernels read and write, forward and backward."""
 
 
 def plain_ops(block: str, layer: LayerSpec, gemms: Mapping[str, Op], tp: int, keys: float) -> Iterator[Op]:
     """The activation function's result."""
-    yield Op(f"{block}.activation", "elementwise", saved=gemms[f"{block}.up"].result)
+    size = gemms[f"{block}.up"].result
+    yield Op(f"{block}.activation", "elementwise", saved=size, traffic=2 * size, back_traffic=3 * size)
 
 
 INDEX, WIDE = 8.0, 4.0
@@ -428,9 +477,7 @@ def mixture_ops(layer: LayerSpec, width: int, tp: int, element_bytes: int, room:
     yield Op("feed_forward.dispatch", "permute", saved=stream, deferred=stream, moved=moved)
     for name in ("gate", "up"):
         yield gemm(f"feed_forward.experts.{name}", hidden, saved=hidden, deferred=hidden)
-    # As of a dense block, and its product with the weights.
-    between = (gating_results(layer) + 1) * hidden
-    yield Op("feed_forward.experts.activation", "elementwise", saved=between + hidden, fused=between)
+    yield gate_op("feed_forward.experts", layer, hidden, weighted=True)
     yield gemm("feed_forward.experts.down", stream, deferred=stream + hidden)
     yield Op("feed_forward.combine", "permute", moved=moved / 2 + element_bytes * width / tp)
 
@@ -457,10 +504,12 @@ def registered_ops(
     def inner(_: str, layer: LayerSpec, gemms: Mapping[str, Op], tp: int, keys: float) -> Iterator[Op]:
         sizes = {name: op.result for name, op in gemms.items()}
         held = saved(layer, {**sizes, "attention": stream}) if saved else 2 * sum(sizes.values())
+        moved = UNFUSED * held
         if block == "attention":
-            yield Op(block, "attention", flops=attention_flops(layer.attention, keys, tp), result=stream, saved=held)
+            flops = attention_flops(layer.attention, keys, tp)
+            yield Op(block, "attention", (), flops, stream, held, traffic=moved, back_traffic=2 * moved)
         else:
-            yield Op(f"{block}.activation", "elementwise", saved=held)
+            yield Op(f"{block}.activation", "elementwise", saved=held, traffic=moved, back_traffic=2 * moved)
 
     return inner
 
@@ -525,7 +574,7 @@ def head_program(spec: ModelSpec, tp: int, element_bytes: int) -> Program:
             Op("norm", "norm", saved=2 * whole / tp),
             Op("head.all_gather", "all_gather", sends=whole * (tp > 1), gemms=("head",)),
             Op("head", "gemm", shape, gemm_flops(matrix, tp), element_bytes * rows),
-            Op("loss", "loss", saved=element_bytes * head_rows(rows)),
+            Op("loss", "loss", saved=element_bytes * head_rows(rows), traffic=LOSS_TRAFFIC * head_rows(rows)),
         )
     )
 

@@ -21,7 +21,7 @@ function element(tag, attributes = {}, ...children) {
 function number(value, digits = 4) {
   if (value === null || value === undefined) return "–";
   const size = Math.abs(value), notation = size < 1e4 ? "standard" : "compact";
-  if (size >= 1e17 || (size && size < 1e-3)) return value.toExponential(2);
+  if (size >= 1e17 || (size && size < 1e-4)) return value.toExponential(2).replace(/\.?0+e/, "e");
   return value.toLocaleString("en", { notation, maximumSignificantDigits: digits, useGrouping: false }).replace("K", "k");
 }
 
@@ -273,12 +273,13 @@ function drawRoofline(figure) {
     const share = peak ? `, ${reached}% of what is reached there` : "";
     return {
       x: intensity, y: rate, r: 3 + 11 * Math.sqrt(one.seconds / byTime[0].seconds),
-      tag: named.has(one) ? name.replace(/^(.{27})..+/, "$1…") : undefined,
+      tag: named.has(one) ? name.replace(/^(.{13}).{3,}(.{14})$/, "$1…$2") : undefined,
       text: `${name}: ${seconds(one.seconds)} in ${calls} calls, ${si(rate)}FLOP/s at ${number(intensity, 3)} FLOP per byte${share}`,
     };
   });
-  const x = logarithmic("FLOP per byte", [...points.map((one) => one.x), ...(peak ? [products / memory, peak / bandwidth] : [])]);
-  const y = logarithmic("FLOP/s", [...points.map((one) => one.y), ...(peak ? [peak] : [])], si);
+  const around = (values) => values.flatMap((value) => [0.8 * value, 1.25 * value]); // circles and names have a size
+  const x = logarithmic("FLOP per byte", [...around(points.map((one) => one.x)), ...(peak ? [products / memory, peak / bandwidth] : [])]);
+  const y = logarithmic("FLOP/s", [...around(points.map((one) => one.y)), ...(peak ? [peak] : [])], si);
   const roof = (flat, slope, borderDash) => {
     const corners = [x.min, flat / slope, x.max].map((at) => ({ x: at, y: Math.min(flat, slope * at) }));
     return line(corners, "plain", { borderDash });

@@ -103,10 +103,10 @@ class MeasuredCollective:
 class DeviceMeasurements:
     """What was measured. memory, fixed: bytes; devices: processes of a node, or GPUs that it has; products: of the
     model's own matrices, sweep: square ones; attention: forward and backward, by kernel; passes: of one shape, through
-    few layers and, if the model has them, through more; eager: the same again, where the recipe is compiled; stream,
-    update, copy: bytes of kernels that only move them, of the optimizer's update, of casts into and out of flat
-    buffers; kernel, launch: seconds; hidden: as in `AchievedConfig`, None without other ranks; signal: seconds of a
-    call by copies beside its bytes, None where none was measured; float8: a large product in fp8, None without any."""
+    few layers and, if the model has them, through more; stream, update, copy: bytes of kernels that only move them, of
+    the optimizer's update, of casts into and out of flat buffers; kernel, launch: seconds; hidden: as in
+    `AchievedConfig`, None without other ranks; signal: seconds of a call by copies beside its bytes, None where none
+    was measured; float8: a large product in fp8, None without any."""
 
     device: str
     memory: float
@@ -121,7 +121,6 @@ class DeviceMeasurements:
     copy: MeasuredWork
     kernel: float
     launch: float
-    eager: Sequence[MeasuredPass] = ()
     hidden: float | None = None
     signal: float | None = None
     sent: Sequence[MeasuredCollective] = ()
@@ -152,11 +151,9 @@ def calibrate_hardware(measured: DeviceMeasurements, config: Config, base: Hardw
     found.kernel, found.launch = measured.kernel * 1e6, measured.launch * 1e6
     found.achieved.hidden = base.achieved.hidden if measured.hidden is None else measured.hidden
     errors = _fit_device(found, measured, config, published)
-    if measured.eager:
-        _fit_eager(found, measured, config)
     if measured.signal is not None:
         found.signal = measured.signal * 1e6
-    taken = {"eager": not measured.eager, "bandwidth": published, "achieved.hidden": measured.hidden is None}
+    taken = {"bandwidth": published, "achieved.hidden": measured.hidden is None}
     taken |= {f"achieved.{name}": name not in measured.attention for name in KERNELS[1:]}
     kept = [name for name, known in (taken | {"signal": measured.signal is None}).items() if known]
     for place, link in (("node", found.node), ("network", found.network)):
@@ -181,25 +178,6 @@ def _fit_float8(found: HardwareConfig, rate: float, published: bool) -> None:
         peak = rate / reached.product
         found.peak = found.peak | {"fp8": peak / 1e12}
     reached.float8 = achieved_share(rate, peak * reached.product)
-
-
-def _fit_eager(found: HardwareConfig, measured: DeviceMeasurements, config: Config) -> None:
-    """Sets what eager layers move: so much more that a pass through all layers takes as many times as long as it
-    does."""
-    compiled, eager = cuts_of(measured.passes, config), cuts_of(measured.eager, replace(config, compile=False))
-
-    def predicted(cuts: Sequence[tuple[Config, Layout]]) -> float:
-        return scale_to_depth(measured.passes, [sum(pass_seconds(*one, found)) for one in cuts], config.model.depth)
-
-    def seconds(part: float) -> float:
-        found.eager = 1 / part
-        return predicted(eager)
-
-    took, before = (
-        scale_to_depth(passes, [one.seconds for one in passes], config.model.depth)
-        for passes in (measured.eager, measured.passes)
-    )
-    solve_share(seconds, took / before * predicted(compiled))
 
 
 def _fit_device(found: HardwareConfig, measured: DeviceMeasurements, config: Config, published: bool) -> list[Error]:

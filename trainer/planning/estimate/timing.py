@@ -28,6 +28,7 @@ from trainer.planning.estimate.rates import (
 from trainer.planning.float8 import WIDE, float8_linears, gathered_in_float8
 from trainer.planning.layer import (
     ATTENTION_BACKWARD,
+    UNFUSED,
     Op,
     Program,
     embedding_program,
@@ -176,7 +177,6 @@ class _Timer:
             self.gatherers = RingTimes.among(hardware, first[:: self.context.inner])
         axes = "tp", "shard", "replicate", "pp", "ep", "expert_shard", "expert_replicate"
         self.rings = {name: RingTimes.of(hardware, self.plan, name) for name in axes}
-        self.fused = 1.0 if config.compile else hardware.eager
         self.launch, self.repeated, recompute = self.pace.launch, 1.0, config.activation
         if not self.on_cpu:
             self.launch *= HOST[config.compile]
@@ -285,6 +285,16 @@ class _Timer:
         moved = elements / 3 * (self.element + 2)
         return hypot(flops / pace.float8, moved / pace.memory) + pace.kernel
 
+    def _memory_traffic(self, program: Program, left: RecomputeEffect) -> tuple[float, float, float]:
+        """Bytes of a token that the memory-bound kernels of a layer move: forward, backward, and where backward repeats
+        them. Permutations are counted as they are moved. Compiled, kernels are fused until they move what is saved."""
+        if self.config.compile:
+            held = program.saved - program.total("saved", "permute")
+            return held, 2 * held, max(0.0, held - left.saved - left.host)
+        repeated = program if left.attends else program.second_half
+        again = repeated.total("traffic") * bool(left.attends or left.again)
+        return program.total("traffic"), program.total("back_traffic"), again
+
     def _casts(self, program: Program, recipes: Mapping[str, str], again: Mapping[str, float]) -> tuple[float, float]:
         """Seconds of the casts to fp8 in the forward and in the backward pass of a layer: each operand is read for its
         scale, read again and written. GEMMs that read one operand share its cast: those of one gathered input, and the
@@ -307,7 +317,7 @@ class _Timer:
             # The gradient and the weight for the input's gradient, and the input for the weight's.
             backward += sum(self.tokens * gemm.rows * gemm.shape[0] for gemm in gemms) + weights
             backward += inputs * any(recipes[name] != WIDE for name in narrow)
-        moved = self.fused * (2 * self.element + 1) / self.pace.memory
+        moved = (1.0 if self.config.compile else UNFUSED) * (2 * self.element + 1) / self.pace.memory
         return forward * moved, backward * moved
 
     def _attention(self, program: Program, attention: AttentionSpec) -> float:
@@ -362,8 +372,7 @@ class _Timer:
         attention = self._attention(program, spec)
         cast = self._casts(program, dict(float8), left.again)
         kernels = KERNELS[self.config.compile]
-        permuted = program.total("saved", "permute")  # counted as they are moved
-        bound = self.fused * tokens * (program.saved - permuted) / pace.memory + kernels * pace.kernel
+        bound, back_bound, repeated = (tokens * size / pace.memory for size in self._memory_traffic(program, left))
         experts, routed = layer.feed_forward.experts, self._dispatch(layer.feed_forward.experts)
         permutes = tokens * program.total("moved") / pace.memory + routed.copies
         routing = ROUTING_KERNELS * bool(experts.count)
@@ -371,7 +380,7 @@ class _Timer:
         sent = sum(self.ways(sends)[0].moving for sends in unread.sends)
         again = took.again.products + sum(products[name] for name in unread.again)
         again += left.again.get("attention", 0.0) * attention
-        again += self.fused * tokens * max(0.0, program.saved - permuted - left.saved - left.host) / pace.memory
+        again += repeated
         # Recompute sends tokens to their experts again, and eager layers also the results back. Nothing hides it.
         repeats = 0.5 if self.config.compile else 1.0
         repeats *= any(gemm.matrices > 1 for name, gemm in program.gemms.items() if name in left.again)
@@ -383,13 +392,13 @@ class _Timer:
         forward = {
             "matrix products": took.forward.products,
             "attention": attention + pace.kernel,
-            "memory-bound kernels": bound + permutes + routing * pace.kernel + low[0] + cast[0] + decoded,
+            "memory-bound kernels": bound + permutes + (kernels + routing) * pace.kernel + low[0] + cast[0] + decoded,
             "tensor collectives": took.forward.exposed,
         }
         backward = {
             "matrix products": took.backward.products - to_weights,
             "attention": ATTENTION_BACKWARD * attention + pace.kernel,
-            "memory-bound kernels": 2 * bound + permutes + low[1] + cast[1] + decoded,
+            "memory-bound kernels": back_bound + 2 * kernels * pace.kernel + permutes + low[1] + cast[1] + decoded,
             "recompute": again + decoded * bool(left.again),
             "tensor collectives": took.backward.exposed + took.again.exposed + sent,
         }
@@ -430,9 +439,11 @@ class _Timer:
 
     def _head(self) -> UnitTimes:
         """Norm, logits and loss, whose compiled chunks read the logits twice and write their gradient over them."""
-        head = head_program(self.spec, self.plan.tp, self.element).gemms["head"]
+        program = head_program(self.spec, self.plan.tp, self.element)
+        head = program.gemms["head"]
         product = self._product(head)
-        loss = 3 * self.fused * self.tokens * head.result / self.pace.memory
+        loss = 3 * head.result if self.config.compile else program.total("traffic")
+        loss *= self.tokens / self.pace.memory
         first, back, collective = self.way.gathered(product), self.off.columns(product, product), self.off.moving
         forward = {"matrix products": first.products, "memory-bound kernels": loss, "tensor collectives": first.exposed}
         backward = {"matrix products": product, "tensor collectives": back.exposed}
