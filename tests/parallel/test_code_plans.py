@@ -76,6 +76,7 @@ TWO: list[dict[str, Any]] = [
     *({"model": name, "pp": 2, "schedule": "zb_v"} for name in ("gpt2", "roberta", "bart", "mamba2")),
     {"model": "qwen3_next", "tp": 2},
     {"model": "falcon_h1", "pp": 2, "schedule": "zb_v"},
+    {"model": "falcon_h1", "compile": 1, "stage": 3, "recompute": "selective"},
     {"model": "jamba", "tp": 2, "recompute": "full"},
     {"model": "qwen3_next", "ep": 2, "stage": 3, "recompute": "full"},
 ]

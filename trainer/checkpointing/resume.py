@@ -149,10 +149,8 @@ def fitting_manifest(
     problems = []
     saved, mine = flatten_values(manifest["spec"]), flatten_values(spec.to_dict())
     for name in mine:
-        # The step of the biases may change, but not whether there are biases. A newer version keeps documents of more
-        # types apart.
-        rate = name.endswith("experts.bias_rate") and saved.get(name) and mine[name]
-        if rate or name.endswith((*LOSS_OF_EXPERTS, "outer.packed")):
+        # The step of the biases may change, but not whether there are biases.
+        if name.endswith(LOSS_OF_EXPERTS) or name.endswith("experts.bias_rate") and saved.get(name) and mine[name]:
             saved[name] = mine[name]
     differing = [
         name for name in mine if name.partition(".")[0] not in ("name", "init") and saved.get(name) != mine[name]

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 from transformers.activations import ACT2FN
 
 Original = Callable[..., Any]
@@ -222,7 +223,8 @@ def replace_scan(original: Original, scan: Callable, current: Callable[[], Mixin
         mixing = current()
         if mixing is None:
             return original(*arguments, **named)
-        mixing.calls, mixing.recurrent = mixing.calls + 1, True
+        if not is_compiling():  # what is recomputed must not change any object
+            mixing.calls, mixing.recurrent = mixing.calls + 1, True
         if mixing.documents is None:
             return original(*arguments, **named)
         return scan(mixing.documents, original, *arguments, **named)
