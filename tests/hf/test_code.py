@@ -158,9 +158,10 @@ def test_a_pass_waits_for_no_value(name, monkeypatch):
     assert bool(waiting.seen) == (name in WAITING), waiting.seen
 
 
-@pytest.mark.parametrize("name", ["llama3_8b", "qwen3_8b"])
+@pytest.mark.parametrize("name", ["qwen3_8b", "phi3_mini"])
 def test_layers_hold_what_is_planned(name, monkeypatch):
-    """At full size, on meta tensors, with an attention kernel that keeps what those of GPUs do."""
+    """At full size, on meta tensors, with an attention kernel that keeps what those of GPUs do. What norms keep is
+    planned for the types in which it is most."""
     attend = torch.ops.aten._scaled_dot_product_flash_attention
     monkeypatch.setattr("trainer.hf.code.causal_attention", lambda q, k, v, *_: attend(q, k, v, 0.0, True)[0])
     length, both = 8192, {"mode": "selective", "save": ["attention", "matmul"]}
@@ -180,7 +181,8 @@ def test_layers_hold_what_is_planned(name, monkeypatch):
                 held.append(live.bytes)
                 del result
         left = left_by_recompute(model_programs(specs[1], length, 1, 2), policy)[1]
-        assert left.saved * length == pytest.approx(held[1] - held[0], rel=0.03), options
+        error = (left.saved + left.eager.saved) * length / (held[1] - held[0]) - 1
+        assert -0.03 < error < (0.17 if policy.mode == "none" else 0.01), options
 
 
 @pytest.fixture

@@ -296,7 +296,9 @@ def code_program(layer: CodeLayerSpec, width: int, tp: int, element_bytes: int, 
             # What is added to the residual stream last is read by no backward pass, unless a norm is behind it.
             ops.append(replace(gemm, read=matrix not in last, matrices=count))
         elif info.role == "norm":
-            ops.append(Op(matrix, "norm", saved=2 * stream))
+            ops.append(
+                Op(matrix, "norm", saved=2 * stream, eager=stream)
+            )  # its steps in fp32, where they are not fused
     return Program((*ops, Op("middle", "residual", result=stream, saved=stream)))
 
 
