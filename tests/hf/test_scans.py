@@ -31,6 +31,11 @@ def draw_inputs(name: str, length: int) -> dict[str, Any]:
         sizes = {"chunk_size": 4, "dt_softplus": True, "dt_limit": (0.01, 5.0)}
         given = {"hidden_states": draw(BATCH, length, HEADS, 5), "dt": draw(BATCH, length, HEADS), **groups, **sizes}
         return given | {"A": -torch.rand(HEADS) - 0.1, "D": draw(HEADS), "dt_bias": draw(HEADS)}
+    if name == "mamba_selective_scan":
+        parts = {part: draw(BATCH, length, WIDTH) for part in "BC"}
+        given = {part: draw(BATCH, length, 5) for part in ("hidden_states", "dt", "z")} | parts
+        given |= {"A": (-torch.rand(5, WIDTH) - 0.01).requires_grad_(), "D": draw(5), "delta_bias": draw(5)}
+        return given | {"delta_softplus": True}
     channels = [WIDTH] if name == "chunk_kimi_delta_attention" else []
     keys = HEADS if channels else HEADS // 2
     return {
@@ -48,6 +53,10 @@ def call(function: Any, name: str, given: dict[str, Any]) -> Tensor:
     if name == "causal_conv1d_fn":
         given = given | {"hidden_states": given["hidden_states"].transpose(1, 2)}
         return function(given.pop("hidden_states"), given.pop("weight"), given.pop("bias"), **given).transpose(1, 2)
+    if name == "mamba_selective_scan":
+        given = {key: part.transpose(1, 2) if key in ALONG else part for key, part in given.items()}
+        order = [given.pop(part) for part in ("hidden_states", "dt", "A", "B", "C")]
+        return function(*order, **given).transpose(1, 2)
     if name == "mamba2_chunk_scan":
         order = [given.pop(part) for part in ("hidden_states", "dt", "A", "B", "C")]
         return function(*order, **given)
@@ -59,7 +68,10 @@ MODULES = {
     "torch_chunk_gated_delta_rule": "qwen3_next",
     "chunk_kimi_delta_attention": "kimi_linear",
     "mamba2_chunk_scan": "bamba",
+    "mamba_selective_scan": "mamba",
 }
+ALONG = ("hidden_states", "dt", "B", "C", "z")
+"""Arguments of `mamba_selective_scan` that have their length last."""
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -78,10 +90,10 @@ def test_documents_are_those_that_are_computed_alone(name, length, seed):
     along = {key for key, value in tensors.items() if value.dim() > 2 and value.shape[:2] == (BATCH, length)}
     place = ModuleType("place")
     setattr(place, name, original.__wrapped__ if hasattr(original, "replaced") else original)
-    mixing = SimpleNamespace(documents=documents, calls=0, recurrent=False, stateful=False)
+    mixing = SimpleNamespace(documents=documents, calls=0, recurrent=False)
     replace_scans(place, lambda: mixing)
     result = call(getattr(place, name), name, dict(inputs))
-    assert mixing.calls == 1 and mixing.recurrent and not mixing.stateful
+    assert mixing.calls == 1 and mixing.recurrent
     expected = torch.zeros_like(result)
     for row in range(BATCH):
         for document in documents[row].unique():
@@ -100,18 +112,17 @@ def test_documents_are_those_that_are_computed_alone(name, length, seed):
 def test_a_function_is_what_it_was_without_documents_and_outside_of_a_pass():
     calls: list[str] = []
     place = ModuleType("place")
-    for name in (*SCANS, "mamba_selective_scan"):
+    for name in SCANS:
         setattr(place, name, lambda x, name=name: calls.append(name) or x)
     passes: list[Any] = [None]
     replace_scans(place, lambda: passes[0])
     replace_scans(place, lambda: passes[0])  # once
-    for name in (*SCANS, "mamba_selective_scan"):
+    for name in SCANS:
         assert getattr(place, name)(3) == 3
-    passes[0] = SimpleNamespace(documents=None, calls=0, recurrent=False, stateful=False)
+    passes[0] = SimpleNamespace(documents=None, calls=0, recurrent=False)
     for name in SCANS:
         assert getattr(place, name)(4) == 4
-    assert not passes[0].stateful and place.mamba_selective_scan(5) == 5 and passes[0].stateful
-    assert calls == [*SCANS, "mamba_selective_scan", *SCANS, "mamba_selective_scan"]
+    assert calls == [*SCANS, *SCANS]
     passes[0].documents = torch.zeros(1, 2)
     # A kernel of a whole mixer says that there is none, so that the code takes the functions above.
-    assert place.mamba2_split_conv1d_scan_combined(6) is None
+    assert place.mamba2_split_conv1d_scan_combined(6) is None and place.mamba_inner_fn(6) is None

@@ -75,6 +75,9 @@ TWO: list[dict[str, Any]] = [
     *({"model": name, "stage": 3, "recompute": "full"} for name in ("gpt2", "falcon", "bart")),
     *({"model": name, "pp": 2, "schedule": "zb_v"} for name in ("gpt2", "roberta", "bart", "mamba2")),
     {"model": "qwen3_next", "tp": 2},
+    {"model": "falcon_h1", "pp": 2, "schedule": "zb_v"},
+    {"model": "falcon_h1", "compile": 1, "stage": 3, "recompute": "selective"},
+    {"model": "jamba", "tp": 2, "recompute": "full"},
     {"model": "qwen3_next", "ep": 2, "stage": 3, "recompute": "full"},
 ]
 FOUR: list[dict[str, Any]] = [
@@ -104,7 +107,8 @@ LIMITS = {"fp32": (1e-6, 1e-5), "fp16": (2e-4, 3e-2), "bf16": (2e-3, 1.5e-1), "i
 """The largest relative errors of the loss and of a gradient by the type that forward and backward compute in, or in
 which gradients travel. Those of few bits are of rounding alone; the same code in one process has them too."""
 
-SHARED = {"mixtral": 4, "deepseek_v3": 3, "gpt_oss": 4, "qwen3_moe": 4, "olmoe": 4, "qwen3_next": 4, "lfm2_moe": 3}
+SHARED = dict.fromkeys(("mixtral", "gpt_oss", "qwen3_moe", "olmoe", "qwen3_next"), 4)
+SHARED |= {"deepseek_v3": 3, "lfm2_moe": 3, "jamba": 2}
 """Types with experts -> the number of layers that have some."""
 
 LOSS_GRAPHS = 2

@@ -15,16 +15,20 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from support.estimates import estimated, h200, seconds, settings, shipped
 from support.reference import changed
+from transformers import AutoConfig
 
 from trainer.config import Config
 from trainer.config.model import ModelSpec
+from trainer.hf.accepted import code_spec, plain_values
+from trainer.hf.config import config_from_spec
+from trainer.planning.code import check_code_settings
 from trainer.planning.decide import MemoryLimit, decide
 from trainer.planning.estimate.memory import find_peaks
 from trainer.planning.estimate.plans import rank_plans
 from trainer.planning.estimate.recompute import EQUAL, CostPoint, LayerShare, decide_recompute, pareto_front
 from trainer.planning.estimate.step import GIB, StepEstimate
 from trainer.planning.layer import model_programs
-from trainer.planning.recompute import ALL, entries_of, entry_problems, left_by_recompute, saved_in
+from trainer.planning.recompute import ALL, entries_of, entry_problems, left_by_recompute, parse_entry, saved_in
 from trainer.planning.resolve import check_config, resolve_layout
 
 BEST = {"batch__sequence_length": 8192, "batch__micro_size": 2, "parallel__zero__stage": 3, "compile": True}
@@ -108,6 +112,26 @@ def test_with_less_and_less_memory():
     assert all(before[2] <= after[2] for before, after in pairwise(asked))
     tight, *_ = decide(config, layout, MemoryLimit(140 * GIB, 0.0), 8, h200())
     assert tight.activation.offload is False  # there is no host memory
+
+
+@pytest.mark.parametrize("name", ["llama3_8b", "qwen3_30b_a3b"])
+def test_layers_of_transformers_code_keep_what_fits(name):
+    """Attention, all products, or everything, and no choice of these for all layers is faster. Nothing is tiled."""
+    values = config_from_spec(replace(shipped(name), depth=8))
+    spec = code_spec(plain_values(AutoConfig.for_model(**values).to_dict()))
+    common = BEST | {"batch__micro_size": 4, "activation__offload": False}
+    uniform = {mode: estimated(settings(spec, **common | HERE | UNIFORM[mode]), 2, h200()) for mode in UNIFORM}
+    least, most = (uniform[mode].fullest.reserved / GIB for mode in ("full", "none"))
+    for share, expected in ((1.1, "none"), (0.6, "selective"), (0.3, "selective"), (-0.1, "full")):
+        limit = least + share * (most - least)
+        found = estimated(settings(spec, **common, activation__mode="auto", activation__memory=limit), 2, h200())
+        chosen = found.config.activation
+        assert (chosen.mode, chosen.tile) == (expected, 0)
+        assert not list(check_code_settings(found.config, spec, found.layout.plan, 2))
+        if expected == "selective":
+            assert {parse_entry(entry).name for entry in chosen.save} <= {"attention", "matmul", ALL}
+        for mode, one in uniform.items():
+            assert found.seconds <= (1 + EQUAL) * one.seconds or one.fullest.reserved > limit * GIB, (share, mode)
 
 
 def test_a_cpu_takes_of_the_machines_memory():

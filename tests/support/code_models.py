@@ -67,11 +67,12 @@ MIXTURES: dict[str, dict[str, Any]] = {
 with biases (gpt_oss), weights that are not normalised (olmoe)."""
 
 
-PARTS = ("gpt2", "phi", "falcon", "roberta", "bart", "olmo", "qwen3_next", "mamba2", "lfm2_moe")
+PARTS = ("gpt2", "phi", "falcon", "roberta", "bart", "olmo", "qwen3_next", "mamba2", "jamba", "falcon_h1", "lfm2_moe")
 """Types whose parts differ from those of `MODELS`: learned positions and modules that are no linear layers (gpt2), a
 head with a bias (phi), attention of its own with dense masks and layers that return tuples (falcon), modules between
 layers and head, and positions that do not begin at 0 (roberta), parameters that are not used and no positions for
-documents (bart), a norm without weights (olmo), recurrent layers (qwen3_next, mamba2) and convolutions (lfm2_moe)."""
+documents (bart), a norm without weights (olmo), recurrent layers (qwen3_next, mamba2, jamba) and convolutions
+(lfm2_moe), a scaled embedding and recurrence beside attention in one layer (falcon_h1)."""
 
 
 def small_values(name: str, **changes: Any) -> dict[str, Any]:
@@ -87,6 +88,9 @@ EXERCISED: dict[str, Any] = {
     # Options of the head, which the code's own forward is not asked for, and others that pipelines could repeat.
     **{"logit_scale": 0.7, "logits_scaling": 2.0, "final_logit_softcapping": 5.0},
     **{"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attn_logit_softcapping": 4.0},
+    **{"lm_head_multiplier": 0.7, "key_multiplier": 0.6, "mlp_multipliers": [0.8, 1.3]},
+    **{"attention_in_multiplier": 1.2, "attention_out_multiplier": 0.9, "ssm_multipliers": [0.5, 1.5, 0.8, 1.2, 0.7]},
+    **{"ssm_in_multiplier": 1.1, "ssm_out_multiplier": 0.8, "mamba_rms_norm": True},
     "tie_word_embeddings": False,
     # Models of masked tokens are causal ones by this option.
     "is_decoder": True,

@@ -30,13 +30,15 @@ from trainer.planning.parameters import ParameterInfo
 class CodeFacts:
     """tp, pp: whether plans with tensor and pipeline parallelism are proven. masks: whether its code is given
     dense masks although it looks up the attention function. packed: whether documents of a sequence stay apart; None:
-    as its structure says, see `CodeParts`. head_factor, head_divisor, soft_cap: the options of
-    config.json that scale the logits, divide them, and limit them by cap * tanh(logits / cap)."""
+    as its structure says, see `CodeParts`. embedding_factor, head_factor, head_divisor, soft_cap: the options of
+    config.json that scale the embedding where the layers are not given it, scale the logits, divide them, and limit
+    them by cap * tanh(logits / cap)."""
 
     tp: bool = True
     pp: bool = True
     masks: bool = False
     packed: bool | None = True
+    embedding_factor: str = ""
     head_factor: str = ""
     head_divisor: str = ""
     soft_cap: str = ""
@@ -45,24 +47,24 @@ class CodeFacts:
 PLAIN = """
     afmoe apertus apertus1p5_text arcee aria_text axk1 bamba codegen cwm deepseek_v2 deepseek_v3 diffllama dots1
     ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe flex_olmo flint gemma glm glm4 glm4_moe glm4_moe_lite gpt_neox
-    gpt_oss gptj helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 internlm3 iquestcoder jais2 kolibri1 laguna lara_mini
-    lfm2 lfm2_moe lfm3 llama mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral
-    nemotron olmo olmo2 olmo3 olmoe phi phi3 qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next
-    sarvam_mla sarvam_moe seed_oss smollm3 solar_open starcoder2 youtu
+    gpt_oss gptj helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 internlm3 iquestcoder jais2 jamba kolibri1 laguna
+    lara_mini lfm2 lfm2_moe lfm3 llama mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text ministral ministral3 mistral
+    mixtral nemotron olmo olmo2 olmo3 olmoe phi phi3 qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe
+    qwen3_next sarvam_mla sarvam_moe seed_oss smollm3 solar_open starcoder2 youtu
 """.split()
 WITHOUT_TP = """
-    bert biogpt bitnet bloom camembert data2vec-text electra ernie falcon gpt-sw3 gpt2 gpt_bigcode gpt_neo
-    gpt_neox_japanese jetmoe mamba2 megatron-bert modernbert-decoder mpt nemotron_h opt persimmon rembert roberta
-    roberta-prelayernorm roformer stablelm xglm xlm-roberta xlm-roberta-xl
+    bert biogpt bitnet bloom camembert data2vec-text electra ernie falcon falcon_mamba gpt-sw3 gpt2 gpt_bigcode
+    gpt_neo gpt_neox_japanese jetmoe mamba mamba2 megatron-bert modernbert-decoder mpt nemotron_h opt persimmon
+    rembert roberta roberta-prelayernorm roformer stablelm xglm xlm-roberta xlm-roberta-xl
 """.split()
-UNPACKED = "bart blenderbot blenderbot-small falcon_mamba mamba mbart mvp pegasus plbart trocr whisper".split()
+UNPACKED = "bart blenderbot blenderbot-small mbart mvp pegasus plbart trocr whisper".split()
 MASKED = "axk2 deepseek_v32 glm_moe_dsa".split()
 CAPPED = "beam gemma2 gemma3_text gemma4_text gemma4_unified_text nanochat vaultgemma".split()
 SCALED = "granite granite_swa granitemoe granitemoe_swa granitemoeshared minicpm3".split()
 ACCEPTED: dict[str, CodeFacts] = {
     **dict.fromkeys(PLAIN, CodeFacts()),
     **dict.fromkeys(WITHOUT_TP, CodeFacts(tp=False)),
-    **dict.fromkeys(("jamba", "minimax"), CodeFacts(packed=False)),
+    "minimax": CodeFacts(packed=False),
     **dict.fromkeys(UNPACKED, CodeFacts(tp=False, packed=False)),
     "ctrl": CodeFacts(tp=False, pp=False),
     "openai-gpt": CodeFacts(tp=False, pp=False, packed=False),
@@ -72,6 +74,7 @@ ACCEPTED: dict[str, CodeFacts] = {
     **dict.fromkeys(SCALED, CodeFacts(head_divisor="logits_scaling")),
     "granitemoehybrid": CodeFacts(tp=False, head_divisor="logits_scaling"),
     "hyperclovax": CodeFacts(head_factor="logits_scaling"),
+    "falcon_h1": CodeFacts(tp=False, embedding_factor="embedding_multiplier", head_factor="lm_head_multiplier"),
 }
 """Type of a model -> facts."""
 
@@ -139,7 +142,7 @@ def describe_code(values: dict[str, Any], facts: CodeFacts) -> CodeSpec:
     )
     spec.max_length = getattr(config, "max_position_embeddings", None) or spec.max_length
     spec.tied = bool(config.tie_word_embeddings)
-    spec.embedding_scale = embedding_scale(embedding)
+    spec.embedding_scale = embedding_scale(embedding) * getattr(config, facts.embedding_factor, 1.0)
     spec.logit_soft_cap = float(getattr(config, facts.soft_cap, None) or 0.0) if facts.soft_cap else 0.0
     spec.norm.kind = (
         "rms" if "norm" in paths and len(list(causal.get_submodule(paths["norm"]).parameters())) == 1 else "layer"

@@ -74,7 +74,7 @@ class UnsupportedAttention(Exception):
 class StagePass:
     """What the layers of a stage share in one forward pass. hidden: what the first of them reads; result: what the last
     of them returned; head: what the head reads. loads: how many tokens each expert has, by the module's name. calls: of
-    attention and other functions that keep documents apart; recurrent, stateful: see `Mixing`. shape: (batch, length)
+    attention and other functions that keep documents apart; recurrent: see `Mixing`. shape: (batch, length)
     of this rank's tokens. documents, length: of whole sequences. entered: the pass of a KV cache, None in training."""
 
     hidden: Tensor
@@ -88,7 +88,6 @@ class StagePass:
     masks: dict[tuple[int, bool], Any] = field(default_factory=dict)
     calls: int = 0
     recurrent: bool = False
-    stateful: bool = False
     head: Tensor | None = None
     loads: dict[str, Tensor] = field(default_factory=dict)
 

@@ -173,7 +173,7 @@ def trace_calls(
     order = [module for module in seen if module in set(layers)]
     if not order or order != list(layers)[: len(order)]:
         raise UnsupportedCode("its layers are not computed once each and in turn")
-    parts.packed = told and (masks or (parts.packed and not current.stateful))
+    parts.packed = told and (masks or parts.packed)
     if used := [
         name
         for name, module in causal.named_modules()

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 from transformers.activations import ACT2FN
 
 Original = Callable[..., Any]
@@ -146,8 +147,39 @@ def scan_state_space(
         before.append(state)
         state = state * kept[:, :, chunk, None, None] + written[:, :, chunk]
     across = (queries * (total.exp() * chunks.begun)[..., None]) @ torch.stack(before, 2)
-    result = (inside + across).movedim(1, 3).flatten(1, 2)[:, :length]
+    result = (inside + across).movedim(1, 3).flatten(1, 2)[:, :length].contiguous()  # some callers want a view of it
     return result if D is None else result + D.float()[:, None] * x.float()
+
+
+LONG = 1e10
+"""A step in which every state decays to nothing. It is so short that what it divides is no denormal number."""
+
+
+def scan_selective(
+    documents: Tensor,
+    original: Original,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    **more: Any,
+) -> Tensor:
+    """The recurrence of Mamba, whose state begins anew at each document. It is the function itself, also where a fused
+    kernel computes it: the first step of a document is so long that the state decays, and its input as much smaller.
+    x, dt, z: [batch, channels, length]; A: [channels, states]; B, C: [batch, states, length]; D, delta_bias:
+    [channels]."""
+    dt = dt.float() if delta_bias is None else dt.float() + delta_bias[:, None]
+    dt = F.softplus(dt) if delta_softplus else dt
+    first = (documents != F.pad(documents[:, :-1], (1, 0), value=-1))[:, None]
+    wide, scale = x.float(), torch.where(first, dt / LONG, 1.0)
+    result = original(wide * scale, torch.where(first, LONG, dt), A, B.float(), C.float(), **more)
+    result = result if D is None else result + D[:, None] * wide
+    return (result if z is None else result * F.silu(z.float())).to(x.dtype)
 
 
 def skip_fused(documents: Tensor, original: Original, *_: Any, **__: Any) -> None:
@@ -160,42 +192,40 @@ SCANS: dict[str, Callable[..., Any]] = {
     "chunk_kimi_delta_attention": scan_delta,
     "mamba2_chunk_scan": scan_state_space,
     "mamba2_split_conv1d_scan_combined": skip_fused,
+    "mamba_selective_scan": scan_selective,
+    "mamba_inner_fn": skip_fused,
 }
 """Function of a module -> what it becomes with documents."""
-
-STATES = ("mamba_selective_scan",)
-"""Functions whose state cannot begin anew inside of a sequence."""
 
 
 class Mixing(Protocol):
     """What such a function needs to know of the pass that is being computed. calls: of functions that keep documents
-    apart, also attention; recurrent: whether one of these was called; stateful: whether one that cannot."""
+    apart, also attention; recurrent: whether one of these was called."""
 
     documents: Tensor | None
     calls: int
     recurrent: bool
-    stateful: bool
 
 
 def replace_scans(module: ModuleType, current: Callable[[], Mixing | None]) -> None:
     """Replaces the functions of a module of transformers that mix tokens. current: the pass that is being computed."""
-    for name in (*SCANS, *STATES):
+    for name, scan in SCANS.items():
         original = vars(module).get(name)
         if original is not None and not hasattr(original, "replaced"):
-            setattr(module, name, replace_scan(original, SCANS.get(name), current))
+            setattr(module, name, replace_scan(original, scan, current))
 
 
-def replace_scan(original: Original, scan: Callable | None, current: Callable[[], Mixing | None]) -> Original:
-    """`original`, or in a pass with documents `scan`. scan: None where there is none."""
+def replace_scan(original: Original, scan: Callable, current: Callable[[], Mixing | None]) -> Original:
+    """`original`, or in a pass with documents `scan`."""
 
     @wraps(original)
     def run(*arguments: Any, **named: Any) -> Any:
         mixing = current()
         if mixing is None:
             return original(*arguments, **named)
-        mixing.calls, mixing.recurrent = mixing.calls + (scan is not None), True
-        mixing.stateful |= scan is None
-        if scan is None or mixing.documents is None:
+        if not is_compiling():  # what is recomputed must not change any object
+            mixing.calls, mixing.recurrent = mixing.calls + 1, True
+        if mixing.documents is None:
             return original(*arguments, **named)
         return scan(mixing.documents, original, *arguments, **named)
 

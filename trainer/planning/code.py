@@ -11,6 +11,9 @@ from trainer.planning.parameters import layer_specs
 from trainer.planning.plan import Feature, Plan
 from trainer.planning.recompute import MATMULS, SaveEntry, parse_entry
 
+WAITING = ("falcon", "gpt_neo", "jetmoe")
+"""Types whose code waits for the device in every pass, to copy indices, a number or the choice of experts."""
+
 
 def check_code(parallel: ParallelConfig, spec: ModelSpec | None, world: int, node: int) -> Iterator[str]:
     """What keeps the code of a model from being divided."""
@@ -71,15 +74,20 @@ def check_code_settings(config: Config, spec: ModelSpec | None, plan: Plan, node
             f"batch.sequence_length={config.batch.sequence_length} exceeds the {positions} positions of "
             f"model_type={name}; set batch.sequence_length={positions}"
         )
-    activation, given = config.activation, {}
-    given["run.cuda_graphs=true"] = (config.run.cuda_graphs, "run.cuda_graphs=false")
-    given[f"activation.mode={activation.mode}"] = (
-        activation.mode == "auto",
-        "activation=full, or activation=selective",
-    )
-    weights = spec.adapter.weights
-    given[f"model.adapter.weights={weights}"] = (weights != "compute", "model.adapter.weights=compute")
-    given[f"activation.tile={activation.tile}"] = (bool(activation.tile), "activation.tile=0")
+    activation, weights = config.activation, spec.adapter.weights
+    if activation.mode == "auto" and (facts["masks"] or not facts["outer"]["attends"]):
+        yield (
+            f"activation.mode=auto: layers of model_type={name} mix tokens outside of the attention function of "
+            "transformers, and what they keep there is not known; set activation=full, or activation=selective"
+        )
+    given = {
+        f"model.adapter.weights={weights}": (weights != "compute", "model.adapter.weights=compute"),
+        f"activation.tile={activation.tile}": (bool(activation.tile), "activation.tile=0"),
+        f"run.cuda_graphs=true for model_type={name}": (
+            config.run.cuda_graphs and name in WAITING,
+            "run.cuda_graphs=false",
+        ),
+    }
     if activation.mode == "selective":
         for entry in activation.save:
             given[f"activation.save={entry}"] = (

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from trainer.config import ActivationConfig, Config, ConfigError
 from trainer.config.hardware import HardwareConfig
-from trainer.config.model import ModelSpec
+from trainer.config.model import CodeSpec, ModelSpec
 from trainer.parallel.compress.plan import reduces_at_step_end
 from trainer.parallel.experts.plan import choose_dispatch
 from trainer.parallel.pipeline.plan import resolve_pipeline
@@ -228,7 +228,7 @@ def memory_choices(config: Config, spec: ModelSpec, tokens: float) -> Iterator[C
         chosen = with_section(chosen, "loss", tile=TILE)
         yield chosen
     more: list[dict[str, object]] = []
-    if activation.tile is None and tokens > TILE and not has_experts(spec):
+    if activation.tile is None and tokens > TILE and not (has_experts(spec) or isinstance(spec, CodeSpec)):
         more.append({"tile": TILE})
     recomputed = activation.mode != "none"
     if activation.offload is None and recomputed and not config.run.cuda_graphs:  # a replay would copy to old places

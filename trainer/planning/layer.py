@@ -325,7 +325,8 @@ def code_program(layer: CodeLayerSpec, width: int, tp: int, element_bytes: int, 
             # What is added to the residual stream last is read by no backward pass, unless a norm is behind it.
             ops.append(replace(gemm, read=matrix not in last, matrices=count))
         elif info.role == "norm":
-            ops.append(Op(matrix, "norm", saved=2 * stream))
+            # Its steps in fp32 are held where they are not fused.
+            ops.append(Op(matrix, "norm", saved=2 * stream, eager=stream))
     moved = UNFUSED * (stream + sum(op.saved for op in ops))
     middle = Op("middle", "residual", result=stream, saved=stream, traffic=moved, back_traffic=2 * moved)
     return Program((*ops, middle))

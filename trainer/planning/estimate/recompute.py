@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from trainer.config import Config
 from trainer.config.hardware import HardwareConfig
+from trainer.config.model import CodeSpec
 from trainer.parallel.pipeline.plan import resolve_pipeline
 from trainer.planning.estimate.memory import FRAGMENTS, find_peaks
 from trainer.planning.estimate.rates import DeviceRates
@@ -51,6 +52,10 @@ FEW = 256
 
 ROUNDS = 3
 """How often layers are dealt to stages anew after a choice."""
+
+
+COARSE: SavedOperations = ("attention", "matmul")
+"""What layers of transformers' code may keep: their products are not known one by one (`planning/code.py`)."""
 
 
 class LayerShare(NamedTuple):
@@ -173,7 +178,8 @@ class _Table:
         self.kinds: dict[int, list[int]] = defaultdict(list)  # layers that are equal
         for layer, program in enumerate(self.programs):
             self.kinds[id(program)].append(layer)
-        self.order = [*dict.fromkeys(name for program in self.programs for name in ("attention", *program.gemms)), ALL]
+        names = (name for program in self.programs for name in program.gemms)
+        self.order = [*dict.fromkeys((*COARSE, *names)), ALL]
         self.ladders = {
             kind: list(self.ladder(self.programs[layers[0]], layers[len(layers) // 2]))
             for kind, layers in self.kinds.items()
@@ -196,9 +202,10 @@ class _Table:
     def ladder(self, program: Program, layer: int) -> Iterator[SavedOperations]:
         """What a layer may keep, in the order of bytes. Steps that save no time are left out."""
         (seconds, sizes), gains = self.of(()), {}
-        for name, op in program.computed.items():
+        names = [name for name, op in program.computed.items() if op.read]
+        for name in COARSE if isinstance(self.layout.spec, CodeSpec) else names:
             faster, larger = self.of((name,))
-            if op.read and faster[layer] < seconds[layer] and larger[layer] > sizes[layer]:
+            if faster[layer] < seconds[layer] and larger[layer] > sizes[layer]:
                 gains[name] = (seconds[layer] - faster[layer]) / (larger[layer] - sizes[layer])
         order = sorted(gains, key=lambda name: -float(f"{gains[name]:.2e}"))  # of equal ones the first
         rungs = [tuple(order[:count]) for count in range(len(order) + 1)]
