@@ -532,6 +532,6 @@ def main(out: str, *which: str) -> None:
 
 if __name__ == "__main__":
     sample()  # once, not by every rank
-    fork()
+    fork(compiles=os.environ.get("WORLD_SIZE") == "2")
     main(*sys.argv[1:])
     leave()
