@@ -44,6 +44,10 @@ QUIET = (
 LONG = (
     "test_plans.py",
     "test_slurm.py",
+    "test_code_plans.py",
+    "test_replicas.py",
+    "test_soak.py",
+    "test_good_checkpoints.py",
     "test_training.py",
     "test_sweep.py",
     "test_parallel_runs.py",
