@@ -44,6 +44,10 @@ QUIET = (
 LONG = (
     "test_plans.py",
     "test_slurm.py",
+    "test_code_plans.py",
+    "test_replicas.py",
+    "test_soak.py",
+    "test_good_checkpoints.py",
     "test_training.py",
     "test_sweep.py",
     "test_parallel_runs.py",
@@ -74,6 +78,8 @@ LONG = (
 )
 """Files that take longest, in the order in which pytest-xdist's workers take them: those that compute and those that
 mostly wait in turn, short ones last. All but those of `FAST` are marked slow."""
+
+freeze = gc.freeze
 
 LAUNCHERS = ("launch", "warm_python", "Cluster")
 """Helpers of tests/support that start processes. Files that import one are marked slow."""
@@ -114,12 +120,15 @@ def is_slow(item: pytest.Item) -> bool:
 def pytest_collection_finish() -> None:
     gc.set_threshold(20_000, 20, 20)
     keep()
+    # A run freezes what is there and unfreezes it at its end. Here that would be all that tests import, which the next
+    # run would look at for seconds.
+    gc.freeze = gc.unfreeze = lambda: None
 
 
 def keep() -> None:
     """What is imported, compiled and remembered stays, and need not be looked at by each collection to come."""
     gc.collect()
-    gc.freeze()
+    freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -9,6 +9,7 @@ import dataclasses
 import subprocess
 import sys
 import tokenize
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -81,13 +82,20 @@ BUDGETS = {
 }
 
 
+@cache
+def count_once(name: str) -> int:
+    return BUDGETS[name][0]()
+
+
 @pytest.mark.parametrize("name", BUDGETS)
 def test_budget(name):
-    count, budget = BUDGETS[name]
-    assert count() <= budget, f"{name}: more than {budget}; make it smaller, or say in CHANGELOG.md why it grows"
+    budget = BUDGETS[name][1]
+    assert count_once(name) <= budget, (
+        f"{name}: more than {budget}; make it smaller, or say in CHANGELOG.md why it grows"
+    )
 
 
 @pytest.mark.parametrize("name", BUDGETS)
 def test_a_budget_is_near_what_it_limits(name):
-    count, budget = BUDGETS[name]
-    assert count() >= 0.97 * budget - 2, f"{name}: {count()}; lower the budget of {budget}"
+    count, budget = count_once(name), BUDGETS[name][1]
+    assert count >= 0.97 * budget - 2, f"{name}: {count}; lower the budget of {budget}"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -54,15 +54,18 @@ INSTEAD = {
 """Word of this project's past -> what the field says."""
 
 
-def definitions() -> Iterator[tuple[Path, ast.stmt, str]]:
+@cache
+def definitions() -> list[tuple[Path, ast.stmt, str]]:
     """File, statement and name of every function, class and constant at the top of a file."""
+    found: list[tuple[Path, ast.stmt, str]] = []
     for path in sorted(PACKAGE.rglob("*.py")):
         for statement in ast.parse(path.read_text()).body:
             match statement:
                 case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
-                    yield path, statement, name
+                    found.append((path, statement, name))
                 case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
-                    yield path, statement, name
+                    found.append((path, statement, name))
+    return found
 
 
 def words(name: str) -> list[str]:

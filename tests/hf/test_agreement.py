@@ -158,6 +158,8 @@ def test_every_field_is_exported_with_its_logits_or_refused_by_name(
         start = starts().get(path, {})
         base = small(family, **start)
         for number, spec in enumerate(variations(base, path)):
+            if path == ("pattern", "overrides")[(number + list(FAMILIES).index(family)) % 2]:
+                continue  # a field of a layer is varied by either of the two, by the other in the next family
             biased = path == "feed_forward.experts.bias_rate" and not FAMILIES[family].balance
             if path in INERT and not biased and config_from_spec(spec) == config_from_spec(base):
                 continue

@@ -197,8 +197,9 @@ def graphs(monkeypatch):
     return lambda: counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective"])
-@pytest.mark.parametrize("name, kinds", [("mixtral", 1), ("gemma2", 2), ("deepseek_v3", 2)])
+@pytest.mark.parametrize(
+    "name, kinds, recompute", [("mixtral", 1, "none"), ("gemma2", 2, "selective"), ("deepseek_v3", 2, "selective")]
+)
 def test_compiled_layers_of_a_kind_share_a_graph(name, kinds, recompute, graphs):
     """Also where documents are others. Another length takes another graph."""
     stage, eager = stage_of(spec_of(name)), stage_of(spec_of(name))

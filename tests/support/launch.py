@@ -6,6 +6,7 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
+import importlib
 import os
 import shutil
 import subprocess
@@ -101,9 +102,15 @@ FORKED: list[int] = []
 """Of rank 0: the processes of the others."""
 
 
-def fork() -> None:
+def fork(compiles: bool = False, deepspeed: bool = False) -> None:
     """To be called by a worker that has imported what it needs. Launched with `forks`, it becomes all ranks: many
-    processes that import for themselves would take minutes."""
+    processes that import for themselves would take minutes. compiles, deepspeed: the ranks use torch.compile or
+    DeepSpeed, whose first use takes a process seconds; so it is made before there are several."""
+    if "RANK" not in os.environ:
+        if compiles:
+            compile_once()
+        if deepspeed:
+            import_deepspeed()
     gc.collect()
     gc.freeze()  # what is imported stays, and need not be looked at after each case
     gc.set_threshold(20_000, 20, 50)  # plans leave cycles behind, and many small collections took a tenth of the time
@@ -125,6 +132,25 @@ def fork() -> None:
         "RANK": str(mine),
         "LOCAL_RANK": str(mine),
     }
+
+
+def compile_once() -> None:
+    """A graph of one product with its backward pass, captured and cut as those of workers are."""
+    import torch
+
+    x = torch.ones(2, 2, requires_grad=True)
+    torch.compile(lambda x: (x @ x).sum(), backend="aot_eager_decomp_partition")(x).backward()
+    torch._dynamo.reset()
+
+
+def import_deepspeed() -> None:
+    """DeepSpeed for CPUs, and what its engine imports when one is made."""
+    import torch
+
+    from trainer.parallel.zero.fsdp import import_engine
+
+    import_engine(torch.device("cpu"))
+    importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
 
 
 def leave() -> None:

@@ -242,7 +242,7 @@ modes, each mode two or three layouts."""
 COMPILED = [
     PLAIN | layout
     for layout in (
-        {"compile": "graphs", "cp": 2, "way": "allgather zigzag", "stage": 3, "recompute": "tiles", "loss": "tile"},
+        {"compile": "graphs", "recompute": "tiles", "loss": "tile"},
         {"compile": "graphs", "dp": 2, "stage": 3, "recompute": "selective", "offload": True, "float8": "tensorwise"},
         {"compile": "graphs", "tp": 2, "recompute": "selective", "tp_overlap": "copy_engine"},
         {"compile": "graphs", "dp": 2, "stage": 1, "precision": "bf16", "micro_batches": 3, "recompute": "selective"},
@@ -250,7 +250,7 @@ COMPILED = [
     )
 ]
 """graphs: on CPUs without kernels, whose C++ takes half a minute a case; what is captured, cut and recomputed is that
-of a compiled run."""
+of a compiled run. Sequences that ranks share are compiled by workers/context.py."""
 
 
 FUSED = [
@@ -506,14 +506,14 @@ COMPILED_ADAPTERS = [ADAPTERS[0] | {"compile": "graphs", "pp": 2, "schedule": "z
 
 
 COMPILED_EXPERTS = [
-    EXPERTS[0] | {"compile": "graphs", "pp": 2, "schedule": "zb_v", "recompute": "selective"},
-    EXPERT_PARALLEL[0] | {"compile": "graphs", "stage": 3, "recompute": "selective", "ep_dispatch": "alltoall"},
-    EXPERT_PARALLEL[0]
-    | {"compile": "graphs", "stage": 3, "recompute": "selective", "ep_dispatch": "shared_memory", "ep_capacity": 2.0},
+    EXPERT_PARALLEL[0] | {"compile": "graphs", "stage": 3, "recompute": "selective", "ep_dispatch": "alltoall"}
 ]
 
 
 COMPILED_ON_GPUS = [
+    COMPILED[0] | {"cp": 2, "way": "allgather zigzag", "stage": 3},
+    EXPERTS[0] | {"compile": "graphs", "pp": 2, "schedule": "zb_v", "recompute": "selective"},
+    COMPILED_EXPERTS[0] | {"ep_dispatch": "shared_memory", "ep_capacity": 2.0},
     *(FLOAT8[place] | {"compile": "graphs"} for place in (1, -2)),
     ADAPTERS[0] | {"compile": "graphs", "frozen": "fp8", "dp": 2, "stage": 3, "recompute": "full"},
     LATENT[1] | {"compile": "graphs", "attention": "causal"},
@@ -522,7 +522,7 @@ COMPILED_ON_GPUS = [
     BALANCED[0] | {"compile": "graphs", "dp": 2, "stage": 3, "recompute": "full"},
     EXPERTS[0] | {"family": "gpt_oss", "compile": "graphs", "dp": 2, "stage": 3, "recompute": "selective"},
 ]
-"""Left to bench/gpu_check.sh: on CPUs they take three minutes, and other cases compile the same layers."""
+"""Left to bench/gpu_check.sh: on CPUs they take four minutes, and other cases compile the same layers."""
 
 
 def cases(processes: int, compiled: bool) -> list[Case]:
@@ -554,8 +554,9 @@ def cases(processes: int, compiled: bool) -> list[Case]:
             if recompute == "none" or (place + number) % 4 < 2
         ]
         chosen += [case | {"recompute": "layers", "bits": True} for case in RECOMPUTED[1:4]]
-        chosen += COMPILED + COMPILED_EXPERTS + COMPILED_ADAPTERS if compiled else []
-        chosen += COMPILED_ON_GPUS if compiled and torch.cuda.is_available() else []
+    if compiled:
+        some = COMPILED + COMPILED_EXPERTS + COMPILED_ADAPTERS + COMPILED_ON_GPUS * torch.cuda.is_available()
+        chosen += [case for case in some if world(case) == processes]
     if processes == 4:
         chosen.append(PLAIN | {"dp": 2, "tp": 2, "stage": 1, "precision": "fp16", "overflow": True})
     return chosen

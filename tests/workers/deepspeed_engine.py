@@ -28,7 +28,6 @@ from trainer.distributed.tensors import local_values
 from trainer.model.initial import InitialWeights
 from trainer.model.loss import IGNORE
 from trainer.parallel.pipeline.plan import resolve_pipeline
-from trainer.parallel.zero.fsdp import import_engine
 from trainer.parity.compare import StartedAdapters, coarsest_tolerance, compare_runs, judge_plan, train_reference
 from trainer.parity.watch import StateRecorder
 from trainer.planning.features import resolve_plan
@@ -420,8 +419,7 @@ def eight() -> dict[str, Any]:
 
 
 def main(root: Path) -> None:
-    import_engine(torch.device("cpu"))
-    fork()
+    fork(deepspeed=True)
     join_world(resolve_plan(Config().parallel, int(os.environ["WORLD_SIZE"])), torch.device("cpu"))
     results = four(root) if dist.get_world_size() == 4 else eight()
     if dist.get_rank() == 0:

@@ -383,8 +383,7 @@ def measure(chosen: list[Case], worlds: Worlds, device: torch.device, folder: Pa
                 | {"case": case, "digest": digest(seen), "seconds": time.perf_counter() - started}
                 | {"routers": sorted(routers)}
             )
-        if "compile" in case or number == 1:
-            gc.freeze()  # what was imported and compiled stays: after each case the collector would look at it again
+        gc.freeze()  # what was imported, compiled and found stays: after each case the collector would look at it again
     faulthandler.cancel_dump_traceback_later()
     return results
 
@@ -532,6 +531,6 @@ def main(out: str, *which: str) -> None:
 
 if __name__ == "__main__":
     sample()  # once, not by every rank
-    fork()
+    fork(compiles=os.environ.get("WORLD_SIZE") == "2")
     main(*sys.argv[1:])
     leave()

@@ -39,7 +39,7 @@ DEVICE = os.environ.get("REPLICAS_DEVICE", "cpu")
 COMMON = {
     "model": "tiny",
     "model.width": 32,
-    "model.depth": 4,
+    "model.depth": 2,
     "model.feed_forward.width": 48,
     "model.attention.qk_norm": "head",
     "data.tokenizer": "bytes",
@@ -57,7 +57,7 @@ COMMON = {
     "checkpoint.every": STEPS // 2,
 }
 
-TIED = {"parallel.pp": 2, "model.tied": True}
+TIED = {"parallel.pp": 2, "model.depth": 4, "model.tied": True}
 PLANS: dict[str, dict[str, Any]] = {
     "zero0": {"parallel": "ddp"},
     "zero1": {"parallel": "zero1"},
@@ -96,12 +96,12 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 FLIPS: dict[str, tuple[str, str, int, int]] = {
-    "zero0 model": ("zero0", r"model\.layers\.2\..*q\.weight", 2, 30),
+    "zero0 model": ("zero0", r"model\.layers\.1\..*q\.weight", 2, 30),
     "hsdp1 exponent": ("hsdp1", r"model\.layers\.0\..*down\.weight", 3, 30),
     "zero0 moment": ("zero0", r"optimizer\.exp_avg_sq\.embedding", 0, 3),
     "hsdp1 model": ("hsdp1", r"model\.layers\.0\..*down\.weight", 3, 0),
     "hsdp3_ema average": ("hsdp3_ema", r"ema\.layers\.1\..*norm", 1, 12),
-    "tp2 norm": ("tp2", r"model\.layers\.3\.attention_norm", 1, 22),
+    "tp2 norm": ("tp2", r"model\.layers\.1\.attention_norm", 1, 22),
     "cp2 model": ("cp2", r"model\.layers\.1\..*v\.weight", 3, 31),
     "pp2_tied embedding": ("pp2_tied", r"model\.embedding", 3, 15),
     "pp2_tied_v copy": ("pp2_tied_v", r"model\.embedding", 0, 9),
@@ -295,6 +295,6 @@ def main(root: str, only: str = "") -> None:
 
 
 if __name__ == "__main__":
-    fork()
+    fork(deepspeed=DEVICE == "cpu")
     main(*sys.argv[1:])
     leave()

@@ -467,6 +467,6 @@ def main(out: str) -> None:
 
 
 if __name__ == "__main__":
-    fork()
+    fork(compiles=True)
     main(sys.argv[1])
     leave()
