@@ -63,7 +63,6 @@ SELECTIVE = ["activation.mode=selective"]
 KEPT = [*SELECTIVE, "activation.save=[attention,matmul]"]
 WITHOUT = ["activation.mode=none"]
 RECORDED = [*WITHOUT, "run.cuda_graphs=true"]
-"""For one GPU."""
 COPIED = "parallel.zero.collectives=copy_engine"
 GATHERED = ["parallel.zero.stage=2", "activation.tile=0", "loss.tile=0", "activation.offload=false"]
 THEIRS = ["--parallelism.fsdp_reshard_after_forward", "never"]

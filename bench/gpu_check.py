@@ -96,15 +96,6 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
         *("model.attention.head_dim=64", "model.feed_forward.width=512", "model.vocab_size=4096"),
         *("model.attention.window=64", "precision=bf16"),
     ]
-    if gpus > 1:
-        by_count = run(
-            "fp8_gathered",
-            *("parallel=zero3", "precision=fp8", "precision.float8.ends=0", "precision.float8.gather=true"),
-            *("compile=true", "activation=selective"),
-            count=processes,
-        )
-    else:
-        by_count = run("recorded", "run.cuda_graphs=true", "compile=true", "precision=bf16", "eval.every=10")
     return [
         # GPUs that others use are refused.
         Case("preflight", [*faults, "preflight"], 60, 2, alone=True),
@@ -177,7 +168,25 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
             *("compile=true", "precision=bf16", "activation=selective"),
             count=processes,
         ),
-        by_count,
+        *(
+            [
+                run(
+                    "fp8_gathered",
+                    *("parallel=zero3", "precision=fp8", "precision.float8.ends=0", "precision.float8.gather=true"),
+                    *("compile=true", "activation=selective"),
+                    count=processes,
+                ),
+                Case("recorded_plans", [*FEW_BUFFERS, *torchrun, "2", "tests/workers/recorded.py"], 200, 2),
+            ]
+            if pair == 2
+            else []
+        ),
+        run(
+            "recorded",
+            *("parallel=zero3", "run.cuda_graphs=true", "compile=true", "precision=bf16", "eval.every=10"),
+            "checkpoint.every=20",
+            count=processes,
+        ),
         run("documents", "data.mask_documents=true", "compile=true", "precision=bf16"),
         run("offload", "parallel=zero3_offload"),
         run("fp16", "precision=fp16", "parallel=zero2"),

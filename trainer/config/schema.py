@@ -38,8 +38,8 @@ class RunConfig:
     deterministic: bool = option(False, "deterministic kernels: the same plan gives the same bits")
     cuda_graphs: bool = option(
         False,
-        "a process that is alone on its GPU replays the training step as one CUDA graph: small models then wait for no "
-        "host",
+        "each process replays its training step as one CUDA graph, with collectives over NCCL: small models then wait "
+        "for no host",
     )
     force: bool = option(False, "go on although the model's states will not fit into memory, by what is predicted")
 

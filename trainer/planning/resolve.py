@@ -85,13 +85,22 @@ def check_optimizers(config: Config, plan: Plan) -> list[str]:
     ]
 
 
-def check_graphs(config: Config, plan: Plan, world_size: int) -> list[str]:
+def check_graphs(config: Config, plan: Plan) -> list[str]:
     """What of a step cannot be replayed as a CUDA graph."""
     if not config.run.cuda_graphs:
         return []
-    without = "or run.cuda_graphs=false"
+    without, parallel = "or run.cuda_graphs=false", config.parallel
     reasons = {
-        f"{world_size} processes: their collectives are not recorded; start 1": world_size > 1,
+        f"parallel.pp={plan.pp} sends between stages, which is not recorded; set parallel.pp=1": plan.pp > 1,
+        f"parallel.ep={plan.ep} reads on the host how many rows each rank gets; set parallel.ep=1": plan.ep > 1,
+        "parallel.zero.collectives=copy_engine counts its copies on the host; set parallel.zero.collectives=nccl": (
+            plan.shard > 1 and parallel.zero.collectives != "nccl"
+        ),
+        f"parallel.tp_overlap={parallel.tp_overlap} counts its copies on the host; set parallel.tp_overlap=off": (
+            plan.tp > 1 and parallel.tp_overlap != "off"
+        ),
+        "quantised gradients, which were never recorded; set parallel.grad_comm.inner.codec=none and "
+        "parallel.grad_comm.outer.codec=none": bool(enabled_codecs(parallel.grad_comm)),
         "parallel.zero.engine=deepspeed decides on the host; set parallel.zero.engine=torch": plan.engine != "torch",
         "parallel.zero.offload=true updates on the host; set parallel.zero.offload=false": plan.offload,
         "activation.offload=true copies to the host; set activation.offload=false": bool(config.activation.offload),
@@ -386,7 +395,7 @@ def _decide(
         problems = problems + list(find_adapter_problems(spec))
         problems = problems + UpdateSettings.of(config).problems(declare_parameters(spec))
     if plan:
-        problems = problems + check_optimizers(config, plan) + check_graphs(config, plan, world_size)
+        problems = problems + check_optimizers(config, plan) + check_graphs(config, plan)
         problems = problems + check_whole_plan(config, spec, plan, node)
     return layout, problems
 

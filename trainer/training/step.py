@@ -29,14 +29,15 @@ class ControlFlag(IntFlag):
     EVALUATE = 8
 
 
-def train_step(state: TrainState, batches: list[MicroBatch], requested: int) -> dict[str, Tensor]:
+def train_step(state: TrainState, batches: list[MicroBatch], requested: int | Tensor) -> dict[str, Tensor]:
     """Runs one optimizer step on this rank's micro-batches. Nothing is read back from the device.
 
     The loss of the step is the sum of the token losses over all ranks and micro-batches, divided by the global number
     of valid tokens. It therefore does not depend on how the batch is split. A step whose loss or gradient is not finite
     changes nothing and can be run again (see `state.gate`). A step without any valid token changes nothing either.
 
-    batches: one per micro-batch of the schedule. requested: the `ControlFlag`s that this rank requests.
+    batches: one per micro-batch of the schedule. requested: the `ControlFlag`s that this rank requests, or the
+    `flag_vector` of them, which a CUDA graph reads anew in every replay.
 
     Returns device tensors that are equal on all ranks, except where noted. Scalars: loss (nats per token; 0 without any
     valid token), valid (number of tokens that the loss is the mean of), grad_norm (before clipping), lr, loss_scale,
@@ -51,11 +52,8 @@ def train_step(state: TrainState, batches: list[MicroBatch], requested: int) -> 
     # The gradient of every micro-batch is divided by the number of valid tokens of the global batch, so this number has
     # to be known before the first forward pass. The control flags travel in the same all-reduce.
     targets = own_targets(state, batches)
-    counts = torch.zeros(1 + len(ControlFlag), dtype=torch.float64, device=world.device)
-    counts[0] = targets.sum()
-    for index, flag in enumerate(ControlFlag, start=1):
-        if requested & flag:
-            counts[index] = 1
+    flags = requested if isinstance(requested, Tensor) else flag_vector(requested, world.device)
+    counts = torch.cat([targets.sum()[None], flags])
     valid, requests = world.sum_all(counts).split([1, len(ControlFlag)])
     valid = valid.squeeze()
     # A step without any valid token has gradients of zero, but weight decay and moments would change the weights.
@@ -116,6 +114,15 @@ def train_step(state: TrainState, batches: list[MicroBatch], requested: int) -> 
     scaler.update(found_inf, torch.maximum(state.gate.shut, empty))
     state.step += 1
     return result
+
+
+def flag_vector(requested: int, device: torch.device) -> Tensor:
+    """1 for each `ControlFlag` that is requested, else 0: fp64 [flags]."""
+    flags = torch.zeros(len(ControlFlag), dtype=torch.float64, device=device)
+    for index, flag in enumerate(ControlFlag):
+        if requested & flag:
+            flags[index] = 1
+    return flags
 
 
 def own_losses(state: TrainState, losses: Tensor) -> Tensor:

@@ -43,14 +43,14 @@ from trainer.training.replicas import ReplicaComparison, StepRepeats, TakenStep
 from trainer.training.saving import RunProgress, RunStart, describe_checkpoint, find_non_finite, read_identity
 from trainer.training.session import RunClock, StopRequest, memory_of
 from trainer.training.state import TrainState
-from trainer.training.step import ControlFlag, evaluate, train_step
+from trainer.training.step import ControlFlag, evaluate, flag_vector, train_step
 from trainer.util import tables
 from trainer.util.exit_codes import DONE, FAILED, STOPPED
 from trainer.util.reading import explain_errors
 
 # Training steps as one CUDA graph: a small model's kernels are shorter than the host takes to start them.
-# `train_step` reads nothing back and keeps its state in place, so that a process that is alone on its GPU can record
-# it as it is. What it allocates lies in memory of the graph's own.
+# `train_step` reads nothing back and keeps its state in place, so that a process can record it as it is, with its
+# collectives over NCCL. What it allocates lies in memory of the graph's own.
 
 
 WARM = 2
@@ -59,13 +59,14 @@ WARM = 2
 
 class CUDAGraphStep:
     """`train_step` of a state: the first `WARM` steps as they come, the next is recorded, and replayed like all that
-    follow. Raises `ConfigError` where it cannot be recorded."""
+    follow. All ranks call it together. Raises `ConfigError` on all of them where one cannot record its step."""
 
     def __init__(self, state: TrainState):
         self.state = state
         self.before = WARM
         self.graph: torch.cuda.CUDAGraph | None = None
         self.batches: list[MicroBatch] = []
+        self.requested = flag_vector(0, state.world.device)
         self.scalars: dict[str, Tensor] = {}
 
     def __call__(self, batches: list[MicroBatch], asked: int) -> dict[str, Tensor]:
@@ -78,12 +79,9 @@ class CUDAGraphStep:
             for mine, batch in zip(self.batches, batches, strict=True):
                 mine.copy_(batch)
             self.state.step += 1
+        self.requested.copy_(flag_vector(asked, self.requested.device))
         self.graph.replay()
-        scalars = {name: value.clone() for name, value in self.scalars.items()}  # the next replay overwrites its own
-        if asked:
-            bits = [float(bool(asked & ask)) for ask in ControlFlag]
-            scalars["asked"] = torch.tensor(bits, dtype=torch.float64, device=self.state.world.device)
-        return scalars
+        return {name: value.clone() for name, value in self.scalars.items()}  # the next replay overwrites its own
 
     def record(self, batches: list[MicroBatch]) -> None:
         device = self.state.world.device
@@ -91,9 +89,12 @@ class CUDAGraphStep:
         torch.cuda.synchronize(device)
         gc.collect()
         torch.cuda.empty_cache()  # what steps took so far, the graph will take
-        step = partial(train_step, self.state, self.batches, ControlFlag(0))
+        self.graph, self.scalars = self.state.world.together(self.capture)
+
+    def capture(self) -> tuple[torch.cuda.CUDAGraph, dict[str, Tensor]]:
+        step = partial(train_step, self.state, self.batches, self.requested)
         try:
-            self.graph, self.scalars = capture_graph(step, torch.cuda.Stream(device))
+            return capture_graph(step, torch.cuda.Stream(self.state.world.device))
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -101,6 +102,11 @@ class CUDAGraphStep:
                 f"run.cuda_graphs=true: a step of this run cannot be recorded ({str(error).splitlines()[0]}); set "
                 "run.cuda_graphs=false"
             ) from error
+
+    def close(self) -> None:
+        """Frees the graph. NCCL closes a communicator only when no graph uses it any more."""
+        if self.graph is not None:
+            self.graph.reset()
 
 
 def check_recording(config: Config, device: torch.device) -> None:
@@ -213,11 +219,13 @@ class Trainer:
                     write_schedule(self.folder, self.state, self.batch)
                 except OSError as error:  # on rank 0 alone; raising would leave the others waiting in `close`
                     self.ledger.log.event(f"the schedule was not written: {reason_of(error)}")
-            # The order matters: background saves use process groups, so they end before the state closes its
-            # communicators.
+            # The order matters: background saves and a recorded step use process groups, so they end before the state
+            # closes its communicators.
             self.checkpointer.close()
             if self.memory is not None:
                 self.memory.close(remove=code != FAILED)
+            if self.recorded is not None:
+                self.recorded.close()
             self.state.close()
         except BaseException as error:
             reason = reason_of(error)
