@@ -74,7 +74,6 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
         "tests/training/test_room.py",
         "tests/training/test_step.py",
         "tests/training/test_recorded.py",
-        "tests/precision/test_casts_once.py",
         "tests/model/test_tiles.py",
         "tests/model/test_plain_attention.py",
         "tests/generate/test_graphs.py",

@@ -6,8 +6,7 @@
 Everything after the first few keys is a setting of the configuration schema. Needs no corpus and no Hydra. With
 balanced=true every expert of a mixture gets the same number of tokens, whatever the router says. With
 code=transformers the model runs by transformers' own code. With sums=kernel, kernels of their own add weight gradients
-to those of earlier micro-batches, and not GEMMs. With casts=each, each product casts its weight to fp8, and not each
-step. The line also says what `trainer estimate` predicts of the step.
+to those of earlier micro-batches, and not GEMMs. The line also says what `trainer estimate` predicts of the step.
 """
 
 from __future__ import annotations
@@ -36,11 +35,9 @@ from trainer.distributed.mesh import join_world, local_device
 from trainer.model import experts
 from trainer.model.attention import kernel_priority
 from trainer.observe.report import device_name
-from trainer.parallel import parallelize
 from trainer.parallel.pipeline.plan import PipelinePlan, resolve_pipeline
 from trainer.planning import layer as cost
 from trainer.planning import states
-from trainer.planning.estimate import timing
 from trainer.planning.estimate.step import estimate_step
 from trainer.planning.features import resolve_plan
 from trainer.planning.hardware import load_hardware, peak_flops, shipped_for
@@ -79,7 +76,6 @@ def main() -> None:
         "balanced": "false",
         "code": "spec",
         "sums": "gemm",
-        "casts": "once",
     }
     config, changes = Config(), dict(argument.split("=", 1) for argument in sys.argv[1:])
     for name, value in changes.items():
@@ -92,8 +88,6 @@ def main() -> None:
         setattr(target, last, value if value == "off" else yaml.safe_load(value))  # for YAML false
     if own["sums"] == "kernel":
         states.sums_in_gemms = training_state.sums_in_gemms = lambda *_: False
-    if own["casts"] == "each":
-        parallelize.casts_once = timing.casts_once = lambda *_: False
     if own["balanced"] == "true":
         experts.choose_experts = choose_in_turn
     spec = read_spec(own["model"])

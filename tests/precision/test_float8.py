@@ -315,12 +315,10 @@ def test_predicted_steps_are_faster():
         estimated(config, 8, load_hardware("a100"))
 
 
-def test_gathered_in_fp8_or_cast_once_a_run_has_the_same_bits(tmp_path):
+def test_gathered_in_fp8_a_run_has_the_same_bits(tmp_path):
     """Embedding, head and norms travel in bf16, the matrices of both layers in fp8."""
     launch("float8_gather.py", 2, tmp_path / "out.json", forks=True)
-    seen = json.loads((tmp_path / "out.json").read_text())
-    assert len(seen["once"]) == 8 and all(seen["once"].values())
-    for stage, found in seen["gathered"].items():
+    for stage, found in json.loads((tmp_path / "out.json").read_text()).items():
         assert found["equal"] and len(set(found["losses"])) == 3, stage
         plain, narrow = found["bytes"]
         assert 0.5 * plain < narrow < 0.6 * plain, stage

@@ -24,8 +24,6 @@ from trainer.precision.products import (
     GEMMOperand,
     GEMMRole,
     Multiply,
-    flatten_operands,
-    join_operands,
     matmul,
     output_width,
     weight_gradients,
@@ -165,9 +163,8 @@ def copied_gather_matmul(
     keep: bool,
 ) -> list[Tensor]:
     """The products of all ranks' x [tokens / t, n] with each weight, and with `keep` all ranks' x: [tokens, ...]
-    each. weights: or operands in parts."""
+    each."""
     x, kind, how, ranks = x.contiguous(), GEMMRole[role], MULTIPLIERS[multiply], GROUPS[group]
-    weights = join_operands(weights, len(biases))
     largest = largest_of_all(how.largest(x, kind), ranks)
     mine = GEMMOperand(x) if keep else how.left(x, kind, largest)  # a kept x is needed unquantised
     sent, rights = PendingGather("gather", mine.of_rows(), ranks), [how.right(weight, kind) for weight in weights]
@@ -194,7 +191,6 @@ def _(
     group: str,
     keep: bool,
 ) -> list[Tensor]:
-    weights = join_operands(weights, len(biases))
     widths = [output_width(weight, GEMMRole[role]) for weight in weights] + [x.shape[1]] * keep
     return [x.new_empty(GROUPS[group].size * len(x), width) for width in widths]
 
@@ -204,7 +200,6 @@ def copied_matmul_scatter(
     operands: Sequence[Tensor], weights: Sequence[Tensor], role: str, multiply: str, group: str
 ) -> Tensor:
     """This rank's tokens of the sum over ranks and operands of their products with the weights: [tokens / t, ...]."""
-    weights = join_operands(weights, len(operands))
     sums = PendingReduce(operands, weights, GEMMRole[role], MULTIPLIERS[multiply], GROUPS[group])
     total = sums.total()
     copy_stream(total.device).end()
@@ -213,8 +208,7 @@ def copied_matmul_scatter(
 
 @torch.library.register_fake("trainer::copied_matmul_scatter")
 def _(operands: Sequence[Tensor], weights: Sequence[Tensor], role: str, multiply: str, group: str) -> Tensor:
-    width = output_width(join_operands(weights, len(operands))[0], GEMMRole[role])
-    return operands[0].new_empty(len(operands[0]) // GROUPS[group].size, width)
+    return operands[0].new_empty(len(operands[0]) // GROUPS[group].size, output_width(weights[0], GEMMRole[role]))
 
 
 class CopyEngineGroup(TensorGroup):
@@ -237,15 +231,13 @@ class CopyEngineGroup(TensorGroup):
         multiply: Multiply = matmul,
     ) -> tuple[list[Tensor], Tensor | None]:
         added = list(biases or [None] * len(weights))
-        given = flatten_operands(weights)
-        results = copied_gather_matmul(x, given, added, role.name, multiply.key, self.key, keep)
+        results = copied_gather_matmul(x, list(weights), added, role.name, multiply.key, self.key, keep)
         return results[: len(weights)], results[-1] if keep else None
 
     def matmul_scatter_sum(
         self, operands: Sequence[Tensor], weights: Sequence[Tensor], role: GEMMRole, multiply: Multiply = matmul
     ) -> Started:
-        given = flatten_operands(weights)
-        return [copied_matmul_scatter(list(operands), given, role.name, multiply.key, self.key)]
+        return [copied_matmul_scatter(list(operands), list(weights), role.name, multiply.key, self.key)]
 
     def columns_gradients(
         self, gradients: Sequence[Tensor], weights: Sequence[Tensor], x: Tensor, multiply: Multiply = matmul

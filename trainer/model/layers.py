@@ -133,11 +133,8 @@ class Linear(AdaptableLinear):
 
     Tensor parallelism splits the outputs (column-parallel) or the inputs (row-parallel, `by_rows`). With an adapter
     (`adapt`), y = x W^T + b + scale (x A^T) B^T. `row_scale`: where W is in fp8, the factors of the rows that this rank
-    computes with, fp32 [rows, 1]. `held`: where W is gathered for a whole step and multiplies in fp8, the operands that
-    were made of it (`cast_weight`); the memory of W itself is then free.
+    computes with, fp32 [rows, 1].
     """
-
-    held: Sequence[Tensor] = ()
 
     def __init__(
         self,
@@ -174,7 +171,6 @@ class Linear(AdaptableLinear):
                 self.multiply,
                 adapter,
                 self.row_scale,
-                self.held,
             )
         return project_input(x, self)[0]
 
@@ -186,8 +182,6 @@ def project_input(x: Tensor, *linears: Linear) -> Sequence[Tensor]:
     numbers: list[Tensor] = []
     adapters: list[Adapter | None] = []
     row_scales: list[Tensor | None] = []
-    read: list[Tensor] = []
-    read_back: list[Tensor] = []
     for linear in linears:
         # Operands in different types cannot share a gather of converted tokens.
         if linear.multiply is not linears[0].multiply:
@@ -198,8 +192,6 @@ def project_input(x: Tensor, *linears: Linear) -> Sequence[Tensor]:
             adapters = [one.local_adapter() for one in linears]
         if linear.row_scale is not None:
             row_scales = [one.row_scale for one in linears]
-        read += linear.held[:2]
-        read_back += linear.held[2:]
     return column_parallel(
         x,
         [linear.local("weight") for linear in linears],
@@ -210,7 +202,6 @@ def project_input(x: Tensor, *linears: Linear) -> Sequence[Tensor]:
         linears[0].multiply,
         adapters,
         row_scales,
-        read + read_back,
     )
 
 

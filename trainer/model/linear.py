@@ -31,7 +31,6 @@ from trainer.precision.products import (
     Multiply,
     SummedMultiply,
     decode_rows,
-    join_operands,
     matmul,
     matmul_all,
     matmul_sum,
@@ -126,11 +125,11 @@ def weight_targets(numbers: list[Tensor]) -> tuple[list[Tensor], DeferringLinear
 def columns_backward(gradients: list[Tensor], weights: list[Tensor], x: Tensor, numbers: list[Tensor]) -> Tensor:
     """The gradient of the input of `ColumnParallel`. Those of the weights are accumulated or deferred.
 
-    gradients: of the products, [tokens, outputs / t] each; weights: [outputs / t, inputs] each, or operands in parts; x
-    and result: [tokens / t, inputs]; numbers: of the layers, from `number_layer`.
+    gradients: of the products, [tokens, outputs / t] each; weights: [outputs / t, inputs] each; x and result: [tokens /
+    t, inputs]; numbers: of the layers, from `number_layer`.
     """
     targets, layer, multiply = weight_targets(numbers)
-    group, deferred, weights = layer.group, layer.deferred, join_operands(weights, len(gradients))
+    group, deferred = layer.group, layer.deferred
     if not deferred.active:
         to_x, *to_weights = columns_gradients(group, gradients, weights, x, multiply)
         accumulate_gradients(targets, to_weights)
@@ -152,14 +151,14 @@ def _(gradients: list[Tensor], weights: list[Tensor], x: Tensor, numbers: list[T
 
 
 @register_operator("rows_backward")
-def rows_backward(gradient: Tensor, weights: list[Tensor], x: Tensor, number: Tensor) -> Tensor:
+def rows_backward(gradient: Tensor, weight: Tensor, x: Tensor, number: Tensor) -> Tensor:
     """The gradient of the input of `RowParallel`. That of the weight is accumulated or deferred.
 
-    gradient: [tokens / t, outputs]; weights: one [outputs, inputs / t], or an operand in parts; x and result: [tokens,
-    inputs / t]; number: of the layer.
+    gradient: [tokens / t, outputs]; weight: [outputs, inputs / t]; x and result: [tokens, inputs / t]; number: of the
+    layer.
     """
     targets, layer, multiply = weight_targets([number])
-    group, deferred, (weight,) = layer.group, layer.deferred, join_operands(weights, 1)
+    group, deferred = layer.group, layer.deferred
     if not deferred.active:
         to_x, *to_weights = group.rows_gradients(gradient, weight, x, multiply)
         accumulate_gradients(targets, to_weights)
@@ -173,7 +172,7 @@ def rows_backward(gradient: Tensor, weights: list[Tensor], x: Tensor, number: Te
 
 
 @torch.library.register_fake("trainer::rows_backward")
-def _(gradient: Tensor, weights: list[Tensor], x: Tensor, number: Tensor) -> Tensor:
+def _(gradient: Tensor, weight: Tensor, x: Tensor, number: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -182,23 +181,23 @@ def group_columns_gradients(
     gradients: list[Tensor], weights: list[Tensor], x: Tensor, group: str, multiply: str
 ) -> list[Tensor]:
     """`TensorGroup.columns_gradients` as one custom operator, see `keeps_order`."""
-    return GROUPS[group].columns_gradients(gradients, join_operands(weights, len(gradients)), x, MULTIPLIERS[multiply])
+    return GROUPS[group].columns_gradients(gradients, weights, x, MULTIPLIERS[multiply])
 
 
 @torch.library.register_fake("trainer::columns_gradients")
 def _(gradients: list[Tensor], weights: list[Tensor], x: Tensor, group: str, multiply: str) -> list[Tensor]:
-    return [x.new_empty(x.shape), *(x.new_empty(gradient.shape[1], x.shape[1]) for gradient in gradients)]
+    return [x.new_empty(x.shape), *(weight.new_empty(weight.shape) for weight in weights)]
 
 
 @register_operator("rows_gradients")
-def group_rows_gradients(gradient: Tensor, weights: list[Tensor], x: Tensor, group: str, multiply: str) -> list[Tensor]:
+def group_rows_gradients(gradient: Tensor, weight: Tensor, x: Tensor, group: str, multiply: str) -> list[Tensor]:
     """`TensorGroup.rows_gradients` as one custom operator."""
-    return GROUPS[group].rows_gradients(gradient, *join_operands(weights, 1), x, MULTIPLIERS[multiply])
+    return GROUPS[group].rows_gradients(gradient, weight, x, MULTIPLIERS[multiply])
 
 
 @torch.library.register_fake("trainer::rows_gradients")
-def _(gradient: Tensor, weights: list[Tensor], x: Tensor, group: str, multiply: str) -> list[Tensor]:
-    return [x.new_empty(x.shape), x.new_empty(gradient.shape[1], x.shape[1])]
+def _(gradient: Tensor, weight: Tensor, x: Tensor, group: str, multiply: str) -> list[Tensor]:
+    return [x.new_empty(x.shape), weight.new_empty(weight.shape)]
 
 
 def keeps_order(group: TensorGroup, multiply: Multiply) -> bool:
@@ -222,9 +221,8 @@ def columns_gradients(
 class ColumnParallel(torch.autograd.Function):
     """y_i = x W_i^T + b_i for several matrices that share the input, which is gathered once (q, k, v; gate, up).
 
-    x: [tokens / t, inputs]. operands: weights [outputs / t, inputs]; then a bias or None for each; then, where weights
-    are held in fp8, the operands that outputs and then those that gradients of the input read, in parts; then, where
-    weight gradients may be deferred, the number of each layer. Each result: [tokens, outputs / t].
+    x: [tokens / t, inputs]. operands: weights [outputs / t, inputs]; then a bias or None for each; then, where weight
+    gradients may be deferred, the number of each layer. Each result: [tokens, outputs / t].
     """
 
     @staticmethod
@@ -233,13 +231,10 @@ class ColumnParallel(torch.autograd.Function):
         by the number of parameters of this function whether a ctx is passed, and with several names decides wrongly for
         one matrix."""
         group, multiply, x, count, *operands = given
-        held = 2 * count if len(operands) >= 6 * count else 0
-        weights, biases, read, read_back, numbers = split_sizes(operands, count, count, held, held)
+        weights, biases, numbers = operands[:count], operands[count : 2 * count], operands[2 * count :]
         ctx.group, ctx.multiply, ctx.count, ctx.biased = group, multiply, count, [b is not None for b in biases]
-        ctx.held = held
         # Saved is this rank's part of x, not the gathered input. Backward gathers it again.
-        ctx.save_for_backward(x, *(read_back or weights), *numbers)
-        weights = join_operands(read or weights, count)
+        ctx.save_for_backward(x, *weights, *numbers)
         if group is None:
             return tuple(matmul_all(x, weights, GEMMRole.OUTPUT, biases, multiply))
         return tuple(group.gather_matmul(x, weights, GEMMRole.OUTPUT, biases, multiply=multiply)[0])
@@ -247,51 +242,48 @@ class ColumnParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple:
         x, *operands = ctx.saved_tensors
-        group, multiply, (weights, numbers) = ctx.group, ctx.multiply, split_sizes(operands, ctx.held or ctx.count)
-        others = [None] * (2 * ctx.held + len(numbers))
+        group, multiply, weights, numbers = ctx.group, ctx.multiply, operands[: ctx.count], operands[ctx.count :]
         # A bias belongs to this rank's outputs, and the output gradient has all tokens, so its gradient needs no
         # reduction.
         to_biases = [gradient.sum(0) if biased else None for gradient, biased in zip(gradients, ctx.biased)]
         if numbers:
             # The weights got their gradients inside of the operator, so autograd receives None for them.
             to_x = columns_backward(list(gradients), weights, x, numbers)
-            return None, None, to_x, None, *[None] * ctx.count, *to_biases, *others
+            return None, None, to_x, None, *[None] * ctx.count, *to_biases, *[None] * ctx.count
         if group is not None and keeps_order(group, multiply):
             to_x, *to_weights = group_columns_gradients(list(gradients), weights, x, group.key, multiply.key)
         else:
-            weights = join_operands(weights, ctx.count)
             to_x, *to_weights = columns_gradients(group, gradients, weights, x, multiply)
-        return None, None, to_x, None, *to_weights, *to_biases, *others
+        return None, None, to_x, None, *to_weights, *to_biases
 
 
 class RowParallel(torch.autograd.Function):
     """y = x W^T summed over the group. x: [tokens, inputs / t]; weight: [outputs, inputs / t]; result: [tokens / t,
     outputs].
 
-    number: of the layer, where its weight gradient may be deferred, else None. held: see `Linear`.
+    number: of the layer, where its weight gradient may be deferred, else None.
     """
 
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> Tensor:
-        """given: see `ColumnParallel.forward`."""
-        group, multiply, x, weight, number, *held = given
-        ctx.group, ctx.multiply, ctx.others = group, multiply, len(held) + 1
+    def forward(
+        ctx: Any, group: TensorGroup, multiply: Multiply, x: Tensor, weight: Tensor, number: Tensor | None
+    ) -> Tensor:
+        ctx.group, ctx.multiply, ctx.numbered = group, multiply, number is not None
         # x is this rank's part of the inputs for all tokens: it needs no gather in backward, the output's gradient
         # does.
-        ctx.save_for_backward(x, number, *(held[2:] or [weight]))
-        weights = join_operands(held[:2] or [weight], 1)
-        return group.wait(group.matmul_scatter_sum([x], weights, GEMMRole.OUTPUT, multiply))
+        ctx.save_for_backward(x, weight, *([number] if ctx.numbered else []))
+        return group.wait(group.matmul_scatter_sum([x], [weight], GEMMRole.OUTPUT, multiply))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple:
-        to_weight, (x, number, *weights) = None, ctx.saved_tensors
-        if number is not None:
-            to_x = rows_backward(gradient, weights, x, number)
-        elif keeps_order(ctx.group, ctx.multiply):
-            to_x, to_weight = group_rows_gradients(gradient, weights, x, ctx.group.key, ctx.multiply.key)
+        x, weight, *numbers = ctx.saved_tensors
+        if ctx.numbered:
+            return None, None, rows_backward(gradient, weight, x, numbers[0]), None, None
+        if keeps_order(ctx.group, ctx.multiply):
+            to_x, to_weight = group_rows_gradients(gradient, weight, x, ctx.group.key, ctx.multiply.key)
         else:
-            to_x, to_weight = ctx.group.rows_gradients(gradient, *join_operands(weights, 1), x, ctx.multiply)
-        return None, None, to_x, to_weight, *[None] * ctx.others
+            to_x, to_weight = ctx.group.rows_gradients(gradient, weight, x, ctx.multiply)
+        return None, None, to_x, to_weight, None
 
 
 class Adapter(NamedTuple):
@@ -515,11 +507,10 @@ def column_parallel(
     multiply: Multiply = matmul,
     adapters: Sequence[Adapter | None] = (),
     row_scales: Sequence[Tensor | None] = (),
-    held: Sequence[Tensor] = (),
 ) -> Sequence[Tensor]:
     """Products of one input with several matrices, column-parallel over `group` if there is one. Shapes:
     `ColumnParallel`. adapters: of each matrix, or nothing. row_scales: of each matrix, None for those that are not in
-    fp8, or nothing. held: see `ColumnParallel`.
+    fp8, or nothing.
 
     Weights marked `dropped_after_use` lose their memory after forward and get it back for backward. torch's own product
     would save a view of the freed memory, so such weights always go through `ColumnParallel`. So do products that are
@@ -537,8 +528,7 @@ def column_parallel(
     dropped = getattr(weights[0], "dropped_after_use", False)
     if group is None and not numbers and not dropped and multiply is matmul:
         return [matmul(x, weight, GEMMRole.OUTPUT, bias) for weight, bias in zip(weights, biases)]
-    weights = detach_weights(weights, numbers)
-    return ColumnParallel.apply(group, multiply, x, len(weights), *weights, *biases, *held, *numbers)
+    return ColumnParallel.apply(group, multiply, x, len(weights), *detach_weights(weights, numbers), *biases, *numbers)
 
 
 def row_parallel(
@@ -550,16 +540,15 @@ def row_parallel(
     multiply: Multiply = matmul,
     adapter: Adapter | None = None,
     row_scale: Tensor | None = None,
-    held: Sequence[Tensor] = (),
 ) -> Tensor:
     """A row-parallel product, see `RowParallel`. The bias is added after the sum over ranks, so it counts once.
-    row_scale: of a weight in fp8. held: see `Linear`."""
+    row_scale: of a weight in fp8."""
     if adapter is not None or not weight.requires_grad:
         *pair, scale = (0.0,) if adapter is None else adapter
         y = AdaptedRows.apply(group, multiply, scale, x, weight, row_scale, *pair)
     else:
         (weight,) = detach_weights([weight], [] if number is None else [number])
-        y = RowParallel.apply(group, multiply, x, weight, number, *held)
+        y = RowParallel.apply(group, multiply, x, weight, number)
     return y if bias is None else y + bias
 
 

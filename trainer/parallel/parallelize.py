@@ -25,8 +25,8 @@ from trainer.parallel.experts.apply import share_experts
 from trainer.parallel.recompute import apply_recompute, check_recompute, recomputes_attention
 from trainer.parallel.tensor.apply import BACKENDS, shard_model
 from trainer.parallel.zero.fsdp import Engine
-from trainer.parallel.zero.fsdp_internals import hold_operands, sum_in_gemms
-from trainer.planning.float8 import casts_once, float8_linears
+from trainer.parallel.zero.fsdp_internals import sum_in_gemms
+from trainer.planning.float8 import float8_linears
 from trainer.planning.parameters import declare_parameters
 from trainer.planning.plan import Plan
 from trainer.precision.products import DTYPES, E4M3, Float8Multiply, Quantise, check_device, quantise_operand
@@ -135,8 +135,6 @@ def parallelize(
     engine.materialize(model)
     if sums:
         sum_in_gemms(model)
-    if casts_once(spec, plan):
-        hold_operands(model, config.compile)
     keep_buffers(model, world.device)
     return model
 

@@ -67,12 +67,6 @@ def gathered_in_float8(config: Config, spec: ModelSpec, plan: Plan) -> list[floa
     return found
 
 
-def casts_once(spec: ModelSpec, plan: Plan) -> bool:
-    """Whether a step casts a weight once, when it is gathered, and holds the fp8 operands of its products in place of
-    it: not under ZeRO-3, which gathers it for each pass. With adapters most matrices are frozen, and not gathered."""
-    return plan.stage < 3 and not spec.adapter.rank
-
-
 def _projections(index: int, table: Mapping[str, ParameterInfo]) -> Iterator[tuple[str, ParameterInfo]]:
     for name, info in table.items():
         # Experts and adapters multiply in the compute type, routers in fp32.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -143,10 +143,8 @@ def add_weight_gradient(total: Tensor, gradient: Tensor, x: Tensor, new: bool) -
     return torch.mm(left, right, out=total) if new else total.addmm_(left, right)
 
 
-def output_width(weight: Tensor | GEMMOperand, role: GEMMRole) -> int:
-    """The width of a product with a weight [outputs, inputs], or with the operand that was made of it."""
-    if isinstance(weight, GEMMOperand):
-        return weight.values.shape[0]
+def output_width(weight: Tensor, role: GEMMRole) -> int:
+    """The width of a product with a weight [outputs, inputs]."""
     return weight.shape[0 if role is GEMMRole.OUTPUT else 1]
 
 
@@ -256,28 +254,6 @@ def quantise_operand(
     return (x.float() * scale).to(dtype).contiguous(), scale.double().reciprocal().float()
 
 
-# Weights that are cast once for several products. Functions of autograd and operators take tensors only, so an operand
-# travels as two: its values, and its factor.
-
-
-def cast_weight(weight: Tensor, multiply: Float8Multiply) -> list[Tensor]:
-    """The operands that the two products with a weight read: the one of the output, then the one of the input's
-    gradient."""
-    return flatten_operands([multiply.right(weight, role) for role in (GEMMRole.OUTPUT, GEMMRole.INPUT_GRADIENT)])
-
-
-def flatten_operands(weights: Sequence[Any]) -> list[Tensor]:
-    """The tensors of weights, some of which may be operands."""
-    return [part for one in weights for part in ((one.values, one.back) if isinstance(one, GEMMOperand) else (one,))]
-
-
-def join_operands(parts: Sequence[Tensor], count: int) -> list[Any]:
-    """The weights of `count` products: `parts` itself, or operands where there are two for each."""
-    if len(parts) == count:
-        return list(parts)
-    return [GEMMOperand(*pair) for pair in zip(parts[::2], parts[1::2])]
-
-
 # Frozen matrices in fp8 (`model.adapter.weights`): e4m3 with a scale for each row, as the recipe `rowwise` rounds them.
 # The scales are powers of two, so the values are exact in bf16 and fp32, and rounding them again changes nothing.
 
@@ -363,10 +339,7 @@ class Float8Multiply(Multiply):
             *self.quantise(a, 0 if role is GEMMRole.WEIGHT_GRADIENT else 1, dtype, self.rowwise, largest)
         )
 
-    def right(self, b: Tensor | GEMMOperand, role: GEMMRole) -> GEMMOperand:
-        """b: or the operand that was made of it."""
-        if isinstance(b, GEMMOperand):
-            return b
+    def right(self, b: Tensor, role: GEMMRole) -> GEMMOperand:
         if self.left_type(role) is None:
             return GEMMOperand(b)
         # Transposed first. Otherwise the compiler would reuse forward's cast of the weight here, and keep it in memory

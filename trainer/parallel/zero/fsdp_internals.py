@@ -19,12 +19,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
 from torch.distributed.tensor import DTensor
 
-from trainer.model.layers import AdaptableLinear, Linear
+from trainer.model.layers import AdaptableLinear
 from trainer.model.linear import DeferredGrads
 from trainer.model.stage import Stage, compile_function
 from trainer.model.transformer import Head
 from trainer.parallel.zero.copy_engine import CopyEngineShards, copy_together, wait_for_event
-from trainer.precision.products import E4M3, Float8Multiply, add_weight_gradient, cast_weight, matmul, scale_of
+from trainer.precision.products import E4M3, Float8Multiply, add_weight_gradient, matmul, scale_of
 
 
 def fsdp_units(model: nn.Module) -> list[FSDPModule]:
@@ -168,49 +168,6 @@ def widen_gradients(group: Any, reduce: Callable[..., None], *unused: Any) -> No
     reduce(*unused)
 
 
-def hold_operands(model: Stage, compiling: bool) -> None:
-    """Makes each gather of parameters cast the weights of linear layers that multiply in fp8, for all products until
-    they are freed. The operands of a weight's two products take the memory that the weight took.
-
-    What is held cannot be stale: it comes from a gather and goes with it, as every other gathered parameter does.
-    compiling: whether casts are compiled."""
-    cast = compile_function(cast_weight) if compiling else cast_weight
-    for unit in fsdp_units(model):
-        group = parameter_group(unit)
-        chosen = {
-            parameter: module
-            for parameter in group.fsdp_params
-            if isinstance(module := parameter._module_info.module, Linear)
-            and isinstance(module.multiply, Float8Multiply)
-            and parameter._module_info.param_name == "weight"
-        }
-        if chosen:
-            group.wait_for_unshard = partial(cast_gathered, group, chosen, cast, group.wait_for_unshard)
-            group.reshard = partial(drop_operands, group, chosen, group.reshard)
-
-
-@torch.no_grad()
-def cast_gathered(
-    group: Any, chosen: Mapping[Any, Linear], cast: Callable[..., list[Tensor]], wait: Callable[[], None]
-) -> None:
-    """Replaces a group's `wait_for_unshard`."""
-    if group._all_gather_result is None:
-        return
-    wait()
-    for parameter, module in chosen.items():
-        module.held = cast(module.local("weight").detach(), module.multiply)
-        # Without memory, a part of it could not be taken any more.
-        if module.part is None:
-            parameter.free_unsharded_param()
-
-
-def drop_operands(group: Any, chosen: Mapping[Any, Linear], reshard: Callable[[], None]) -> None:
-    """Replaces a group's `reshard`."""
-    reshard()
-    for module in chosen.values() if group.is_sharded else ():
-        module.held = ()
-
-
 def reduce_accumulated(units: list[FSDPModule], partial_sums: Mapping[FSDPModule, bool], last: bool) -> None:
     """Reduces accumulated gradients as the end of a backward pass would. partial_sums: whether FSDP may keep the
     results of a unit's earlier reductions on the device. last: whether this is the step's last reduction, which
@@ -265,7 +222,7 @@ def unit_tensors(units: list[FSDPModule]) -> UnitTensors:
         group = parameter_group(unit)
         for parameter in group.fsdp_params:
             whole = getattr(parameter, "_unsharded_param", None)
-            gathered += [*parameter.all_gather_outputs, whole, *getattr(parameter._module_info.module, "held", ())]
+            gathered += [*parameter.all_gather_outputs, whole]
             gradients += [parameter.unsharded_accumulated_grad, None if whole is None else whole.grad]
         gradients.append(group._partial_reduce_output)
         context = group.comm_ctx  # one object, shared by all units of a root
