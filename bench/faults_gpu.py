@@ -143,7 +143,7 @@ def killed() -> dict[str, Any]:
     launcher = training("killed", steps(), restarts=2)
     try:
         wait_for(lambda: last_step(folder) > steps() // 4, LIMIT, "quarter of the steps")
-        saved = find_newest(folder / "checkpoints", True)[0]
+        saved = find_newest(folder / "checkpoints")[0]
         os.kill(rank(launcher, 1), signal.SIGKILL)
         log = OUT / "killed.log"
         again = wait_for(lambda: "resumed from" in log.read_text(), LIMIT, "second start")

@@ -302,7 +302,7 @@ class Soak:
         status = status_of(folder)["status"]
         if fault.startswith("SIG") and moment != "start" and status not in ("stopped", "done"):
             kill.wrong.append(f"{fault} left the status {status}")
-        if damaged := find_newest(folder / "checkpoints", True)[1]:
+        if damaged := find_newest(folder / "checkpoints")[1]:
             kill.wrong.append(f"damaged: {damaged}")
         return kill
 
@@ -373,7 +373,7 @@ class Soak:
         """Whether a finished run is in a folder, with its last checkpoint."""
         with contextlib.suppress(OSError, Malformed):
             saved = next(iter(list_checkpoints(folder / "checkpoints")), 0)
-            damaged = find_newest(folder / "checkpoints", True)[1]
+            damaged = find_newest(folder / "checkpoints")[1]
             return saved == STEPS and not damaged and len(steps_of(folder)) == STEPS
         return False
 
