@@ -5,12 +5,18 @@ Whoever renders a chat template or opens a tokenizer here, as each process that 
 import importlib
 from typing import Any
 
-_NAMES = {
-    "weights": "HFWeights",
-    "adapters": "find_base join_adapters open_weights",
-    "folder": "export_adapter export_model model_from_hf open_generation spec_from_hf starting_weights",
+_HOMES = {
+    "HFWeights": "trainer.hf.weights",
+    "find_base": "trainer.hf.adapters",
+    "export_adapter": "trainer.hf.folder",
+    "starting_weights": "trainer.hf.folder",
+    "export_model": "trainer.hf.folder",
+    "join_adapters": "trainer.hf.adapters",
+    "model_from_hf": "trainer.hf.folder",
+    "open_generation": "trainer.hf.folder",
+    "open_weights": "trainer.hf.adapters",
+    "spec_from_hf": "trainer.hf.folder",
 }
-_HOMES = {name: f"trainer.hf.{module}" for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = list(_HOMES)
 

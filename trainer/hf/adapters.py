@@ -41,12 +41,19 @@ ANY_MODULE = r".*\."
 
 SAVE = "save the adapter with PEFT's save_pretrained"
 
-READ = set(
-    """
-    base_model_name_or_path peft_type task_type r lora_alpha use_rslora bias init_lora_weights rank_pattern
-    alpha_pattern lora_dropout fan_in_fan_out target_parameters
-    """.split()
-)
+READ = {
+    *(
+        "base_model_name_or_path",
+        "peft_type",
+        "task_type",
+        "r",
+        "lora_alpha",
+        "use_rslora",
+        "bias",
+        "init_lora_weights",
+    ),
+    *("rank_pattern", "alpha_pattern", "lora_dropout", "fan_in_fan_out", "target_parameters"),
+}
 """Options of adapter_config.json that are read here."""
 
 IMPLIED = {"target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern"}
