@@ -70,7 +70,7 @@ def count_loaded(module: str) -> int:
 
 
 BUDGETS = {
-    "tokens of trainer/": (lambda: sum(map(count_tokens, FILES)), 416_500),
+    "tokens of trainer/": (lambda: sum(map(count_tokens, FILES)), 416_800),
     "files of trainer/": (lambda: len(FILES), 228),
     "files loaded with trainer.training.run": (lambda: count_loaded("trainer.training.run"), 151),
     "files loaded with trainer.training.step": (lambda: count_loaded("trainer.training.step"), 91),

@@ -51,10 +51,16 @@ class PreflightOptions:
 
 
 # Names of `nvidia-smi --query-gpu`; drivers before 535 know the last as clocks_throttle_reasons.active.
-FIELDS = """
-    index uuid ecc.errors.uncorrected.volatile.total remapped_rows.pending remapped_rows.failure memory.used
-    temperature.gpu clocks_event_reasons.active
-""".split()
+FIELDS = (
+    "index",
+    "uuid",
+    "ecc.errors.uncorrected.volatile.total",
+    "remapped_rows.pending",
+    "remapped_rows.failure",
+    "memory.used",
+    "temperature.gpu",
+    "clocks_event_reasons.active",
+)
 
 OCCUPIED_MIB = 2048  # more than an idle driver holds
 

@@ -249,7 +249,7 @@ class ConfigLoader(ConfigLoaderImpl):
 SWEEP = "several values are a sweep, which --multirun runs, a trial each"
 
 
-def gather_values(overrides: Sequence[str], config_dir: str | os.PathLike | None) -> tuple[dict, typed.Problems]:
+def gather_values(overrides: Sequence[str], config_dir: str | os.PathLike | None = None) -> tuple[dict, typed.Problems]:
     """Plain values of all settings, interpolations unresolved, and the overrides that had to be left out. What
     `imports` names has then been imported.
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import types
+import typing
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple
 
 from omegaconf import BooleanNode, FloatNode, IntegerNode, OmegaConf, StringNode, ValidationError
 
@@ -40,7 +41,7 @@ LEAVES = {
 @cache
 def types_of(schema: type) -> dict[str, Any]:
     """The type of each field of a dataclass, by its name."""
-    return get_type_hints(schema)
+    return typing.get_type_hints(schema)
 
 
 @dataclass
@@ -83,7 +84,7 @@ def list_settings(section: Any = None, path: str = "") -> Iterator[Setting]:
     hints = types_of(type(section))  # type: ignore[arg-type]
     for field in dataclasses.fields(section):
         value, name = getattr(section, field.name), join_path(path, field.name)
-        if is_dataclass(value):
+        if dataclasses.is_dataclass(value):
             yield from list_settings(value, name)
         else:
             yield Setting(name, to_plain(value), **field.metadata, hint=hints[field.name])
@@ -103,8 +104,8 @@ def list_leaves(schema: type, path: str) -> Iterator[Setting]:
     hints = types_of(schema)
     for field in dataclasses.fields(schema):
         name, hint = join_path(path, field.name), hints[field.name]
-        if is_dataclass(hint):
-            yield from list_leaves(cast(type, hint), name)
+        if dataclasses.is_dataclass(hint):
+            yield from list_leaves(typing.cast(type, hint), name)
         else:
             yield Setting(name, _default(field), **field.metadata, hint=hint)
             yield from _registered_settings(field, name)
@@ -143,8 +144,8 @@ def _ranged(schema: type, values: dict[str, Any], path: str) -> Iterator[tuple[s
             for name, entry in ((name, entry) for name, entry in value.items() if name in registry.registered):
                 yield from _ranged(registry[name].settings, entry, join_path(place, name))
             continue
-        kind = PARTIAL.get(place) or (get_args(hint) or (hint,))[-1]
-        if is_dataclass(kind):
+        kind = PARTIAL.get(place) or (typing.get_args(hint) or (hint,))[-1]
+        if dataclasses.is_dataclass(kind):
             named = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
             entries = [(place, value)] if kind is hint else [(join_path(place, name), entry) for name, entry in named]
             for name, entry in entries:
@@ -157,8 +158,8 @@ def join_path(path: str, name: object) -> str:
 
 def to_plain(value: Any) -> Any:
     """Dataclasses inside `value` as mappings."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
     return {key: to_plain(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
@@ -175,7 +176,7 @@ def flatten_values(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def changed_settings(config: Any, base: Any) -> dict[str, Any]:
     """What a configuration sets otherwise than `base`, by the setting's name."""
-    before, after = (flatten_values(asdict(one)) for one in (base, config))
+    before, after = (flatten_values(dataclasses.asdict(one)) for one in (base, config))
     return {name: value for name, value in after.items() if value != before.get(name)}
 
 
@@ -187,7 +188,7 @@ def complete_values(section: Any, given: dict) -> dict:
     known = {}
     for field in dataclasses.fields(section):
         default, value = getattr(section, field.name), given.get(field.name)
-        if is_dataclass(default) and isinstance(value, dict):
+        if dataclasses.is_dataclass(default) and isinstance(value, dict):
             known[field.name] = complete_values(default, value)
         else:
             known[field.name] = given.get(field.name, to_plain(default))
@@ -207,11 +208,11 @@ def choose_written(
     plain: the values as Hydra and YAML read them. written: the same, in which unquoted numbers and booleans of the
     command line are still texts. A text, or the name of an entry, that a YAML file has as a number or boolean has lost
     its characters and becomes a problem."""
-    if get_origin(hint) in (Union, types.UnionType):  # Optional[T]
-        hint = get_args(hint)[0]
-    origin, fields = get_origin(hint), dict[str, tuple[Any, Mapping[str, Any]]]()
-    item = PARTIAL.get(path, get_args(hint)[-1]) if origin in (dict, list) else Any
-    if isinstance(hint, type) and is_dataclass(hint):
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):  # Optional[T]
+        hint = typing.get_args(hint)[0]
+    origin, fields = typing.get_origin(hint), dict[str, tuple[Any, Mapping[str, Any]]]()
+    item = PARTIAL.get(path, typing.get_args(hint)[-1]) if origin in (dict, list) else Any
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         fields = {field.name: (types_of(hint)[field.name], field.metadata) for field in dataclasses.fields(hint)}
     elif registry := metadata.get("registry"):
         fields = {name: (kind.settings, EMPTY) for name, kind in registry.registered.items()}
@@ -266,14 +267,14 @@ def _convert(
 ) -> Any:
     """`value` as the type `hint`; raises `InvalidValue` where the whole of it is wrong."""
     choices = metadata.get("choices")
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):  # Optional[T]
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):  # Optional[T]
         hint = arguments[0]
         if value is None or (value == "auto" and hint is not str):
             return None
     if value == "???":
         raise InvalidValue(f"{path} has no value; set {path}=VALUE")
-    if isinstance(hint, type) and is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return _section(hint, value, path, problems, partial)
     if origin in (dict, list):
         if not isinstance(value, origin):

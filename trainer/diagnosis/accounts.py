@@ -44,7 +44,7 @@ from trainer.planning.schedules import ir
 from trainer.planning.schedules.costs import StageCosts
 from trainer.planning.schedules.simulate import simulate_schedule
 from trainer.util.lines import ACCOUNTS, LineFile
-from trainer.util.tables import AWAITS, COLLECTOR, DATA, GROUP, SENDS, WAIT
+from trainer.util.tables import AWAITS, COLLECTOR, DATA, GROUP, SENDS, STEP, WAIT
 
 # A trace of a CUDA device: kernels compute and communicate, and while none runs, the host tells why.
 
@@ -70,7 +70,9 @@ def record_device(trace: StepTrace) -> StepRecording:
 
     Hosts run ahead of devices. A step lasts on a device from the end of what was launched before it to the end of what
     was launched in it, and not less than the host took for it."""
-    steps = trace.steps
+    steps = trace.labelled(STEP)
+    if not steps:
+        raise ValueError(f"the trace of rank {trace.rank} has no step")
     step, before = steps[-1], steps[-2].end if len(steps) > 1 else steps[-1].start
     host = [event for event in trace.events if event.kind in HOST_KINDS]
     threads = {event.thread for event in host}
@@ -105,13 +107,8 @@ def record_device(trace: StepTrace) -> StepRecording:
 
 def _launched(event: TraceEvent, launches: dict[int, KernelLaunch]) -> int:
     """When the host launched something; when it began, where the trace does not tell."""
-    launch = find_launch(event, launches)
+    launch = launches.get(event.details.get("correlation", -2))
     return event.start if launch is None else launch.start
-
-
-def find_launch(event: TraceEvent, launches: dict[int, KernelLaunch]) -> KernelLaunch | None:
-    """What launched something on the device."""
-    return launches.get(event.details.get("correlation", -2))
 
 
 def share_out(
@@ -121,7 +118,7 @@ def share_out(
     tally, counts, longest = KernelTally(), Counter[str](), longest_of(mine, launches)
     delays, lengths = [], []
     for event in mine:
-        launch = find_launch(event, launches)
+        launch = launches.get(event.details.get("correlation", -2))
         nanoseconds = event.end - event.start
         about = launch.about if launch else HostContext(None, False, False)
         if event.name.startswith("nccl"):
@@ -138,14 +135,18 @@ def share_out(
             found.idle["copies"].append(event.interval)
             tally.add(event.name, "copies", nanoseconds)
             continue
-        term = kind = term_of(event.name, about)
+        term = term_of(event.name, about)
         found.work[term].append(event.interval)
         operator = launch.operator if launch else None
         if operator is not None and longest[operator.thread, operator.start] is not event:
             operator = None
-        if term == "recompute":
-            kind = kind_of((operator or event).name)
-        tally.add(event.name, kind, nanoseconds, operator)
+        repeated = term == "recompute"
+        tally.add(
+            event.name,
+            kind_of(operator.name if operator and repeated else event.name) if repeated else term,
+            nanoseconds,
+            operator,
+        )
         if event.kind == "kernel":
             lengths.append(nanoseconds)
             delays += [event.start - launch.start] if launch else []
@@ -161,7 +162,7 @@ def flag_waits(
     next, from when it could have begun to when it did."""
     ends, following = dict[int, int](), defaultdict[int, list[tuple[int, TimeInterval]]](list)
     for event in device:
-        launch = find_launch(event, launches)
+        launch = launches.get(event.details.get("correlation", -2))
         if launch is not None:
             ready = max(launch.start, ends.get(event.thread, launch.start))
             late = event.start - ready > LATENCY
@@ -180,7 +181,7 @@ def longest_of(mine: list[TraceEvent], launches: dict[int, KernelLaunch]) -> dic
     and not what clears memory before."""
     found: dict[tuple[int, int], TraceEvent] = {}
     for event in mine:
-        launch = find_launch(event, launches)
+        launch = launches.get(event.details.get("correlation", -2))
         if launch is not None and launch.operator is not None:
             key = launch.operator.thread, launch.operator.start
             if key not in found or event.end - event.start > found[key].end - found[key].start:
@@ -218,7 +219,10 @@ LABELS = {COLLECTOR: "host/collector", DATA: "data", WAIT: "bubble"}
 
 def record_host(trace: StepTrace) -> StepRecording:
     """What a trace of a CPU says of its last step. Raises `ValueError` where it has none."""
-    step = trace.steps[-1]
+    steps = trace.labelled(STEP)
+    if not steps:
+        raise ValueError(f"the trace of rank {trace.rank} has no step")
+    step = steps[-1]
     found, tally = StepRecording(step.interval), KernelTally()
     done = list(
         nest_events(event for event in trace.events if event.thread == step.thread and step.start <= event.start)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainer.util.lines import SHORTAGE
-from trainer.util.reading import Malformed, make_printable, pick_fields, read_json, shape_of, write_atomic
+from trainer.util.reading import MAYBE_NUMBER, NUMBER, Malformed, make_printable, pick_fields, read_json, write_atomic
 from trainer.util.tables import format_bytes
 
 FORMAT = 2
@@ -134,10 +134,29 @@ class OOMReport:
         write_atomic(folder / SHORTAGE, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
+_SHAPE = {
+    "rank": int,
+    "step": int,
+    "error": str,
+    "device": str,
+    "capacity": NUMBER,
+    "actual": {str: NUMBER},
+    "counted": {str: NUMBER},
+    "unknown": [str],
+    "planned": {str: NUMBER},
+    "where": str,
+    "explained": bool,
+    "overrides": [
+        {"text": str, "seconds": MAYBE_NUMBER, "note": str, "memory": MAYBE_NUMBER, "relative": MAYBE_NUMBER}
+    ],
+    "problem": str,
+}
+
+
 def read_oom_report(folder: Path) -> OOMReport | None:
     """What the last start of a run that lacked memory has left; None where there is none, or something else."""
     with contextlib.suppress(OSError, Malformed):
-        content = read_json(folder / SHORTAGE, shape_of(OOMReport), "")
+        content = read_json(folder / SHORTAGE, _SHAPE, "")
         given = pick_fields(OOMReport, content)
         given["unknown"] = tuple(map(make_printable, content["unknown"][:10]))
         given["overrides"] = tuple(

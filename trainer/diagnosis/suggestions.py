@@ -88,7 +88,8 @@ class Suggestions:
         if self.lacked and (kind, detail) == FREED:
             return self._freeing(ways)
         found = [one for changes in ways if (one := self.offer(changes, kind, detail))]
-        return sorted(found, key=_relative_time)[:MAX_SUGGESTIONS]
+        found.sort(key=lambda one: 1.0 if one.relative is None else one.relative)
+        return found[:MAX_SUGGESTIONS]
 
     def alternatives(self, kind: str, detail: str) -> list[Changes]:
         """What is tried against a bound."""
@@ -110,8 +111,9 @@ class Suggestions:
             offers = (self.offer(_joined(some), *FREED) for some in itertools.islice(several, TRIED))
             found = [one for one in offers if one]
             if found or self.limit is None:
+                found.sort(key=lambda one: 1.0 if one.relative is None else one.relative)
                 first: dict[tuple[str, ...], MemoryOverride] = {}
-                for one in sorted(found, key=_relative_time):  # of a setting's values one is enough
+                for one in found:  # of a setting's values one is enough
                     first.setdefault(tuple(part.partition("=")[0] for part in one.text.split()), one)
                 return list(first.values())[: MAX_SUGGESTIONS + 1]
         return []
@@ -204,10 +206,6 @@ class Suggestions:
 
     def _check(self, config: Config) -> list[str]:
         return check_config(config, self.machine.processes, self.machine.node)
-
-
-def _relative_time(override: MemoryOverride) -> float:
-    return 1.0 if override.relative is None else override.relative
 
 
 def _separately(changes: Iterable[Changes]) -> bool:

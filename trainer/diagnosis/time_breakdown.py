@@ -16,7 +16,15 @@ from typing import Any, NamedTuple
 
 from trainer.config import ConfigError
 from trainer.util.lines import ACCOUNTS, read_lines
-from trainer.util.reading import Malformed, find_mismatch, parse_json, pick_fields, shape_of, shorten_foreign
+from trainer.util.reading import (
+    MAYBE_NUMBER,
+    NUMBER,
+    Malformed,
+    find_mismatch,
+    parse_json,
+    pick_fields,
+    shorten_foreign,
+)
 
 TERMS = {
     "products": "matrix products",
@@ -144,7 +152,7 @@ class TimeBreakdown:
     def loads(text: str | bytes) -> TimeBreakdown:
         """Reads what `dumps` wrote. Raises `ValueError` for anything else."""
         value = parse_json(text)
-        if wrong := find_mismatch(value, shape_of(TimeBreakdown)):
+        if wrong := find_mismatch(value, _SHAPE):
             raise ValueError(f"it is no account: {wrong}")
         if not _bounded(value):
             raise ValueError("it is no account: one of its numbers is none that a step has")
@@ -152,6 +160,25 @@ class TimeBreakdown:
         given["last"] = {axis: (last, compared) for axis, (last, compared) in value["last"].items()}
         given["kernels"] = tuple(KernelTotal(**pick_fields(KernelTotal, kernel)) for kernel in value["kernels"])
         return TimeBreakdown(**given)
+
+
+_SHAPE = {
+    "rank": int,
+    "step": int,
+    "place": {str: int},
+    "device": str,
+    "seconds": NUMBER,
+    "terms": {str: NUMBER},
+    "hidden": {str: NUMBER},
+    "last": {str: [int]},
+    "launches": int,
+    "launch_delay": MAYBE_NUMBER,
+    "kernel_seconds": MAYBE_NUMBER,
+    "synchronisations": int,
+    "kernels": [
+        {"name": str, "kind": str, "calls": int, "seconds": NUMBER, "flops": MAYBE_NUMBER, "bytes": MAYBE_NUMBER}
+    ],
+}
 
 
 def _bounded(value: Any) -> bool:

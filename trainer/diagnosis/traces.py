@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from trainer.diagnosis.time_breakdown import KernelTotal
 from trainer.util.reading import Malformed, read_json, shorten_foreign
-from trainer.util.tables import AWAITS, DATA, NOTE, OPTIMIZER, SENDS, STEP
+from trainer.util.tables import AWAITS, DATA, NOTE, OPTIMIZER, SENDS
 
 # Sweeps over intervals: which of them cover each moment of a window.
 
@@ -127,13 +127,6 @@ class StepTrace:
     def axis(self, group: str, unknown: str = "all") -> str:
         """What a group of this name communicates for."""
         return self.groups[group].axis if group in self.groups else unknown
-
-    @property
-    def steps(self) -> list[TraceEvent]:
-        """The steps in it, of which the last is meant. Raises `ValueError` where there is none."""
-        if steps := self.labelled(STEP):
-            return steps
-        raise ValueError(f"the trace of rank {self.rank} has no step")
 
     def labelled(self, label: str) -> list[TraceEvent]:
         """The events of a label that this project gave."""

@@ -341,7 +341,7 @@ SHAPES = 4
 """Shapes that are spoken of."""
 
 
-def print_diagnosis(diagnosis: Diagnosis, console: Console | None) -> None:
+def print_diagnosis(diagnosis: Diagnosis, console: Console | None = None) -> None:
     """Prints a diagnosis: the verdict, the account of the step, the costs, the roofline."""
     print_sections(_sections(diagnosis), console)
     if profile := diagnosis.evidence.profile:

@@ -220,7 +220,7 @@ class FailureStore:
         except RuntimeError:  # the store has gone too
             return failure
 
-    def find_first(self, patience: float) -> str | None:
+    def find_first(self, patience: float = 0.0) -> str | None:
         """The first failure that was reported, waiting for one up to `patience` seconds; else None."""
         FAILING.set()
         end = time.monotonic() + patience

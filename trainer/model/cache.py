@@ -134,7 +134,13 @@ def attend_cached(
 
 
 def attend_new_tokens(
-    query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float, soft_cap: float, sinks: Tensor | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    scale: float,
+    soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of one token a row. query, result: [rows, heads, 1, head_dim]; keys, values: [rows, kv_heads, slots,
     head_dim]; visible: bool [rows, 1, 1, slots], of each row at least one."""

@@ -3,12 +3,12 @@ readings become the metrics `hardware/*`."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -53,13 +53,13 @@ class NVMLDevice:
     def __init__(self, nvml: Any, uuid: str):
         self.nvml, self.handle = nvml, nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.removeprefix('GPU-')}")
         self.counters: PerformanceCounters | None = None
-        with suppress(Exception):  # before Hopper there are none
+        with contextlib.suppress(Exception):  # before Hopper there are none
             self.counters = PerformanceCounters(nvml, self.handle)
 
     @classmethod
     def find(cls, uuid: str) -> NVMLDevice | None:
         """The GPU, or None where the module or the driver is missing."""
-        with suppress(Exception):
+        with contextlib.suppress(Exception):
             import pynvml
 
             pynvml.nvmlInit()
@@ -75,7 +75,7 @@ class NVMLDevice:
         power = self._ask("nvmlDeviceGetPowerUsage")
         found: dict[str, float | None] = dict.fromkeys(GPM)
         if self.counters is not None:
-            with suppress(Exception):
+            with contextlib.suppress(Exception):
                 found = self.counters.read()
         return found | {
             "power_watts": None if power is None else power / 1000,
@@ -86,7 +86,7 @@ class NVMLDevice:
 
     def _ask(self, name: str, *arguments: int) -> float | None:
         function: Callable | None = getattr(self.nvml, name, None)
-        with suppress(Exception):
+        with contextlib.suppress(Exception):
             return None if function is None else function(self.handle, *arguments)
         return None
 
@@ -188,7 +188,7 @@ class HardwareSampler:
             self.sources += [gpu.read] if gpu is not None else []
             self.sources.append(lambda: {"alloc_retries": torch.cuda.memory_stats(device).get("num_alloc_retries")})
         if first:
-            with suppress(OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError):
                 self.sources.append(HostReader(folder).read)
         if self.sources:
             threading.Thread(target=self._run, name="hardware", daemon=True).start()
@@ -200,7 +200,7 @@ class HardwareSampler:
         """One reading, now."""
         found: dict[str, float | None] = {}
         for read in self.sources:
-            with suppress(OSError, ValueError, KeyError, RuntimeError):  # a counter that is not there
+            with contextlib.suppress(OSError, ValueError, KeyError, RuntimeError):  # a counter that is not there
                 found |= read()
         return found
 

@@ -411,11 +411,6 @@ def write_status(
     write_atomic(folder / STATUS, json.dumps(content) + "\n")
 
 
-def known_values(record: MetricsLine) -> dict[str, Any]:
-    """What a line knows of a step."""
-    return {name: value for name, value in record.items() if value is not None and name not in ("step", "time")}
-
-
 class TensorBoard:
     """TensorBoard events in run_folder/tensorboard; steps beyond the resumed one are purged from the curves."""
 
@@ -426,8 +421,9 @@ class TensorBoard:
         self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step and resume_step + 1)
 
     def write(self, record: MetricsLine) -> None:
-        for name, value in known_values(record).items():
-            self.writer.add_scalar(name, value, record["step"], walltime=record["time"])
+        for name, value in record.items():
+            if name not in ("step", "time") and value is not None:
+                self.writer.add_scalar(name, value, record["step"], walltime=record["time"])
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
         for number, sample in enumerate(samples, start=1):
@@ -494,7 +490,10 @@ class Wandb:
         try:
             run = self._start()
             while not isinstance(item := self.lines.get(), str):
-                run.log(known_values(item), step=item["step"])
+                values = {
+                    name: value for name, value in item.items() if value is not None and name not in ("step", "time")
+                }
+                run.log(values, step=item["step"])
             if item == "stopped":
                 run.mark_preempting()
             run.finish(exit_code=self.EXIT_CODES.get(item, 1))

@@ -7,6 +7,7 @@ ranks write their last reports to the run's folder, not to the store."""
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import math
@@ -20,7 +21,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,16 +35,7 @@ from trainer.observe import flight
 from trainer.observe.sinks import write_status
 from trainer.util.exit_codes import STALLED
 from trainer.util.lines import read_status
-from trainer.util.reading import (
-    Malformed,
-    Shape,
-    find_mismatch,
-    parse_json,
-    pick_fields,
-    read_json,
-    shape_of,
-    write_atomic,
-)
+from trainer.util.reading import Malformed, Shape, find_mismatch, parse_json, read_json, write_atomic
 
 # Notices within a second that the process of another rank has ended, whatever this rank waits for. A rank that waits
 # for its GPU does not learn from NCCL that another rank is gone, and handles no signal: torchrun ends it by SIGKILL,
@@ -85,12 +76,12 @@ class NeighbourWatch:
     def _part(self, connection: socket.socket) -> None:
         """Closes a connection, after a goodbye if this rank ends in order."""
         if self.orderly:
-            with suppress(OSError):
+            with contextlib.suppress(OSError):
                 connection.sendall(GOODBYE)
         connection.close()
 
     def _run(self) -> None:
-        with suppress(OSError, RuntimeError, ValueError), socket.create_server(("", 0)) as server:
+        with contextlib.suppress(OSError, RuntimeError, ValueError), socket.create_server(("", 0)) as server:
             self._meet(server)
             self._listen()
 
@@ -103,17 +94,17 @@ class NeighbourWatch:
         if find_mismatch(address, {"hosts": [str], "port": int, "token": str}):
             raise ValueError("another program writes to the store of this run")
         for host in address["hosts"]:
-            with suppress(OSError):
+            with contextlib.suppress(OSError):
                 connection = socket.create_connection((host, address["port"]), CONNECT)
                 connection.sendall(address["token"].encode())
                 self._add(connection, following)
                 break
         server.settimeout(CONNECT)
-        with suppress(OSError):
+        with contextlib.suppress(OSError):
             while True:  # the token tells the rank before from other programs that connect to the port
                 connection, _ = server.accept()
                 connection.settimeout(CONNECT)
-                with suppress(OSError):
+                with contextlib.suppress(OSError):
                     if connection.recv(len(self.token), socket.MSG_WAITALL) == self.token.encode():
                         return self._add(connection, (self.rank - 1) % self.size)
                 connection.close()
@@ -158,7 +149,7 @@ class NeighbourWatch:
         with self.lock:
             for connection in self.connections:
                 if connection is not heard:
-                    with suppress(OSError):
+                    with contextlib.suppress(OSError):
                         connection.sendall(b"%d\n" % lost)
 
 
@@ -166,7 +157,7 @@ def own_addresses() -> list[str]:
     """Addresses by which other ranks may reach this machine: that of its route to the master, then its name."""
     master = os.environ.get("MASTER_ADDR", "localhost")
     found = []
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((master, 9))  # sends nothing
         found.append(probe.getsockname()[0])
     return [*found, socket.gethostname()]
@@ -222,7 +213,11 @@ class Heartbeat:
         return f"{self.phase} in step {self.step} for {self.said - self.since:.1f} s"
 
 
-BEAT = shape_of(Heartbeat)
+BEAT: Shape = {
+    **dict.fromkeys(("rank", "count", "step"), int),
+    **dict.fromkeys(("node", "phase"), str),
+    **dict.fromkeys(("since", "until", "said"), float),
+}
 GROUPS: Shape = {str: {"desc": str, "ranks": [int], "entered": int}}
 INSIDE: Shape = {"number": int, "what": str, "at": str}
 """What other ranks send, and write into the run's folder."""
@@ -234,7 +229,7 @@ def parse_heartbeat(text: bytes) -> Heartbeat | None:
         beat = parse_json(text)
     except ValueError:
         return None
-    return None if find_mismatch(beat, BEAT) else Heartbeat(**pick_fields(Heartbeat, beat))
+    return None if find_mismatch(beat, BEAT) else Heartbeat(**{name: beat[name] for name in BEAT})
 
 
 @dataclass(frozen=True)
@@ -280,7 +275,7 @@ class Watchdog:
         if not settings.stall_factor:
             return
         if dist.is_nccl_available() and size > 1:
-            with suppress(OSError):  # for NCCL's own dump, without which a run can do
+            with contextlib.suppress(OSError):  # for NCCL's own dump, without which a run can do
                 self.reports.parent.mkdir(exist_ok=True)
         if size > 1:
             # It has its own connection: on a shared one, a thread that waits for a key blocks the others.
@@ -372,7 +367,7 @@ class Watchdog:
     def _exchange(self) -> None:
         keys = list(map(str, range(self.size)))
         # When the store is gone, with rank 0 or torchrun, the other thread goes on by the clock.
-        with suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError):
             while not self.closed.is_set():
                 self.store.set(str(self.rank), json.dumps(asdict(self.beat())))
                 if self.stalled.is_set():
@@ -398,7 +393,7 @@ class Watchdog:
             return
         reason = f"the process of rank {lost} ended during {self.phase}, step {self.step}"
         print(f"rank {self.rank} leaves: {reason}", file=sys.stderr, flush=True)
-        with suppress(OSError):
+        with contextlib.suppress(OSError):
             if read_status(self.folder).get("status") == "running":
                 write_status(self.folder, "failed", self.done, self.total, reason)
         os._exit(STALLED)
@@ -493,7 +488,7 @@ class Watchdog:
             if waited > self.patience / 5 and not missing & answering:
                 break
             for rank in missing:
-                with suppress(OSError, Malformed):
+                with contextlib.suppress(OSError, Malformed):
                     records[rank] = read_report(self.reports / f"rank-{rank}.json")
             time.sleep(0.1)
         return records
@@ -505,7 +500,7 @@ def read_report(path: Path) -> RankReport:
     for group in content["groups"].values():
         if "number" in group and (wrong := find_mismatch(group, INSIDE)):
             raise Malformed(f"{path} is not what it should be: {wrong}; the rank counts as silent")
-    beat = Heartbeat(**pick_fields(Heartbeat, content["beat"]))
+    beat = Heartbeat(**{name: content["beat"][name] for name in BEAT})
     return RankReport(beat, content["at"], content["groups"], content["late"])
 
 

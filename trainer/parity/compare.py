@@ -25,7 +25,6 @@ from trainer.optim.muon import COEFFICIENTS, MOMENTUM
 from trainer.optim.optimizer import learning_rate, parameter_policies
 from trainer.parallel.parallelize import multiply_in_float8
 from trainer.parity.routing import Choices, RoutingReplay
-from trainer.planning.hardware import product_type
 from trainer.planning.parameters import NEWTON_SCHULZ_STEPS, UP, ParameterInfo, float8_settings
 from trainer.util.tables import console_for, print_table, titled_table
 
@@ -319,7 +318,7 @@ def coarsest_tolerance(precision: PrecisionConfig, grad_comm: GradCommConfig | N
             return kind
     if "bf16" in (precision.compute, precision.reduce):
         return "bf16"
-    return product_type(precision)
+    return "tf32" if precision.compute == "fp32" and precision.matmul == "high" else precision.compute
 
 
 class StepErrors(NamedTuple):

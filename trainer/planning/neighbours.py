@@ -148,11 +148,20 @@ def change_settings(config: Config, changes: Mapping[str, Any]) -> Config:
 # Plans beside the recipe's own: how they are written, and the configuration of each.
 
 
-FREE = tuple(
-    """
-    parallel. precision.compute precision.reduce precision.matmul precision.loss_scale precision.float8.
-    precision.types.matrix.float8 activation. batch.micro_size batch.accumulation loss.chunk loss.tile compile
-    """.split()
+FREE = (
+    "parallel.",
+    "precision.compute",
+    "precision.reduce",
+    "precision.matmul",
+    "precision.loss_scale",
+    "precision.float8.",
+    "precision.types.matrix.float8",
+    "activation.",
+    "batch.micro_size",
+    "batch.accumulation",
+    "loss.chunk",
+    "loss.tile",
+    "compile",
 )
 """Settings that do not change the mathematics of training, which plans may therefore choose."""
 

@@ -60,7 +60,7 @@ def parse_entry(entry: str) -> SaveEntry:
     return SaveEntry(name, int(every or 1), layers)
 
 
-def entry_problems(save: Sequence[str], depth: int | None) -> Iterator[str]:
+def entry_problems(save: Sequence[str], depth: int | None = None) -> Iterator[str]:
     """What is wrong with entries for a model of `depth` layers, if that is known."""
     for entry in save:
         try:

@@ -200,7 +200,9 @@ def sent_parameters(
 
 
 @by_value
-def local_moments(spec: ModelSpec, tp: int, updates: UpdateSettings, experts: bool, ep: int) -> LocalParameters:
+def local_moments(
+    spec: ModelSpec, tp: int, updates: UpdateSettings, experts: bool = False, ep: int = 1
+) -> LocalParameters:
     """Bytes of what the optimizers of a model keep on each of `tp` tensor-parallel ranks: for the experts that `ep`
     ranks share, or for all other parameters."""
 
@@ -300,7 +302,7 @@ def constant_bytes(
     compute_bytes: int,
     split: Sequence[range],
     placement: Sequence[int],
-    updates: UpdateSettings | None,
+    updates: UpdateSettings | None = None,
 ) -> list[float]:
     """Bytes on the device of each pipeline rank that no schedule changes."""
     ranks = rank_states(spec, plan, compute_bytes, split, placement, updates=updates)

@@ -106,7 +106,7 @@ def report_oom(
     memory: MachineMemory,
     step: int,
     missing: str,
-    states: Sequence[Callable[[], TrainState]],
+    states: Sequence[Callable[[], TrainState]] = (),
 ) -> list[str]:
     """The lines that are to be said of memory that has run out, which are left in the run's folder."""
     node, device = node_size(world.size), device_name(world.device)
@@ -185,7 +185,7 @@ def check_decision(asked: Config, decision: Decision, memory: MachineMemory, nod
 
 
 def measured_memory(
-    device: torch.device, states: Sequence[Callable[[], TrainState]]
+    device: torch.device, states: Sequence[Callable[[], TrainState]] = ()
 ) -> tuple[dict[str, float], dict[str, float], tuple[str, ...]]:
     """Bytes that are taken by category, which add up to what is taken of a GPU, or of a CPU by this process; counts
     beside them; and the categories of which nothing is known, which are part of the rest.

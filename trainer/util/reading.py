@@ -14,11 +14,11 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path, PurePath
 from types import NoneType
-from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
+from typing import Any, TypeAlias
 
 import yaml
 
@@ -122,18 +122,6 @@ def find_mismatch(value: Any, shape: Shape, place: str = "") -> str | None:
         kinds = shape if isinstance(shape, tuple) else (shape,)
         return None if type(value) in kinds else _wrong(value, " or ".join(kind.__name__ for kind in kinds), place)
     return next((wrong for item in inner if (wrong := find_mismatch(*item))), None)
-
-
-def shape_of(hint: Any) -> Shape:
-    """The shape of the values of a type: of a dataclass that of its fields, in which a float may be a whole number."""
-    origin, inner = get_origin(hint), get_args(hint)
-    if is_dataclass(hint):
-        return {name: shape_of(field) for name, field in get_type_hints(hint).items()}
-    if origin in (dict, Mapping):
-        return {str: shape_of(inner[1])}
-    if origin in (list, tuple):
-        return [shape_of(inner[0])]
-    return tuple(kind for one in inner or (hint,) for kind in (NUMBER if one is float else (one,)))
 
 
 def pick_fields(kind: type, value: dict[str, Any]) -> dict[str, Any]:

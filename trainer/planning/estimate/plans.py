@@ -40,10 +40,20 @@ from trainer.planning.states import ELEMENT_BYTES, state_bytes
 IN_FLIGHT = {"v_half": 1 / 2, "v_min": 1 / 3}
 """Activations that a rank holds, over those of one micro-batch in the whole model, where they are fewer."""
 
-DEGREES = """
-    parallel.dp parallel.tp parallel.pp parallel.cp parallel.ep parallel.shard parallel.zero.stage parallel.tp_overlap
-    parallel.zero.collectives batch.micro_size batch.accumulation activation.mode
-""".split()
+DEGREES = (
+    "parallel.dp",
+    "parallel.tp",
+    "parallel.pp",
+    "parallel.cp",
+    "parallel.ep",
+    "parallel.shard",
+    "parallel.zero.stage",
+    "parallel.tp_overlap",
+    "parallel.zero.collectives",
+    "batch.micro_size",
+    "batch.accumulation",
+    "activation.mode",
+)
 PIPELINE = ("parallel.pipeline.schedule", "parallel.pipeline.chunks")
 """Settings of which several values are tried: of every plan, and of plans with a pipeline."""
 

@@ -8,7 +8,7 @@ chosen on the first. Both are plain numbers; a measurement fills the same fields
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
 from typing import Any
@@ -141,19 +141,35 @@ class LayerCosts:
                 for stage, part in enumerate(split)
             )
 
-        units = ("f", "i", "w", "b", "activation", "unshard", "reduce")
-        summed = {name: sums(getattr(self, name)) for name in units if getattr(self, name)}
-        return StageCosts(**summed, kept=self.kept, transfer=self.transfer, latency=self.latency, host=self.host)
+        return StageCosts(
+            f=sums(self.f),
+            i=sums(self.i),
+            w=sums(self.w),
+            b=sums(self.b),
+            activation=sums(self.activation),
+            kept=self.kept,
+            transfer=self.transfer,
+            latency=self.latency,
+            host=self.host,
+            unshard=sums(self.unshard) if self.unshard else (),
+            reduce=sums(self.reduce) if self.reduce else (),
+        )
 
     def scaled(self, factor: float) -> LayerCosts:
         """Costs of a micro-batch `factor` times as large, if computation and transfers are proportional to its size.
 
         Small micro-batches use a device less well than that: measure where the factor is far from one.
         """
-        sized: dict[str, Any] = {
-            name: tuple(factor * x for x in getattr(self, name)) for name in ("f", "i", "w", "b", "activation")
-        }
-        return replace(self, **sized, transfer=factor * self.transfer, latency=factor * self.latency)
+        sized = {name: tuple(factor * x for x in getattr(self, name)) for name in ("f", "i", "w", "b", "activation")}
+        return LayerCosts(
+            **sized,
+            unshard=self.unshard,
+            reduce=self.reduce,
+            kept=self.kept,
+            transfer=factor * self.transfer,
+            latency=factor * self.latency,
+            host=self.host,
+        )
 
 
 def check_lengths(costs: StageCosts | LayerCosts) -> None:
