@@ -133,8 +133,11 @@ def keep() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def kept() -> Iterator[None]:
-    """At the end of a file, when what its fixtures made is gone."""
+    """At the end of a file, when what its fixtures made is gone. A run that fails leaves its process group, which is
+    not for the next file."""
     yield
+    if (distributed := sys.modules.get("torch.distributed")) and distributed.is_initialized():
+        distributed.destroy_process_group()
     keep()
 
 
