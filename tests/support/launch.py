@@ -135,11 +135,11 @@ def fork(compiles: bool = False, deepspeed: bool = False) -> None:
 
 
 def compile_once() -> None:
-    """A graph of one product with its backward pass, captured and cut as those of workers are. Not where torch sees a
-    GPU: the backward pass then starts threads, and a process that has them cannot be forked."""
+    """A graph of one product with its backward pass, captured and cut as those of workers are. Not where torch is
+    built for GPUs: the backward pass may then start threads, and a process that has them cannot be forked."""
     import torch
 
-    if torch.cuda.is_available():
+    if torch.backends.cuda.is_built():
         return
     x = torch.ones(2, 2, requires_grad=True)
     torch.compile(lambda x: (x @ x).sum(), backend="aot_eager_decomp_partition")(x).backward()
