@@ -192,6 +192,7 @@ def test_the_plan_of_a_run_of_an_earlier_version_is_known_or_said_why_not(tmp_pa
 
 def test_the_plan_of_a_run_with_old_names_is_known(tmp_path):
     given = ["parallel.cp=2", "parallel.tp=2", "parallel.context.method=allgather", "parallel.zero.stage=1"]
+    given += ["parallel.zero.collectives=nccl"]
     config = compose(["+config=debug", *given, "parallel.tp_overlap=copy_engine"], world_size=4)
     settings = typed.to_plain(config)
     parallel = settings["parallel"]

@@ -9,6 +9,7 @@ from support.estimates import estimated, h200, settings, shipped
 
 from trainer.config import ActivationConfig
 from trainer.config.fields import CONFIGS
+from trainer.planning.decide import MemoryLimit, decide
 from trainer.planning.estimate.plans import rank_plans
 from trainer.planning.estimate.rates import OVERLAP_MODELS, TensorGroupLink, layer_passes
 from trainer.planning.estimate.step import StepEstimate
@@ -18,7 +19,7 @@ from trainer.planning.hardware import load_hardware
 from trainer.planning.layer import model_programs
 from trainer.planning.neighbours import compose_variant
 from trainer.planning.recompute import recompute_effect
-from trainer.planning.resolve import resolve_layout
+from trainer.planning.resolve import check_config, resolve_layout
 
 PRODUCTS = {
     # bench/results/2026-11-tensor-parallel-h200-h100.md, 8,192 tokens, forward: milliseconds of the
@@ -134,6 +135,38 @@ def test_all_plans_try_copies_nowhere_else(overrides, world, device):
     assert {(one.config.parallel.tp_overlap, one.config.parallel.zero.collectives) for one in found} == {
         ("off", "nccl")
     }
+
+
+def decided(world: int, *overrides: str, reachable: bool | None = None, device: str = "h200") -> str:
+    """What `parallel.zero.collectives=auto` becomes."""
+    config = compose_variant(["+config=llama3_8b", *overrides], None, world, corpus=False)
+    layout, node = resolve_layout(config, world, config.model, min(world, 8)), min(world, 8)
+    found = decide(config, layout, MemoryLimit(None, 1e15), node, load_hardware(device), reachable)
+    assert check_config(found.config, world, node) == []
+    return found.config.parallel.zero.collectives
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_two_gpus_of_a_node_copy_states_where_nothing_refuses_it(stage):
+    zero = f"parallel.zero.stage={stage}"
+    assert decided(2, zero) == decided(4, zero, "parallel.tp=2") == decided(4, zero, "parallel.pp=2") == "copy_engine"
+    assert decided(16, zero, "parallel.shard=2") == "copy_engine"
+    assert decided(2, zero, reachable=False) == decided(2, zero, device="cpu") == "nccl"
+    assert decided(4, zero) == decided(1, zero) == decided(2, zero, "parallel.zero.collectives=nccl") == "nccl"
+    assert decided(2, zero, "parallel.zero.collectives=copy_engine", reachable=False) == "copy_engine"
+    for refusing in (
+        ["parallel.zero.offload=true"],
+        ["parallel.zero.engine=deepspeed", "compile=false"],
+        ["parallel.grad_comm.inner.codec=int8"],
+        ["precision.float8.recipe=tensorwise", "precision.float8.gather=true"],
+        ["run.cuda_graphs=true"],
+        ["model=qwen3_30b_a3b", "parallel.ep=2"],
+    ):
+        assert decided(2, zero, *refusing) == "nccl", refusing
+
+
+def test_ranks_of_other_nodes_share_states_by_nccl():
+    assert decided(16, "parallel.zero.stage=3", "parallel.tp=8") == "nccl"
 
 
 def test_what_a_run_says_of_its_ways():

@@ -12,6 +12,7 @@ import os
 import random
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
@@ -95,6 +96,10 @@ def main(out: str) -> None:
         by_kernels(mine)
         return
     found: dict = {"right": {}, "without": {}, "errors": {}}
+    device = torch.device("cpu")
+    assert symmetric_memory.can_share_memory(device, group)
+    with patch.object(torch, "from_file", side_effect=OSError) if mine.rank else nullcontext():
+        assert not symmetric_memory.can_share_memory(device, group)
     with patch.object(symmetric_memory, "allocate_symmetric", poisoned), patch.object(copy_engine, "MAX_IN_FLIGHT", 32):
         with patch.object(copy_engine, "copy_together", late(copy_engine.copy_together, mine.rank)):
             with patch.object(SymmetricBuffers, "wait", wait), patch.object(SymmetricBuffers, "signal", signal):

@@ -204,11 +204,12 @@ class ZeroConfig:
         ("torch", "deepspeed"),
     )
     collectives: str = option(
-        "nccl",
-        "how parameters are gathered and gradients added up: nccl (gloo on CPUs), or copy_engine (copies between "
+        "auto",
+        "how parameters are gathered and gradients added up: nccl (gloo on CPUs), copy_engine (copies between "
         "the GPUs of a node, which take no multiprocessor and no flat buffers; gradients travel in the type in which "
-        "they were computed and are added up in fp32)",
-        ("nccl", "copy_engine"),
+        "they were computed and are added up in fp32), or auto (copy_engine where two GPUs of a node share states, can "
+        "share memory, and the rest of the plan allows it; nccl elsewhere)",
+        ("auto", "nccl", "copy_engine"),
     )
     nvme: str | None = option(
         None, "deepspeed, stage 3: folder on a local disk, in which parameters and optimizer state live instead"

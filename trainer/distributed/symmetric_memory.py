@@ -95,6 +95,19 @@ def allocate_symmetric(size: int, device: torch.device, group: dist.ProcessGroup
     return SymmetricMemory(run_on_all(group, reach), (own, handle))
 
 
+def can_share_memory(device: torch.device, group: dist.ProcessGroup) -> bool:
+    """Whether the ranks of a group read what the others have written into memory that they share. All ranks call it
+    together, and get the same answer."""
+    try:
+        parts = allocate_symmetric(1, device, group).parts
+        run_on_all(group, lambda: int(parts[dist.get_rank(group)].fill_(dist.get_rank(group) + 1)))  # and waits for it
+        seen = run_on_all(group, lambda: [int(part) for part in parts])
+        agree_on_failure(group, "" if seen == [*range(1, len(parts) + 1)] else "reads other bytes than were written")
+    except ConfigError:
+        return False
+    return True
+
+
 def share_on_host(size: int, group: dist.ProcessGroup) -> SymmetricMemory:
     """The same for processes of one machine. The files are removed as soon as all ranks have mapped them."""
     rank = dist.get_rank(group)

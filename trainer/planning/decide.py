@@ -20,7 +20,7 @@ from typing import NamedTuple
 from trainer.config import ActivationConfig, Config, ConfigError
 from trainer.config.hardware import HardwareConfig
 from trainer.config.model import CodeSpec, ModelSpec
-from trainer.parallel.compress.plan import reduces_at_step_end
+from trainer.parallel.compress.plan import enabled_codecs, reduces_at_step_end
 from trainer.parallel.experts.plan import choose_dispatch
 from trainer.parallel.pipeline.plan import resolve_pipeline
 from trainer.planning.estimate.memory import MemoryPeak, can_replay, find_peaks
@@ -125,6 +125,10 @@ class MemoryLimit:
         return cls(memory.device, SHARE * memory.host / node)
 
 
+MEASURED_COPIES = 2
+"""Ranks of the largest group in which copies between GPUs were measured."""
+
+
 class Decision(NamedTuple):
     """config, layout: with every `auto` that depends on memory decided. predicted: the step with what
     `activation.mode=auto` chose, None where it was not asked; limit: bytes that a rank's step may take."""
@@ -147,18 +151,25 @@ class Decision(NamedTuple):
 
 
 def decide(
-    config: Config, layout: Layout, available: MemoryLimit, node: int, hardware: HardwareConfig | None = None
+    config: Config,
+    layout: Layout,
+    available: MemoryLimit,
+    node: int,
+    hardware: HardwareConfig | None = None,
+    reachable: bool | None = None,
 ) -> Decision:
     """Decides `auto` of `activation.mode`, `loss.tile`, `activation.tile` and `activation.offload`: takes the first
-    choice whose predicted peak fits, or else the one with the smallest peak. And `parallel.ep_dispatch`, by time. Ranks
-    that agree on the arguments get the same decision.
+    choice whose predicted peak fits, or else the one with the smallest peak. And `parallel.ep_dispatch`, by time, and
+    `parallel.zero.collectives`. Ranks that agree on the arguments get the same decision.
 
     available: memory of the rank with least. node: processes of a machine. hardware: how fast the machine is, which
     `activation.mode=auto` needs to know; `parallel.ep_dispatch=auto` takes an H200 where it is not known.
     `activation.mode=auto` takes the fastest choice that fits, and keeps inputs in host memory only if nothing fits
-    otherwise.
+    otherwise. reachable: whether the GPUs of a machine can share memory; None for what is known of the hardware.
     """
-    config = decide_dispatch(config, layout, hardware)
+    if reachable is None:
+        reachable = hardware is not None and hardware.device != "CPU"
+    config = decide_collectives(decide_dispatch(config, layout, hardware), layout, node, reachable)
     tokens = layout.batch.sequence_length * layout.batch.micro_size / layout.plan.token_ranks
     limit = limit_of(config, available)
     automatic = config.activation.mode == "auto"
@@ -192,6 +203,24 @@ def decide_dispatch(config: Config, layout: Layout, hardware: HardwareConfig | N
     chosen = choose_dispatch(config, layout.spec, layout.plan, hardware, tokens)
     decided.parallel = replace(config.parallel, ep_dispatch=chosen)
     return decided
+
+
+def decide_collectives(config: Config, layout: Layout, node: int, reachable: bool) -> Config:
+    """The configuration with `parallel.zero.collectives=auto` decided: copies where they were measured to be faster and
+    the rest of the plan allows them. node: processes of a machine. reachable: as for `decide`."""
+    if config.parallel.zero.collectives != "auto":
+        return config
+    by_nccl, by_copies = (
+        with_section(config, "parallel", zero=replace(config.parallel.zero, collectives=name))
+        for name in ("nccl", "copy_engine")
+    )
+    if not reachable or not 1 < layout.plan.shard <= MEASURED_COPIES or enabled_codecs(config.parallel.grad_comm):
+        return by_nccl
+    try:
+        resolve_layout(by_copies, layout.plan.world, layout.spec, node)
+    except ConfigError:
+        return by_nccl
+    return by_copies
 
 
 def limit_of(config: Config, available: MemoryLimit) -> float | None:

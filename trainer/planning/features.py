@@ -62,7 +62,7 @@ def communication_table(config: Config, spec: ModelSpec, plan: Plan) -> list[tup
 def communication_summary(config: Config, plan: Plan) -> str:
     """What is not by collectives alone, to stand behind a plan."""
     products = plan.tp > 1 and config.parallel.tp_overlap != "off"
-    states = plan.shard > 1 and config.parallel.zero.collectives != "nccl"
+    states = plan.shard > 1 and config.parallel.zero.collectives == "copy_engine"
     return (
         f", products: {config.parallel.tp_overlap}" * products
         + f", states: {config.parallel.zero.collectives}" * states

@@ -125,7 +125,7 @@ def _gathering(config: Config, plan: Plan, recipes: set[str]) -> Iterator[str]:
         )
     if not float8_settings(config.precision):
         return
-    if config.parallel.zero.collectives != "nccl":
+    if config.parallel.zero.collectives == "copy_engine":
         yield (
             f"precision.float8.gather=true: parallel.zero.collectives={config.parallel.zero.collectives} copies "
             "parameters in the compute type; set parallel.zero.collectives=nccl, or precision.float8.gather=false"

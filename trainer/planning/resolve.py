@@ -94,7 +94,7 @@ def check_graphs(config: Config, plan: Plan) -> list[str]:
         f"parallel.pp={plan.pp} sends between stages, which is not recorded; set parallel.pp=1": plan.pp > 1,
         f"parallel.ep={plan.ep} reads on the host how many rows each rank gets; set parallel.ep=1": plan.ep > 1,
         "parallel.zero.collectives=copy_engine counts its copies on the host; set parallel.zero.collectives=nccl": (
-            plan.shard > 1 and parallel.zero.collectives != "nccl"
+            plan.shard > 1 and parallel.zero.collectives == "copy_engine"
         ),
         f"parallel.tp_overlap={parallel.tp_overlap} counts its copies on the host; set parallel.tp_overlap=off": (
             plan.tp > 1 and parallel.tp_overlap != "off"
@@ -208,7 +208,7 @@ def _check_stores(config: Config) -> Iterator[str]:
 def _narrow(config: Config) -> Iterator[str]:
     """What does not go with products in fp8, or with gradients in fewer bits."""
     narrow, plain = float8_setting(config.precision)
-    if config.parallel.zero.collectives != "nccl" and (codecs := enabled_codecs(config.parallel.grad_comm)):
+    if config.parallel.zero.collectives == "copy_engine" and (codecs := enabled_codecs(config.parallel.grad_comm)):
         yield (
             f"parallel.zero.collectives={config.parallel.zero.collectives} sends gradients as they are, and "
             + ", ".join(f"parallel.grad_comm.{name}.codec={hop.codec}" for name, hop in codecs.items())

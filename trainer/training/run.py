@@ -41,6 +41,7 @@ from trainer.training.replicas import ReplicaMismatch
 from trainer.training.saving import RunStart
 from trainer.training.session import (
     RunClock,
+    can_share_states,
     claim_folder,
     compare_ranks,
     find_hardware,
@@ -154,7 +155,8 @@ def decide_together(
     """Decides what the settings leave open (`auto`), alike on all ranks, by the memory of the rank with the least.
     Raises `ConfigError` on all ranks where nothing fits."""
     memory, hardware = least_memory(world), world.agree(lambda: hardware)  # devices of ranks may differ
-    decision = decide(config, layout, MemoryLimit.of(memory, node), node, hardware)
+    reachable = can_share_states(config, layout, world, node)
+    decision = decide(config, layout, MemoryLimit.of(memory, node), node, hardware, reachable)
     check_decision(config, decision, memory, node, world.device)
     return decision
 

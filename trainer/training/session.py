@@ -21,13 +21,14 @@ from trainer.config.hardware import HardwareConfig
 from trainer.config.typed import flatten_values
 from trainer.data.corpus import Corpus
 from trainer.distributed.mesh import World
+from trainer.distributed.symmetric_memory import can_share_memory
 from trainer.model.attention import kernel_priority
 from trainer.model.initial import name_seed
 from trainer.observe.report import device_name
 from trainer.observe.sinks import write_status
 from trainer.observe.watchdog import Watchdog
 from trainer.parallel.compress.plan import enabled_codecs
-from trainer.planning.decide import MachineMemory
+from trainer.planning.decide import MachineMemory, decide_collectives
 from trainer.planning.hardware import load_hardware, shipped_for
 from trainer.planning.plan import Plan, node_size
 from trainer.planning.resolve import Layout
@@ -87,6 +88,18 @@ def least_memory(world: World) -> MachineMemory:
     return MachineMemory(
         min((free for free, _ in everyone if free is not None), default=None), min(host for _, host in everyone)
     )
+
+
+def can_share_states(config: Config, layout: Layout, world: World, node: int) -> bool:
+    """The check behind `parallel.zero.collectives=auto`: whether the GPUs that would copy states to each other can
+    share memory. All ranks call it together. node: processes of a machine."""
+    copied = decide_collectives(config, layout, node, True).parallel.zero.collectives == "copy_engine"
+    if world.device.type != "cuda" or config.parallel.zero.collectives != "auto" or not copied:
+        return False
+    able = all(world.gather(can_share_memory(world.device, world.mesh["shard"].get_group())))
+    if not able and world.rank == 0:
+        print("parallel.zero.collectives=auto: GPUs of this node cannot share memory, so it is nccl", flush=True)
+    return able
 
 
 def find_hardware(config: Config, device: torch.device) -> HardwareConfig | None:

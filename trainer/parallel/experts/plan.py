@@ -97,7 +97,7 @@ def check_expert_plan(config: Config, spec: ModelSpec | None, plan: Plan, node: 
             f"parallel.ep={plan.ep}: DeepSpeed partitions all parameters over the same ranks, and experts have ranks "
             "of their own; set parallel.zero.engine=torch, or parallel.ep=1"
         )
-    if parallel.zero.collectives != "nccl":
+    if parallel.zero.collectives == "copy_engine":
         yield (
             f"parallel.ep={plan.ep}: parallel.zero.collectives={parallel.zero.collectives} moves states among the "
             "ranks of parallel.shard, and experts have ranks of their own; set parallel.zero.collectives=nccl, or "

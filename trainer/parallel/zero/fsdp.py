@@ -101,7 +101,7 @@ class FSDP:
 
     def placements(self, model: Stage) -> dict[nn.Parameter, Shard]:
         """Of the parameters that are not cut by rows: the dimension that ranks cut."""
-        if self.compression.adds_replicas or self.config.parallel.zero.collectives != "nccl":
+        if self.compression.adds_replicas or self.config.parallel.zero.collectives == "copy_engine":
             return {}  # messages of our own have rows
         declared = [module for module in model.modules() if isinstance(module, DeclaredModule)]
         found = {

@@ -144,7 +144,7 @@ def check_parallel(parallel: ParallelConfig, dp: int, nodes: int) -> list[str]:
             f"parallel.zero.engine=deepspeed has never run beside parallel.tp_overlap={parallel.tp_overlap}; set "
             f"parallel.tp_overlap=off, or {TORCH}"
         )
-    if zero.collectives != "nccl":
+    if zero.collectives == "copy_engine":
         problems.append(
             f"parallel.zero.collectives={zero.collectives} is for FSDP; set parallel.zero.collectives=nccl, or {TORCH}"
         )
@@ -311,7 +311,7 @@ def check_transport(parallel: ParallelConfig, dp: int, node: int) -> list[str]:
     """What `parallel.zero.collectives` cannot go with. dp: ranks that hold the same part of the model; node: processes
     on a machine."""
     zero, setting = parallel.zero, f"parallel.zero.collectives={parallel.zero.collectives}"
-    if zero.collectives == "nccl":
+    if zero.collectives != "copy_engine":
         return []
     if zero.stage == 0:
         return [
@@ -337,7 +337,7 @@ def check_transport(parallel: ParallelConfig, dp: int, node: int) -> list[str]:
 def describe_zero(config: Config, spec: ModelSpec, plan: Plan) -> list[tuple[str, str]]:
     """What ranks that share states communicate by, and what has no effect where none do."""
     setting = f"parallel.zero.collectives={config.parallel.zero.collectives}"
-    if config.parallel.zero.collectives == "nccl":
+    if config.parallel.zero.collectives != "copy_engine":
         return []
     return [("shared states", setting) if plan.shard > 1 else ("without effect", f"{setting}: no ranks share states")]
 

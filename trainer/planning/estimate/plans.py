@@ -22,7 +22,7 @@ from trainer.parallel.context.plan import ContextPlan, resolve_context
 from trainer.parallel.experts.plan import list_mixtures
 from trainer.parallel.pipeline.plan import PipelinePlan, check_pipeline, estimated_costs, resolve_split
 from trainer.parallel.zero.plan import check_settings
-from trainer.planning.decide import MemoryLimit, decide, memory_choices
+from trainer.planning.decide import MEASURED_COPIES, MemoryLimit, decide, memory_choices
 from trainer.planning.estimate.rates import DeviceRates
 from trainer.planning.estimate.recompute import with_uniform_save
 from trainer.planning.estimate.step import GIB, StepEstimate, estimate_within
@@ -71,9 +71,6 @@ MOST_MICRO_BATCHES = 256
 
 MOST_ACTIONS = 8192
 """Stages times micro-batches of an interleaved schedule that is tried: more take long to simulate."""
-
-MEASURED_COPIES = 2
-"""Ranks of the largest group in which copies between GPUs were measured. In others they are tried if settings ask."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +227,8 @@ class _Search:
         base, copies = self.base, ["copy_engine"] * (self.hardware.device != "CPU")  # where copies take no core's time
         shard = build_plan(parallel, self.world).shard
         overlaps = [base.parallel.tp_overlap, *(copies if parallel.tp <= MEASURED_COPIES else [])]
-        backends = [base.parallel.zero.collectives, *(copies if shard <= MEASURED_COPIES else [])]
+        given = base.parallel.zero.collectives
+        backends = [*[given] * (given != "auto"), *(copies if shard <= MEASURED_COPIES else [])]
         if parallel.tp == 1 or float8_settings(base.precision):  # in fp8 none has run on GPUs
             overlaps = []
         if base.precision.float8.gather or enabled_codecs(parallel.grad_comm) or parallel.ep > 1 or shard == 1:

@@ -222,7 +222,7 @@ def name_plan(found: StepEstimate) -> str:
     )
     parts += ["offload"] * plan.offload + ["DeepSpeed"] * (plan.engine == "deepspeed")
     copied = ["tp"] * (plan.tp > 1 and config.parallel.tp_overlap != "off")
-    copied += ["ZeRO"] * (plan.shard > 1 and config.parallel.zero.collectives != "nccl")
+    copied += ["ZeRO"] * (plan.shard > 1 and config.parallel.zero.collectives == "copy_engine")
     return " ".join([*parts, *["copies:"] * bool(copied), *copied])
 
 
