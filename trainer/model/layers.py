@@ -102,12 +102,14 @@ def gate_hidden(activation: str, gate: Tensor, up: Tensor) -> Tensor:
 class AdaptableLinear(DeclaredModule):
     """A linear layer with a `weight` [outputs, inputs], which may defer its weight gradient, and with an adapter
     (`adapt`) adds scale (x A^T) B^T to its output. gradient_sum: to which the product adds the weight gradient, None
-    where autograd does. It is for layers that have been told to `defer`."""
+    where autograd does. It is for layers that have been told to `defer`. held: where the weight is gathered for a whole
+    step, the operands that were made of it (`cast_weight`), or nothing."""
 
     deferred: DeferredGrads | None = None
     number: Tensor | None = None
     gradient_sum: GradientSum | None = None
     adapter_scale: float | None = None
+    held: Sequence[Tensor] = ()
 
     def adapt(self, rank: int, scale: float) -> None:
         """Puts an adapter beside the matrix. scale: factor on its output."""
@@ -182,6 +184,8 @@ def project_input(x: Tensor, *linears: Linear) -> Sequence[Tensor]:
     numbers: list[Tensor] = []
     adapters: list[Adapter | None] = []
     row_scales: list[Tensor | None] = []
+    read: list[Tensor] = []
+    read_back: list[Tensor] = []
     for linear in linears:
         # Operands in different types cannot share a gather of converted tokens.
         if linear.multiply is not linears[0].multiply:
@@ -192,6 +196,8 @@ def project_input(x: Tensor, *linears: Linear) -> Sequence[Tensor]:
             adapters = [one.local_adapter() for one in linears]
         if linear.row_scale is not None:
             row_scales = [one.row_scale for one in linears]
+        read += linear.held[:2]
+        read_back += linear.held[2:]
     return column_parallel(
         x,
         [linear.local("weight") for linear in linears],
@@ -202,6 +208,7 @@ def project_input(x: Tensor, *linears: Linear) -> Sequence[Tensor]:
         linears[0].multiply,
         adapters,
         row_scales,
+        read + read_back,
     )
 
 

@@ -31,6 +31,7 @@ from trainer.precision.products import (
     Multiply,
     SummedMultiply,
     decode_rows,
+    join_operands,
     matmul,
     matmul_all,
     matmul_sum,
@@ -125,11 +126,11 @@ def weight_targets(numbers: list[Tensor]) -> tuple[list[Tensor], DeferringLinear
 def columns_backward(gradients: list[Tensor], weights: list[Tensor], x: Tensor, numbers: list[Tensor]) -> Tensor:
     """The gradient of the input of `ColumnParallel`. Those of the weights are accumulated or deferred.
 
-    gradients: of the products, [tokens, outputs / t] each; weights: [outputs / t, inputs] each; x and result: [tokens /
-    t, inputs]; numbers: of the layers, from `number_layer`.
+    gradients: of the products, [tokens, outputs / t] each; weights: [outputs / t, inputs] each, or operands in parts; x
+    and result: [tokens / t, inputs]; numbers: of the layers, from `number_layer`.
     """
     targets, layer, multiply = weight_targets(numbers)
-    group, deferred = layer.group, layer.deferred
+    group, deferred, weights = layer.group, layer.deferred, join_operands(weights, len(gradients))
     if not deferred.active:
         to_x, *to_weights = columns_gradients(group, gradients, weights, x, multiply)
         accumulate_gradients(targets, to_weights)
@@ -221,7 +222,8 @@ def columns_gradients(
 class ColumnParallel(torch.autograd.Function):
     """y_i = x W_i^T + b_i for several matrices that share the input, which is gathered once (q, k, v; gate, up).
 
-    x: [tokens / t, inputs]. operands: weights [outputs / t, inputs]; then a bias or None for each; then, where weight
+    x: [tokens / t, inputs]. operands: weights [outputs / t, inputs]; then a bias or None for each; then, where weights
+    are held in fp8, the operands of the outputs and those of the input's gradients, in parts; then, where weight
     gradients may be deferred, the number of each layer. Each result: [tokens, outputs / t].
     """
 
@@ -231,10 +233,13 @@ class ColumnParallel(torch.autograd.Function):
         by the number of parameters of this function whether a ctx is passed, and with several names decides wrongly for
         one matrix."""
         group, multiply, x, count, *operands = given
-        weights, biases, numbers = operands[:count], operands[count : 2 * count], operands[2 * count :]
+        held = 2 * count if len(operands) >= 6 * count else 0
+        weights, biases, read, read_back, numbers = split_sizes(operands, count, count, held, held)
         ctx.group, ctx.multiply, ctx.count, ctx.biased = group, multiply, count, [b is not None for b in biases]
+        ctx.held = held
         # Saved is this rank's part of x, not the gathered input. Backward gathers it again.
-        ctx.save_for_backward(x, *weights, *numbers)
+        ctx.save_for_backward(x, *(read_back or weights), *numbers)
+        weights = join_operands(read or weights, count)
         if group is None:
             return tuple(matmul_all(x, weights, GEMMRole.OUTPUT, biases, multiply))
         return tuple(group.gather_matmul(x, weights, GEMMRole.OUTPUT, biases, multiply=multiply)[0])
@@ -242,19 +247,21 @@ class ColumnParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple:
         x, *operands = ctx.saved_tensors
-        group, multiply, weights, numbers = ctx.group, ctx.multiply, operands[: ctx.count], operands[ctx.count :]
+        group, multiply, (weights, numbers) = ctx.group, ctx.multiply, split_sizes(operands, ctx.held or ctx.count)
+        others = [None] * (2 * ctx.held + len(numbers))
         # A bias belongs to this rank's outputs, and the output gradient has all tokens, so its gradient needs no
         # reduction.
         to_biases = [gradient.sum(0) if biased else None for gradient, biased in zip(gradients, ctx.biased)]
         if numbers:
             # The weights got their gradients inside of the operator, so autograd receives None for them.
             to_x = columns_backward(list(gradients), weights, x, numbers)
-            return None, None, to_x, None, *[None] * ctx.count, *to_biases, *[None] * ctx.count
+            return None, None, to_x, None, *[None] * ctx.count, *to_biases, *others
         if group is not None and keeps_order(group, multiply):
             to_x, *to_weights = group_columns_gradients(list(gradients), weights, x, group.key, multiply.key)
         else:
+            weights = join_operands(weights, ctx.count)
             to_x, *to_weights = columns_gradients(group, gradients, weights, x, multiply)
-        return None, None, to_x, None, *to_weights, *to_biases
+        return None, None, to_x, None, *to_weights, *to_biases, *others
 
 
 class RowParallel(torch.autograd.Function):
@@ -507,10 +514,11 @@ def column_parallel(
     multiply: Multiply = matmul,
     adapters: Sequence[Adapter | None] = (),
     row_scales: Sequence[Tensor | None] = (),
+    held: Sequence[Tensor] = (),
 ) -> Sequence[Tensor]:
     """Products of one input with several matrices, column-parallel over `group` if there is one. Shapes:
     `ColumnParallel`. adapters: of each matrix, or nothing. row_scales: of each matrix, None for those that are not in
-    fp8, or nothing.
+    fp8, or nothing. held: operands, in the order of `ColumnParallel`, or nothing.
 
     Weights marked `dropped_after_use` lose their memory after forward and get it back for backward. torch's own product
     would save a view of the freed memory, so such weights always go through `ColumnParallel`. So do products that are
@@ -528,7 +536,8 @@ def column_parallel(
     dropped = getattr(weights[0], "dropped_after_use", False)
     if group is None and not numbers and not dropped and multiply is matmul:
         return [matmul(x, weight, GEMMRole.OUTPUT, bias) for weight, bias in zip(weights, biases)]
-    return ColumnParallel.apply(group, multiply, x, len(weights), *detach_weights(weights, numbers), *biases, *numbers)
+    weights = detach_weights(weights, numbers)
+    return ColumnParallel.apply(group, multiply, x, len(weights), *weights, *biases, *held, *numbers)
 
 
 def row_parallel(

@@ -24,7 +24,8 @@ from trainer.parallel.compress.plan import reduces_at_step_end
 from trainer.parallel.experts.plan import choose_dispatch
 from trainer.parallel.pipeline.plan import resolve_pipeline
 from trainer.planning.estimate.memory import MemoryPeak, can_replay, find_peaks
-from trainer.planning.estimate.recompute import RecomputeChoice, decide_recompute, with_section
+from trainer.planning.estimate.recompute import RecomputeChoice, decide_recompute, measure_choice, with_section
+from trainer.planning.float8 import can_cast_once
 from trainer.planning.layer import has_experts
 from trainer.planning.neighbours import TILE, Changes, change_settings, generate_neighbours
 from trainer.planning.resolve import Layout, resolve_layout
@@ -150,14 +151,38 @@ def decide(
     config: Config, layout: Layout, available: MemoryLimit, node: int, hardware: HardwareConfig | None = None
 ) -> Decision:
     """Decides `auto` of `activation.mode`, `loss.tile`, `activation.tile` and `activation.offload`: takes the first
-    choice whose predicted peak fits, or else the one with the smallest peak. And `parallel.ep_dispatch`, by time. Ranks
-    that agree on the arguments get the same decision.
+    choice whose predicted peak fits, or else the one with the smallest peak. And `parallel.ep_dispatch`, by time, and
+    with the memory that is left, whether weights are cast to fp8 once a step. Ranks that agree on the arguments get the
+    same decision.
 
     available: memory of the rank with least. node: processes of a machine. hardware: how fast the machine is, which
     `activation.mode=auto` needs to know; `parallel.ep_dispatch=auto` takes an H200 where it is not known.
     `activation.mode=auto` takes the fastest choice that fits, and keeps inputs in host memory only if nothing fits
     otherwise.
     """
+    decided = _decide_settings(config, layout, available, node, hardware)
+    held = decide_casts(decided.config, decided.layout, limit_of(config, available), node)
+    if decided.predicted is None or held is decided.layout:
+        return decided._replace(layout=held)
+    assert hardware is not None
+    return decided._replace(layout=held, predicted=measure_choice(decided.config, held, hardware, node))
+
+
+def decide_casts(config: Config, layout: Layout, limit: float | None, node: int) -> Layout:
+    """The layout whose steps cast weights to fp8 once, where their operands fit beside all else, or `layout`. limit:
+    bytes that a predicted peak may take, None where nothing is known of them."""
+    if layout.plan.casts_once or not can_cast_once(config, layout.spec, layout.plan, layout.batch.accumulation):
+        return layout
+    held = replace(layout, plan=replace(layout.plan, casts_once=True))
+    if limit is None or max(peak.reserved for peak in find_peaks(config, held, lowered=False, node=node)) <= limit:
+        return held
+    return layout
+
+
+def _decide_settings(
+    config: Config, layout: Layout, available: MemoryLimit, node: int, hardware: HardwareConfig | None
+) -> Decision:
+    """The decision without what takes the memory that is left."""
     config = decide_dispatch(config, layout, hardware)
     tokens = layout.batch.sequence_length * layout.batch.micro_size / layout.plan.token_ranks
     limit = limit_of(config, available)

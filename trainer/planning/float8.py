@@ -67,6 +67,28 @@ def gathered_in_float8(config: Config, spec: ModelSpec, plan: Plan) -> list[floa
     return found
 
 
+def can_cast_once(config: Config, spec: ModelSpec, plan: Plan, microbatches: int) -> bool:
+    """Whether a step may cast each weight to fp8 once, when it is gathered, and hold the operands of its products
+    beside it. Under ZeRO-3 weights are gathered for each pass, and with adapters most are frozen and not gathered.
+    Tensor-parallel ranks cast at each use."""
+    return (
+        microbatches > 1
+        and plan.stage < 3
+        and plan.tp == 1
+        and plan.engine == "torch"
+        and not spec.adapter.rank
+        and bool(float8_settings(config.precision))
+    )
+
+
+def operand_bytes(config: Config, spec: ModelSpec, plan: Plan) -> list[float]:
+    """Bytes of the operands that a rank holds of each layer: a byte an element for each of two products."""
+    found = [0.0] * spec.depth
+    for name, (_, info) in float8_linears(config.precision, spec).items() if plan.casts_once else ():
+        found[int(name.split(".")[1])] += 2 * prod(info.multiplied(plan.tp))
+    return found
+
+
 def _projections(index: int, table: Mapping[str, ParameterInfo]) -> Iterator[tuple[str, ParameterInfo]]:
     for name, info in table.items():
         # Experts and adapters multiply in the compute type, routers in fp32.
@@ -175,6 +197,8 @@ def describe_float8(config: Config, spec: ModelSpec, plan: Plan) -> list[tuple[s
     """What has no effect where no ranks share states."""
     unused = config.precision.float8.gather and plan.shard == 1
     found = [("without effect", "precision.float8.gather=true: no ranks share states")] * unused
+    if float8_settings(config.precision):
+        found.append(("weights", f"cast to fp8 {'once a step' if plan.casts_once else 'at each use'}"))
     if float8_settings(config.precision) and has_experts(spec):
         found.append(("experts", f"multiply in {config.precision.compute}, other linear layers in fp8"))
     if spec.adapter.weights == "fp8":

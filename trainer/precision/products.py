@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -254,6 +254,23 @@ def quantise_operand(
     return (x.float() * scale).to(dtype).contiguous(), scale.double().reciprocal().float()
 
 
+# Weights that are cast once for several products. Functions of autograd and operators take tensors only, so an operand
+# travels as two: its values, and its factor.
+
+
+def cast_weight(weight: Tensor, multiply: Multiply) -> list[Tensor | None]:
+    """The operands of the two products that read a weight, that of the output first, in parts."""
+    operands = [multiply.right(weight, role) for role in (GEMMRole.OUTPUT, GEMMRole.INPUT_GRADIENT)]
+    return [part for one in operands for part in (one.values, one.back)]
+
+
+def join_operands(parts: Sequence[Tensor], count: int) -> list[Any]:
+    """The weights of `count` products: `parts` itself, or operands where there are two parts for each."""
+    if len(parts) == count:
+        return list(parts)
+    return [GEMMOperand(*pair) for pair in zip(parts[::2], parts[1::2])]
+
+
 # Frozen matrices in fp8 (`model.adapter.weights`): e4m3 with a scale for each row, as the recipe `rowwise` rounds them.
 # The scales are powers of two, so the values are exact in bf16 and fp32, and rounding them again changes nothing.
 
@@ -339,7 +356,10 @@ class Float8Multiply(Multiply):
             *self.quantise(a, 0 if role is GEMMRole.WEIGHT_GRADIENT else 1, dtype, self.rowwise, largest)
         )
 
-    def right(self, b: Tensor, role: GEMMRole) -> GEMMOperand:
+    def right(self, b: Tensor | GEMMOperand, role: GEMMRole) -> GEMMOperand:
+        """b: or the operand that was made of it."""
+        if isinstance(b, GEMMOperand):
+            return b
         if self.left_type(role) is None:
             return GEMMOperand(b)
         # Transposed first. Otherwise the compiler would reuse forward's cast of the weight here, and keep it in memory

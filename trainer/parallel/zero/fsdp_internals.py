@@ -24,7 +24,7 @@ from trainer.model.linear import DeferredGrads
 from trainer.model.stage import Stage, compile_function
 from trainer.model.transformer import Head
 from trainer.parallel.zero.copy_engine import CopyEngineShards, copy_together, wait_for_event
-from trainer.precision.products import E4M3, Float8Multiply, add_weight_gradient, matmul, scale_of
+from trainer.precision.products import E4M3, Float8Multiply, add_weight_gradient, cast_weight, matmul, scale_of
 
 
 def fsdp_units(model: nn.Module) -> list[FSDPModule]:
@@ -168,6 +168,41 @@ def widen_gradients(group: Any, reduce: Callable[..., None], *unused: Any) -> No
     reduce(*unused)
 
 
+def hold_operands(model: Stage, compiling: bool) -> None:
+    """Makes each gather of parameters cast the weights that multiply in fp8, for all products until they are freed.
+
+    What is held cannot be stale: it is made when a weight has been gathered, and dropped with the gathered copy. That
+    copy keeps its memory. compiling: whether casts are compiled."""
+    cast = compile_function(cast_weight) if compiling else cast_weight
+    for unit in fsdp_units(model):
+        group = parameter_group(unit)
+        owners = [one._module_info for one in group.fsdp_params]
+        chosen = [
+            one.module
+            for one in owners
+            if one.param_name == "weight" and isinstance(getattr(one.module, "multiply", None), Float8Multiply)
+        ]
+        if chosen:
+            group.wait_for_unshard = partial(cast_gathered, group, chosen, cast, group.wait_for_unshard)
+            group.reshard = partial(drop_operands, group, chosen, group.reshard)
+
+
+@torch.no_grad()
+def cast_gathered(group: Any, chosen: list[Any], cast: Callable[..., Any], wait: Callable[[], None]) -> None:
+    """Replaces a group's `wait_for_unshard`."""
+    arrives = group._all_gather_result is not None
+    wait()
+    for module in chosen if arrives else ():
+        module.held = cast(module.local("weight"), module.multiply)
+
+
+def drop_operands(group: Any, chosen: list[Any], reshard: Callable[[], None]) -> None:
+    """Replaces a group's `reshard`, which may leave parameters gathered."""
+    reshard()
+    for module in chosen if group.is_sharded else ():
+        module.held = ()
+
+
 def reduce_accumulated(units: list[FSDPModule], partial_sums: Mapping[FSDPModule, bool], last: bool) -> None:
     """Reduces accumulated gradients as the end of a backward pass would. partial_sums: whether FSDP may keep the
     results of a unit's earlier reductions on the device. last: whether this is the step's last reduction, which
@@ -222,7 +257,7 @@ def unit_tensors(units: list[FSDPModule]) -> UnitTensors:
         group = parameter_group(unit)
         for parameter in group.fsdp_params:
             whole = getattr(parameter, "_unsharded_param", None)
-            gathered += [*parameter.all_gather_outputs, whole]
+            gathered += [*parameter.all_gather_outputs, whole, *getattr(parameter._module_info.module, "held", ())]
             gradients += [parameter.unsharded_accumulated_grad, None if whole is None else whole.grad]
         gradients.append(group._partial_reduce_output)
         context = group.comm_ctx  # one object, shared by all units of a root

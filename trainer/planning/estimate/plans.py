@@ -28,7 +28,7 @@ from trainer.planning.estimate.recompute import with_uniform_save
 from trainer.planning.estimate.step import GIB, StepEstimate, estimate_within
 from trainer.planning.estimate.timing import ModelTiming, time_units, update_bytes
 from trainer.planning.features import check_plan
-from trainer.planning.float8 import check_float8
+from trainer.planning.float8 import can_cast_once, check_float8
 from trainer.planning.layer import parameter_counts
 from trainer.planning.neighbours import RECOMPUTE, SCHEDULES, TILE, override_key
 from trainer.planning.parameters import UpdateSettings, float8_settings
@@ -339,7 +339,8 @@ class _Search:
         return resolve_context(config, self.spec, plan, self.node)
 
     def timing(self, config: Config, plan: Plan, batch: BatchPlan) -> ModelTiming:
-        """The timing of units depends on no schedule and on no split."""
+        """The timing of units depends on no schedule and on no split. Weights are cast to fp8 once where they can."""
+        plan = replace(plan, casts_once=can_cast_once(config, self.spec, plan, batch.accumulation))
         unused = PipelinePlan(Schedule("", ((),), (0,), batch.accumulation), (range(self.spec.depth),))
         return time_units(config, Layout(self.spec, plan, batch, unused, self.context(config, plan)), self.hardware)
 

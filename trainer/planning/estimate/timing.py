@@ -295,14 +295,14 @@ class _Timer:
         again = repeated.total("traffic") * bool(left.attends or left.again)
         return program.total("traffic"), program.total("back_traffic"), again
 
-    def _casts(self, program: Program, recipes: Mapping[str, str], again: Mapping[str, float]) -> tuple[float, float]:
-        """Seconds of the casts to fp8 in the forward and in the backward pass of a layer: each operand is read for its
-        scale, read again and written. GEMMs that read one operand share its cast: those of one gathered input, and the
-        two that read a gradient. recipes: by the names of the projections that multiply in fp8; again: the share of
-        each projection that backward computes again."""
+    def _casts(self, program: Program, recipes: Mapping[str, str], again: Mapping[str, float]) -> list[float]:
+        """Seconds of the casts to fp8 in the forward and in the backward pass of a layer, and once a step: each operand
+        is read for its scale, read again and written. GEMMs that read one operand share its cast: those of one gathered
+        input, and the two that read a gradient. recipes: by the names of the projections that multiply in fp8; again:
+        the share of each projection that backward computes again."""
         if self.pace.float8 is None:
-            return 0.0, 0.0
-        forward = backward = 0.0
+            return [0.0] * 3
+        forward = backward = first = 0.0
         shared = [op.gemms for op in program.gathers]
         alone = [(name,) for name in program.gemms if not any(name in names for names in shared)]
         for names in (*shared, *alone):
@@ -312,13 +312,15 @@ class _Timer:
             gemms = [program.gemms[name] for name in narrow]
             inputs = self.tokens * gemms[0].rows * gemms[0].shape[1]
             weights = sum(prod(gemm.shape) for gemm in gemms)
+            if self.plan.casts_once:
+                first, weights = first + 2 * weights, 0
             forward += inputs + weights
             backward += max(again.get(name, 0.0) for name in narrow) * (inputs + weights)
             # The gradient and the weight for the input's gradient, and the input for the weight's.
             backward += sum(self.tokens * gemm.rows * gemm.shape[0] for gemm in gemms) + weights
             backward += inputs * any(recipes[name] != WIDE for name in narrow)
         moved = (1.0 if self.config.compile else UNFUSED) * (2 * self.element + 1) / self.pace.memory
-        return forward * moved, backward * moved
+        return [elements * moved for elements in (forward, backward, first)]
 
     def _attention(self, program: Program, attention: AttentionSpec) -> float:
         """The forward pass of attention, on the rank that has most of it."""
@@ -415,7 +417,8 @@ class _Timer:
         weight = {"matrix products": to_weights}
         moved = {"tensor": took.moved + sent, "context": shared, "experts": 2 * travel + repeated}
         in_gemms = sum(prod(gemm.shape) for gemm in summed.values())
-        return self._sharded(parameters, forward, backward, weight, moved, narrow, in_gemms)
+        times = self._sharded(parameters, forward, backward, weight, moved, narrow, in_gemms)
+        return replace(times, gather=times.gather + cast[2], copies=times.copies + cast[2])
 
     def _dispatch(self, experts: ExpertsSpec) -> DispatchTimes:
         """What a micro-batch's tokens take to the experts of a layer on other ranks and back, with balanced loads."""
