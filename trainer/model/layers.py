@@ -102,8 +102,8 @@ def gate_hidden(activation: str, gate: Tensor, up: Tensor) -> Tensor:
 class AdaptableLinear(DeclaredModule):
     """A linear layer with a `weight` [outputs, inputs], which may defer its weight gradient, and with an adapter
     (`adapt`) adds scale (x A^T) B^T to its output. gradient_sum: to which the product adds the weight gradient, None
-    where autograd does. It is for layers that have been told to `defer`. held: where the weight is gathered for a whole
-    step, the operands that were made of it (`cast_weight`), or nothing."""
+    where autograd does. It is for layers that have been told to `defer`. held: where a step casts the weight once, its
+    operands (`cast_weight`) while it is gathered."""
 
     deferred: DeferredGrads | None = None
     number: Tensor | None = None
@@ -184,8 +184,7 @@ def project_input(x: Tensor, *linears: Linear) -> Sequence[Tensor]:
     numbers: list[Tensor] = []
     adapters: list[Adapter | None] = []
     row_scales: list[Tensor | None] = []
-    read: list[Tensor] = []
-    read_back: list[Tensor] = []
+    held: list[Tensor] = []
     for linear in linears:
         # Operands in different types cannot share a gather of converted tokens.
         if linear.multiply is not linears[0].multiply:
@@ -196,8 +195,7 @@ def project_input(x: Tensor, *linears: Linear) -> Sequence[Tensor]:
             adapters = [one.local_adapter() for one in linears]
         if linear.row_scale is not None:
             row_scales = [one.row_scale for one in linears]
-        read += linear.held[:2]
-        read_back += linear.held[2:]
+        held += linear.held
     return column_parallel(
         x,
         [linear.local("weight") for linear in linears],
@@ -208,7 +206,7 @@ def project_input(x: Tensor, *linears: Linear) -> Sequence[Tensor]:
         linears[0].multiply,
         adapters,
         row_scales,
-        read + read_back,
+        held,
     )
 
 

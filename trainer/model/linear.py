@@ -126,11 +126,11 @@ def weight_targets(numbers: list[Tensor]) -> tuple[list[Tensor], DeferringLinear
 def columns_backward(gradients: list[Tensor], weights: list[Tensor], x: Tensor, numbers: list[Tensor]) -> Tensor:
     """The gradient of the input of `ColumnParallel`. Those of the weights are accumulated or deferred.
 
-    gradients: of the products, [tokens, outputs / t] each; weights: [outputs / t, inputs] each, or operands in parts; x
+    gradients: of the products, [tokens, outputs / t] each; weights: [outputs / t, inputs] each, or their operands; x
     and result: [tokens / t, inputs]; numbers: of the layers, from `number_layer`.
     """
     targets, layer, multiply = weight_targets(numbers)
-    group, deferred, weights = layer.group, layer.deferred, join_operands(weights, len(gradients))
+    group, deferred = layer.group, layer.deferred
     if not deferred.active:
         to_x, *to_weights = columns_gradients(group, gradients, weights, x, multiply)
         accumulate_gradients(targets, to_weights)
@@ -222,9 +222,9 @@ def columns_gradients(
 class ColumnParallel(torch.autograd.Function):
     """y_i = x W_i^T + b_i for several matrices that share the input, which is gathered once (q, k, v; gate, up).
 
-    x: [tokens / t, inputs]. operands: weights [outputs / t, inputs]; then a bias or None for each; then, where weights
-    are held in fp8, the operands of the outputs and those of the input's gradients, in parts; then, where weight
-    gradients may be deferred, the number of each layer. Each result: [tokens, outputs / t].
+    x: [tokens / t, inputs]. operands: weights [outputs / t, inputs]; then a bias or None for each; then, where a step
+    casts weights once, the operands of each (`cast_weight`); then, where weight gradients may be deferred, the number
+    of each layer. Each result: [tokens, outputs / t].
     """
 
     @staticmethod
@@ -233,14 +233,14 @@ class ColumnParallel(torch.autograd.Function):
         by the number of parameters of this function whether a ctx is passed, and with several names decides wrongly for
         one matrix."""
         group, multiply, x, count, *operands = given
-        held = 2 * count if len(operands) >= 6 * count else 0
-        weights, biases, read, read_back, numbers = split_sizes(operands, count, count, held, held)
+        weights, biases, more = split_sizes(operands, count, count)
+        held, numbers = split_sizes(more, 4 * count * (len(more) > count))
         ctx.group, ctx.multiply, ctx.count, ctx.biased = group, multiply, count, [b is not None for b in biases]
-        ctx.held = held
+        ctx.held, weights = len(held), held or weights
         # Saved is this rank's part of x, not the gathered input. Backward gathers it again.
-        ctx.save_for_backward(x, *(read_back or weights), *numbers)
-        weights = join_operands(read or weights, count)
+        ctx.save_for_backward(x, *weights, *numbers)
         if group is None:
+            weights = join_operands(weights, count, GEMMRole.OUTPUT)
             return tuple(matmul_all(x, weights, GEMMRole.OUTPUT, biases, multiply))
         return tuple(group.gather_matmul(x, weights, GEMMRole.OUTPUT, biases, multiply=multiply)[0])
 
@@ -248,20 +248,17 @@ class ColumnParallel(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple:
         x, *operands = ctx.saved_tensors
         group, multiply, (weights, numbers) = ctx.group, ctx.multiply, split_sizes(operands, ctx.held or ctx.count)
-        others = [None] * (2 * ctx.held + len(numbers))
         # A bias belongs to this rank's outputs, and the output gradient has all tokens, so its gradient needs no
         # reduction.
         to_biases = [gradient.sum(0) if biased else None for gradient, biased in zip(gradients, ctx.biased)]
         if numbers:
             # The weights got their gradients inside of the operator, so autograd receives None for them.
-            to_x = columns_backward(list(gradients), weights, x, numbers)
-            return None, None, to_x, None, *[None] * ctx.count, *to_biases, *others
-        if group is not None and keeps_order(group, multiply):
+            to_x, to_weights = columns_backward(list(gradients), weights, x, numbers), [None] * ctx.count
+        elif group is not None and keeps_order(group, multiply):
             to_x, *to_weights = group_columns_gradients(list(gradients), weights, x, group.key, multiply.key)
         else:
-            weights = join_operands(weights, ctx.count)
             to_x, *to_weights = columns_gradients(group, gradients, weights, x, multiply)
-        return None, None, to_x, None, *to_weights, *to_biases, *others
+        return None, None, to_x, None, *to_weights, *to_biases, *[None] * (ctx.held + len(numbers))
 
 
 class RowParallel(torch.autograd.Function):
@@ -275,18 +272,18 @@ class RowParallel(torch.autograd.Function):
     def forward(
         ctx: Any, group: TensorGroup, multiply: Multiply, x: Tensor, weight: Tensor, number: Tensor | None
     ) -> Tensor:
-        ctx.group, ctx.multiply, ctx.numbered = group, multiply, number is not None
+        ctx.group, ctx.multiply = group, multiply
         # x is this rank's part of the inputs for all tokens: it needs no gather in backward, the output's gradient
         # does.
-        ctx.save_for_backward(x, weight, *([number] if ctx.numbered else []))
+        ctx.save_for_backward(x, weight, *([] if number is None else [number]))
         return group.wait(group.matmul_scatter_sum([x], [weight], GEMMRole.OUTPUT, multiply))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple:
-        x, weight, *numbers = ctx.saved_tensors
-        if ctx.numbered:
-            return None, None, rows_backward(gradient, weight, x, numbers[0]), None, None
-        if keeps_order(ctx.group, ctx.multiply):
+        to_weight, (x, weight, *numbers) = None, ctx.saved_tensors
+        if numbers:
+            to_x = rows_backward(gradient, weight, x, *numbers)
+        elif keeps_order(ctx.group, ctx.multiply):
             to_x, to_weight = group_rows_gradients(gradient, weight, x, ctx.group.key, ctx.multiply.key)
         else:
             to_x, to_weight = ctx.group.rows_gradients(gradient, weight, x, ctx.multiply)
@@ -518,7 +515,7 @@ def column_parallel(
 ) -> Sequence[Tensor]:
     """Products of one input with several matrices, column-parallel over `group` if there is one. Shapes:
     `ColumnParallel`. adapters: of each matrix, or nothing. row_scales: of each matrix, None for those that are not in
-    fp8, or nothing. held: operands, in the order of `ColumnParallel`, or nothing.
+    fp8, or nothing. held: the operands of each (`cast_weight`), or nothing.
 
     Weights marked `dropped_after_use` lose their memory after forward and get it back for backward. torch's own product
     would save a view of the freed memory, so such weights always go through `ColumnParallel`. So do products that are

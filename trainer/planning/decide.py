@@ -24,7 +24,7 @@ from trainer.parallel.compress.plan import reduces_at_step_end
 from trainer.parallel.experts.plan import choose_dispatch
 from trainer.parallel.pipeline.plan import resolve_pipeline
 from trainer.planning.estimate.memory import MemoryPeak, can_replay, find_peaks
-from trainer.planning.estimate.recompute import RecomputeChoice, decide_recompute, measure_choice, with_section
+from trainer.planning.estimate.recompute import RecomputeChoice, decide_recompute, with_section
 from trainer.planning.float8 import can_cast_once
 from trainer.planning.layer import has_experts
 from trainer.planning.neighbours import TILE, Changes, change_settings, generate_neighbours
@@ -151,8 +151,8 @@ def decide(
     config: Config, layout: Layout, available: MemoryLimit, node: int, hardware: HardwareConfig | None = None
 ) -> Decision:
     """Decides `auto` of `activation.mode`, `loss.tile`, `activation.tile` and `activation.offload`: takes the first
-    choice whose predicted peak fits, or else the one with the smallest peak. And `parallel.ep_dispatch`, by time, and
-    with the memory that is left, whether weights are cast to fp8 once a step. Ranks that agree on the arguments get the
+    choice whose predicted peak fits, or else the one with the smallest peak. `parallel.ep_dispatch`, by time. And
+    whether a step casts weights to fp8 once, where there is memory for it. Ranks that agree on the arguments get the
     same decision.
 
     available: memory of the rank with least. node: processes of a machine. hardware: how fast the machine is, which
@@ -160,45 +160,25 @@ def decide(
     `activation.mode=auto` takes the fastest choice that fits, and keeps inputs in host memory only if nothing fits
     otherwise.
     """
-    decided = _decide_settings(config, layout, available, node, hardware)
-    held = decide_casts(decided.config, decided.layout, limit_of(config, available), node)
-    if decided.predicted is None or held is decided.layout:
-        return decided._replace(layout=held)
-    assert hardware is not None
-    return decided._replace(layout=held, predicted=measure_choice(decided.config, held, hardware, node))
-
-
-def decide_casts(config: Config, layout: Layout, limit: float | None, node: int) -> Layout:
-    """The layout whose steps cast weights to fp8 once, where their operands fit beside all else, or `layout`. limit:
-    bytes that a predicted peak may take, None where nothing is known of them."""
-    if layout.plan.casts_once or not can_cast_once(config, layout.spec, layout.plan, layout.batch.accumulation):
-        return layout
-    held = replace(layout, plan=replace(layout.plan, casts_once=True))
-    if limit is None or max(peak.reserved for peak in find_peaks(config, held, lowered=False, node=node)) <= limit:
-        return held
-    return layout
-
-
-def _decide_settings(
-    config: Config, layout: Layout, available: MemoryLimit, node: int, hardware: HardwareConfig | None
-) -> Decision:
-    """The decision without what takes the memory that is left."""
     config = decide_dispatch(config, layout, hardware)
     tokens = layout.batch.sequence_length * layout.batch.micro_size / layout.plan.token_ranks
     limit = limit_of(config, available)
     automatic = config.activation.mode == "auto"
     choices = list(memory_choices(config, layout.spec, tokens))
-    if not can_replay(layout.plan) or (limit is None or len(choices) == 1) and not automatic:
-        return Decision(choices[0], _layout(choices[0], layout))
+    once = can_cast_once(config, layout.spec, layout.plan, layout.batch.accumulation)
+    plans = [replace(layout.plan, casts_once=one) for one in (True, False)[not once :]]
+    ways = [(choice, replace(layout, plan=plan)) for choice in choices for plan in plans]
+    if not can_replay(layout.plan) or (limit is None or len(ways) == 1) and not automatic:
+        return Decision(choices[0], _layout(*ways[0]))
     if automatic:
         assert hardware is not None
-        some, bound = (choices[:1], available.host) if limit is None else (choices, limit)
-        one = _least_recompute(some, layout, hardware, bound, available.host, node)
+        some, bound = (ways[:1], available.host) if limit is None else (ways, limit)
+        one = _least_recompute(some, hardware, bound, available.host, node)
         return Decision(one.config, one.layout, one, bound)
     assert limit is not None
     found: list[tuple[float, Decision]] = []
-    for choice in choices:
-        decision = Decision(choice, _layout(choice, layout))
+    for choice, way in ways:
+        decision = Decision(choice, _layout(choice, way))
         ranks = find_peaks(decision.config, decision.layout, lowered=False, node=node)
         if found and max(peak.host for peak in ranks) > available.host:
             continue
@@ -227,13 +207,13 @@ def limit_of(config: Config, available: MemoryLimit) -> float | None:
 
 
 def _least_recompute(
-    choices: Sequence[Config], layout: Layout, hardware: HardwareConfig, limit: float, host: float, node: int
+    ways: Sequence[tuple[Config, Layout]], hardware: HardwareConfig, limit: float, host: float, node: int
 ) -> RecomputeChoice:
-    """Of choices of tiles and offload the one whose recompute takes the least time."""
+    """Of choices of tiles, offload and casts the one whose recompute takes the least time."""
     found: list[RecomputeChoice] = []
     for offload in (False, True):
-        some = [one for one in choices if bool(one.activation.offload) == offload]
-        found += [decide_recompute(one, _layout(one, layout), hardware, limit, node) for one in some]
+        some = [way for way in ways if bool(way[0].activation.offload) == offload]
+        found += [decide_recompute(one, _layout(one, layout), hardware, limit, node) for one, layout in some]
         if fitting := [one for one in found if one.peak <= limit and one.host <= host]:
             return min(fitting, key=lambda one: one.seconds)
     return min(found, key=lambda one: (one.host > host, one.peak))

@@ -59,11 +59,21 @@ def float8_linears(precision: PrecisionConfig, spec: ModelSpec) -> dict[str, Flo
 
 def gathered_in_float8(config: Config, spec: ModelSpec, plan: Plan) -> list[float]:
     """Elements of each layer, on one tensor-parallel rank, that ZeRO gathers in fp8."""
+    return _elements(config, spec, plan, "tensorwise" * (config.precision.float8.gather and plan.shard > 1))
+
+
+def operand_bytes(config: Config, spec: ModelSpec, plan: Plan) -> list[float]:
+    """Of each layer, bytes that a rank holds of weights that a step casts once: of an element one for each of two
+    products."""
+    return [2 * size for size in _elements(config, spec, plan, "*" * plan.casts_once)]
+
+
+def _elements(config: Config, spec: ModelSpec, plan: Plan, recipes: str) -> list[float]:
+    """Of each layer, on one tensor-parallel rank, those of the matrices whose recipe has the pattern `recipes`."""
     found = [0.0] * spec.depth
-    if config.precision.float8.gather and plan.shard > 1:
-        for name, (recipe, info) in float8_linears(config.precision, spec).items():
-            if recipe == "tensorwise":
-                found[int(name.split(".")[1])] += prod(info.multiplied(plan.tp))
+    for name, (recipe, info) in float8_linears(config.precision, spec).items():
+        if fnmatchcase(recipe, recipes):
+            found[int(name.split(".")[1])] += prod(info.multiplied(plan.tp))
     return found
 
 
@@ -74,19 +84,9 @@ def can_cast_once(config: Config, spec: ModelSpec, plan: Plan, microbatches: int
     return (
         microbatches > 1
         and plan.stage < 3
-        and plan.tp == 1
-        and plan.engine == "torch"
-        and not spec.adapter.rank
+        and (plan.tp, plan.engine, spec.adapter.rank) == (1, "torch", 0)
         and bool(float8_settings(config.precision))
     )
-
-
-def operand_bytes(config: Config, spec: ModelSpec, plan: Plan) -> list[float]:
-    """Bytes of the operands that a rank holds of each layer: a byte an element for each of two products."""
-    found = [0.0] * spec.depth
-    for name, (_, info) in float8_linears(config.precision, spec).items() if plan.casts_once else ():
-        found[int(name.split(".")[1])] += 2 * prod(info.multiplied(plan.tp))
-    return found
 
 
 def _projections(index: int, table: Mapping[str, ParameterInfo]) -> Iterator[tuple[str, ParameterInfo]]:

@@ -160,7 +160,8 @@ def matmul_into(out: Tensor, a: Tensor, b: Tensor, role: GEMMRole, add: Tensor |
 def matmul_sum(
     operands: Sequence[Tensor], weights: Sequence[Tensor], role: GEMMRole, multiply: Multiply = matmul
 ) -> Tensor:
-    """The sum of the products of each operand with its weight."""
+    """The sum of the products of each operand with its weight, or with what was made of it (`join_operands`)."""
+    weights = join_operands(weights, len(operands), role)
     total = multiply(operands[0], weights[0], role)
     for operand, weight in zip(operands[1:], weights[1:]):
         total = multiply(operand, weight, role, total)
@@ -259,16 +260,15 @@ def quantise_operand(
 
 
 def cast_weight(weight: Tensor, multiply: Multiply) -> list[Tensor | None]:
-    """The operands of the two products that read a weight, that of the output first, in parts."""
+    """The operands that the products of the output and of the input's gradient read: four tensors."""
     operands = [multiply.right(weight, role) for role in (GEMMRole.OUTPUT, GEMMRole.INPUT_GRADIENT)]
     return [part for one in operands for part in (one.values, one.back)]
 
 
-def join_operands(parts: Sequence[Tensor], count: int) -> list[Any]:
-    """The weights of `count` products: `parts` itself, or operands where there are two parts for each."""
-    if len(parts) == count:
-        return list(parts)
-    return [GEMMOperand(*pair) for pair in zip(parts[::2], parts[1::2])]
+def join_operands(parts: Sequence[Tensor], count: int, role: GEMMRole) -> list[Any]:
+    """What the products of `count` weights read: `parts` itself, or operands, if these are four tensors for each."""
+    first = 2 * (role is GEMMRole.INPUT_GRADIENT)
+    return list(parts) if len(parts) == count else [*map(GEMMOperand, parts[first::4], parts[first + 1 :: 4])]
 
 
 # Frozen matrices in fp8 (`model.adapter.weights`): e4m3 with a scale for each row, as the recipe `rowwise` rounds them.

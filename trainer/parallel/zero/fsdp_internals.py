@@ -171,36 +171,23 @@ def widen_gradients(group: Any, reduce: Callable[..., None], *unused: Any) -> No
 def hold_operands(model: Stage, compiling: bool) -> None:
     """Makes each gather of parameters cast the weights that multiply in fp8, for all products until they are freed.
 
-    What is held cannot be stale: it is made when a weight has been gathered, and dropped with the gathered copy. That
-    copy keeps its memory. compiling: whether casts are compiled."""
+    What is held cannot be stale: it is made when a weight has been gathered, and goes with the gathered copy. That copy
+    keeps its memory. compiling: whether casts are compiled."""
     cast = compile_function(cast_weight) if compiling else cast_weight
     for unit in fsdp_units(model):
-        group = parameter_group(unit)
-        owners = [one._module_info for one in group.fsdp_params]
-        chosen = [
-            one.module
-            for one in owners
-            if one.param_name == "weight" and isinstance(getattr(one.module, "multiply", None), Float8Multiply)
-        ]
-        if chosen:
-            group.wait_for_unshard = partial(cast_gathered, group, chosen, cast, group.wait_for_unshard)
-            group.reshard = partial(drop_operands, group, chosen, group.reshard)
+        for parameter in parameter_group(unit).fsdp_params:
+            owner = parameter._module_info
+            narrow = isinstance(getattr(owner.module, "multiply", None), Float8Multiply)
+            if narrow and owner.param_name == "weight":
+                parameter.to_unsharded = partial(change_state, parameter.to_unsharded, owner.module, cast)
+                parameter.to_sharded = partial(change_state, parameter.to_sharded, owner.module, lambda *_: ())
 
 
 @torch.no_grad()
-def cast_gathered(group: Any, chosen: list[Any], cast: Callable[..., Any], wait: Callable[[], None]) -> None:
-    """Replaces a group's `wait_for_unshard`."""
-    arrives = group._all_gather_result is not None
-    wait()
-    for module in chosen if arrives else ():
-        module.held = cast(module.local("weight"), module.multiply)
-
-
-def drop_operands(group: Any, chosen: list[Any], reshard: Callable[[], None]) -> None:
-    """Replaces a group's `reshard`, which may leave parameters gathered."""
-    reshard()
-    for module in chosen if group.is_sharded else ():
-        module.held = ()
+def change_state(change: Callable, layer: Any, hold: Callable) -> None:
+    """Replaces `to_unsharded` and `to_sharded` of a layer's weight. hold: what the layer then has of it."""
+    change()
+    layer.held = hold(layer.local("weight"), layer.multiply)
 
 
 def reduce_accumulated(units: list[FSDPModule], partial_sums: Mapping[FSDPModule, bool], last: bool) -> None:

@@ -185,6 +185,8 @@ class _Search:
                 auto = self.base.activation.mode == "auto"
                 for mode in ("auto",) if auto else RECOMPUTE:
                     config = self.config(parallel, micro, accumulation, mode)
+                    # For the bound: where memory decides on recompute, it decides on casts too.
+                    plan = replace(plan, casts_once=auto and can_cast_once(config, self.spec, plan, accumulation))
                     # With one micro-batch ZeRO-2 does what ZeRO-1 does.
                     same = accumulation == 1 and plan.stage == 2 and "parallel.zero.stage" not in self.kept
                     if same or not self.keeps(config, DEGREES):
@@ -339,8 +341,7 @@ class _Search:
         return resolve_context(config, self.spec, plan, self.node)
 
     def timing(self, config: Config, plan: Plan, batch: BatchPlan) -> ModelTiming:
-        """The timing of units depends on no schedule and on no split. Weights are cast to fp8 once where they can."""
-        plan = replace(plan, casts_once=can_cast_once(config, self.spec, plan, batch.accumulation))
+        """The timing of units depends on no schedule and on no split."""
         unused = PipelinePlan(Schedule("", ((),), (0,), batch.accumulation), (range(self.spec.depth),))
         return time_units(config, Layout(self.spec, plan, batch, unused, self.context(config, plan)), self.hardware)
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from trainer.config import Config
 from trainer.config.hardware import HardwareConfig
-from trainer.planning.decide import GIB, MemoryLimit, decide, decide_casts, decide_dispatch, limit_of
+from trainer.planning.decide import GIB, MemoryLimit, decide, decide_dispatch
 from trainer.planning.documents import USUAL, DocumentLengths, are_unknown, with_documents
 from trainer.planning.estimate.memory import MemoryPeak, find_peaks
 from trainer.planning.estimate.rates import DeviceRates
@@ -158,7 +158,6 @@ def estimate_within(
     """The same of a step that takes no longer than `seconds`, or None. lowered: see `memory.find_peaks`."""
     config = decide_dispatch(config, layout, hardware)
     node, pace = min(layout.plan.world, hardware.devices), DeviceRates.of(hardware, config.precision)
-    layout = decide_casts(config, layout, limit_of(config, MemoryLimit(hardware.memory * GIB, inf)), node)
     timing = time_units(config, layout, hardware)
     simulation, least = step_seconds(config, layout, timing, pace)
     if least > seconds:
