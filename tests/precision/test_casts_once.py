@@ -177,10 +177,10 @@ def test_products_read_what_is_held(recipe, deferring, together):
 
 
 @pytest.mark.parametrize("device, recipe", [("cpu", "tensorwise"), pytest.param("cuda", "rowwise", marks=NEEDS_GPU)])
+@inductor.patch(emulate_precision_casts=True)
 def test_compiled_steps_have_the_same_bits(device, recipe, monkeypatch):
     """In one graph for all layers and steps. On CPUs what is captured runs eagerly; on GPUs kernels round what they
     compute between two products as eager ones do, or it would depend on what is fused."""
-    monkeypatch.setattr(inductor, "emulate_precision_casts", True)
     if device == "cpu":
         monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
     found = []

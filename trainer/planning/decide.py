@@ -166,19 +166,18 @@ def decide(
     automatic = config.activation.mode == "auto"
     choices = list(memory_choices(config, layout.spec, tokens))
     once = can_cast_once(config, layout.spec, layout.plan, layout.batch.accumulation)
-    plans = [replace(layout.plan, casts_once=one) for one in (True, False)[not once :]]
-    ways = [(choice, replace(layout, plan=plan)) for choice in choices for plan in plans]
+    ways = list(itertools.product(choices, [once, *[False] * once]))
     if not can_replay(layout.plan) or (limit is None or len(ways) == 1) and not automatic:
-        return Decision(choices[0], _layout(*ways[0]))
+        return Decision(choices[0], _layout(layout, *ways[0]))
     if automatic:
         assert hardware is not None
         some, bound = (ways[:1], available.host) if limit is None else (ways, limit)
-        one = _least_recompute(some, hardware, bound, available.host, node)
+        one = _least_recompute(some, layout, hardware, bound, available.host, node)
         return Decision(one.config, one.layout, one, bound)
     assert limit is not None
     found: list[tuple[float, Decision]] = []
-    for choice, way in ways:
-        decision = Decision(choice, _layout(choice, way))
+    for way in ways:
+        decision = Decision(way[0], _layout(layout, *way))
         ranks = find_peaks(decision.config, decision.layout, lowered=False, node=node)
         if found and max(peak.host for peak in ranks) > available.host:
             continue
@@ -207,13 +206,14 @@ def limit_of(config: Config, available: MemoryLimit) -> float | None:
 
 
 def _least_recompute(
-    ways: Sequence[tuple[Config, Layout]], hardware: HardwareConfig, limit: float, host: float, node: int
+    ways: Sequence[tuple[Config, bool]], layout: Layout, hardware: HardwareConfig, limit: float, host: float, node: int
 ) -> RecomputeChoice:
-    """Of choices of tiles, offload and casts the one whose recompute takes the least time."""
+    """Of ways to choose tiles and offload, and whether a step casts weights once, the one whose recompute takes the
+    least time."""
     found: list[RecomputeChoice] = []
     for offload in (False, True):
         some = [way for way in ways if bool(way[0].activation.offload) == offload]
-        found += [decide_recompute(one, _layout(one, layout), hardware, limit, node) for one, layout in some]
+        found += [decide_recompute(way[0], _layout(layout, *way), hardware, limit, node) for way in some]
         if fitting := [one for one in found if one.peak <= limit and one.host <= host]:
             return min(fitting, key=lambda one: one.seconds)
     return min(found, key=lambda one: (one.host > host, one.peak))
@@ -243,8 +243,10 @@ def memory_choices(config: Config, spec: ModelSpec, tokens: float) -> Iterator[C
         yield with_section(chosen, "activation", **{name: value for values in more for name, value in values.items()})
 
 
-def _layout(config: Config, layout: Layout) -> Layout:
-    return replace(layout, pipeline=resolve_pipeline(config, layout.spec, layout.plan, layout.batch))
+def _layout(layout: Layout, config: Config, once: bool) -> Layout:
+    """once: whether a step casts weights once."""
+    pipeline = resolve_pipeline(config, layout.spec, layout.plan, layout.batch)
+    return replace(layout, plan=replace(layout.plan, casts_once=once), pipeline=pipeline)
 
 
 def describe_recompute(activation: ActivationConfig) -> str:

@@ -59,17 +59,12 @@ def float8_linears(precision: PrecisionConfig, spec: ModelSpec) -> dict[str, Flo
 
 def gathered_in_float8(config: Config, spec: ModelSpec, plan: Plan) -> list[float]:
     """Elements of each layer, on one tensor-parallel rank, that ZeRO gathers in fp8."""
-    return _elements(config, spec, plan, "tensorwise" * (config.precision.float8.gather and plan.shard > 1))
+    return float8_elements(config, spec, plan, "tensorwise" * (config.precision.float8.gather and plan.shard > 1))
 
 
-def operand_bytes(config: Config, spec: ModelSpec, plan: Plan) -> list[float]:
-    """Of each layer, bytes that a rank holds of weights that a step casts once: of an element one for each of two
-    products."""
-    return [2 * size for size in _elements(config, spec, plan, "*" * plan.casts_once)]
-
-
-def _elements(config: Config, spec: ModelSpec, plan: Plan, recipes: str) -> list[float]:
-    """Of each layer, on one tensor-parallel rank, those of the matrices whose recipe has the pattern `recipes`."""
+def float8_elements(config: Config, spec: ModelSpec, plan: Plan, recipes: str) -> list[float]:
+    """Elements of each layer, on one tensor-parallel rank, in matrices that multiply in fp8 by recipes of the shell
+    pattern `recipes`."""
     found = [0.0] * spec.depth
     for name, (recipe, info) in float8_linears(config.precision, spec).items():
         if fnmatchcase(recipe, recipes):
@@ -199,8 +194,8 @@ def describe_float8(config: Config, spec: ModelSpec, plan: Plan) -> list[tuple[s
     found = [("without effect", "precision.float8.gather=true: no ranks share states")] * unused
     if float8_settings(config.precision):
         found.append(("weights", f"cast to fp8 {'once a step' if plan.casts_once else 'at each use'}"))
-    if float8_settings(config.precision) and has_experts(spec):
-        found.append(("experts", f"multiply in {config.precision.compute}, other linear layers in fp8"))
+        others = f"multiply in {config.precision.compute}, other linear layers in fp8"
+        found += [("experts", others)] * has_experts(spec)
     if spec.adapter.weights == "fp8":
         experts = f", those of experts in {config.precision.compute}" * has_experts(spec)
         found.append(("frozen matrices", f"in fp8{experts}"))

@@ -169,25 +169,26 @@ def widen_gradients(group: Any, reduce: Callable[..., None], *unused: Any) -> No
 
 
 def hold_operands(model: Stage, compiling: bool) -> None:
-    """Makes each gather of parameters cast the weights that multiply in fp8, for all products until they are freed.
+    """Makes a layer that multiplies in fp8 cast its weight when it has been gathered, for all products until FSDP frees
+    it. The gathered copy keeps its memory: whatever reads the weight itself finds it.
 
-    What is held cannot be stale: it is made when a weight has been gathered, and goes with the gathered copy. That copy
-    keeps its memory. compiling: whether casts are compiled."""
+    compiling: whether casts are compiled."""
     cast = compile_function(cast_weight) if compiling else cast_weight
     for unit in fsdp_units(model):
         for parameter in parameter_group(unit).fsdp_params:
             owner = parameter._module_info
             narrow = isinstance(getattr(owner.module, "multiply", None), Float8Multiply)
             if narrow and owner.param_name == "weight":
-                parameter.to_unsharded = partial(change_state, parameter.to_unsharded, owner.module, cast)
-                parameter.to_sharded = partial(change_state, parameter.to_sharded, owner.module, lambda *_: ())
+                parameter._setattr_on_modules = partial(put_weight, parameter, cast, parameter._setattr_on_modules)
 
 
 @torch.no_grad()
-def change_state(change: Callable, layer: Any, hold: Callable) -> None:
-    """Replaces `to_unsharded` and `to_sharded` of a layer's weight. hold: what the layer then has of it."""
-    change()
-    layer.held = hold(layer.local("weight"), layer.multiply)
+def put_weight(parameter: Any, cast: Callable, put: Callable, weight: nn.Parameter) -> None:
+    """Replaces `_setattr_on_modules` of a parameter, by which its gathered copy and its shard take turns as the weight
+    of the layer. Operands change with the weight, so they are never of another one."""
+    put(weight)
+    layer = parameter._module_info.module
+    layer.held = () if weight is parameter.sharded_param else cast(layer.local("weight"), layer.multiply)
 
 
 def reduce_accumulated(units: list[FSDPModule], partial_sums: Mapping[FSDPModule, bool], last: bool) -> None:
@@ -325,7 +326,8 @@ class WholeShardReduce:
     """FSDP's custom reduce-scatter of a rank whose shards are whole parameters. FSDP calls `allocate` for a message and
     then for its result, on a stream of its own, and copies one to the other. Both calls return the same tensor, so that
     copy is onto itself, but where the result is added to the gradients of an earlier micro-batch: FSDP guards the
-    message until the copy only, and what it adds afterwards has to be memory of that stream.
+    message until the copy only, and what it adds afterwards has to be memory of that stream. FSDP does not call the
+    object itself: one rank needs no collective.
 
     group: of the unit.
     """
@@ -347,10 +349,6 @@ class WholeShardReduce:
         """Whether earlier micro-batches have left gradients."""
         earlier = self.group._partial_reduce_output is not None
         return earlier or any(parameter.sharded_param.grad is not None for parameter in self.group.fsdp_params)
-
-    def __call__(self, *_: object, **__: object) -> None:
-        """Never called: FSDP needs no collective on one rank."""
-        raise AssertionError("a collective of whole shards")
 
 
 def copy_shards(units: list[FSDPModule], group: dist.ProcessGroup) -> None:

@@ -22,7 +22,7 @@ from trainer.parallel.compress.plan import reduces_at_step_end
 from trainer.parallel.context.plan import attention_kernel, gathered_elements
 from trainer.parallel.pipeline.plan import estimated_costs
 from trainer.planning.documents import mask_bytes
-from trainer.planning.float8 import gathered_in_float8, operand_bytes
+from trainer.planning.float8 import float8_elements, gathered_in_float8
 from trainer.planning.layer import Program, has_experts, head_program, model_programs, trains_head
 from trainer.planning.parameters import UpdateSettings, head_rows, layer_specs, layer_tables
 from trainer.planning.plan import Plan
@@ -259,7 +259,8 @@ class ModelBytes:
         self.boxes = symmetric_buffer_bytes(config.parallel.tp_overlap, self.stream * plan.tp)
         if config.parallel.ep_dispatch == "shared_memory" and has_experts(spec):  # tokens, and sums from each rank
             self.boxes += 2 * (1 + plan.ep) * self.stream
-        self.operands = operand_bytes(config, spec, plan)
+        # Of a layer's weights that a step casts once: an element has a byte for each of two products.
+        self.operands = [2 * size for size in float8_elements(config, spec, plan, "*" * plan.casts_once)]
         # Bytes of a layer in fp8 on their way.
         self.narrow = max(gathered_in_float8(config, spec, plan), default=0.0)
 

@@ -295,16 +295,15 @@ class _Timer:
         again = repeated.total("traffic") * bool(left.attends or left.again)
         return program.total("traffic"), program.total("back_traffic"), again
 
-    def _casts(
-        self, program: Program, recipes: Mapping[str, str], again: Mapping[str, float]
-    ) -> tuple[float, float, float]:
-        """Seconds of the casts to fp8 in the forward and in the backward pass of a layer, and once a step: each operand
-        is read for its scale, read again and written. GEMMs that read one operand share its cast: those of one gathered
-        input, and the two that read a gradient. recipes: by the names of the projections that multiply in fp8; again:
-        the share of each projection that backward computes again."""
+    def _casts(self, program: Program, recipes: Mapping[str, str], again: Mapping[str, float]) -> tuple[float, float]:
+        """Seconds of the casts to fp8 in the forward and in the backward pass of a layer: each operand is read for its
+        scale, read again and written. GEMMs that read one operand share its cast: those of one gathered input, and the
+        two that read a gradient. Micro-batches share the casts of weights that a step casts once. recipes: by the
+        names of the projections that multiply in fp8; again: the share of each projection that backward computes
+        again."""
         if self.pace.float8 is None:
-            return 0.0, 0.0, 0.0
-        forward = backward = first = 0.0
+            return 0.0, 0.0
+        forward = backward = 0.0
         shared = [op.gemms for op in program.gathers]
         alone = [(name,) for name in program.gemms if not any(name in names for names in shared)]
         for names in (*shared, *alone):
@@ -315,14 +314,14 @@ class _Timer:
             inputs = self.tokens * gemms[0].rows * gemms[0].shape[1]
             weights = sum(prod(gemm.shape) for gemm in gemms)
             if self.plan.casts_once:
-                first, weights = first + 2 * weights, 0
+                forward, weights = forward + 2 * weights / self.batch.accumulation, 0
             forward += inputs + weights
             backward += max(again.get(name, 0.0) for name in narrow) * (inputs + weights)
             # The gradient and the weight for the input's gradient, and the input for the weight's.
             backward += sum(self.tokens * gemm.rows * gemm.shape[0] for gemm in gemms) + weights
             backward += inputs * any(recipes[name] != WIDE for name in narrow)
         moved = (1.0 if self.config.compile else UNFUSED) * (2 * self.element + 1) / self.pace.memory
-        return forward * moved, backward * moved, first * moved
+        return forward * moved, backward * moved
 
     def _attention(self, program: Program, attention: AttentionSpec) -> float:
         """The forward pass of attention, on the rank that has most of it."""
@@ -419,7 +418,7 @@ class _Timer:
         weight = {"matrix products": to_weights}
         moved = {"tensor": took.moved + sent, "context": shared, "experts": 2 * travel + repeated}
         in_gemms = sum(prod(gemm.shape) for gemm in summed.values())
-        return self._sharded(parameters, forward, backward, weight, moved, narrow, in_gemms, cast=cast[2])
+        return self._sharded(parameters, forward, backward, weight, moved, narrow, in_gemms)
 
     def _dispatch(self, experts: ExpertsSpec) -> DispatchTimes:
         """What a micro-batch's tokens take to the experts of a layer on other ranks and back, with balanced loads."""
@@ -478,13 +477,11 @@ class _Timer:
         narrow: float = 0.0,
         summed: float = 0.0,
         outer: bool = False,
-        cast: float = 0.0,
     ) -> UnitTimes:
         """A unit with what data-parallel ranks do around its passes: gathers, reductions, and copies in and out of flat
         buffers. parameters: of the unit that are trained, of its experts where ranks share them, and bytes of those
         that are gathered only; axes: seconds of what other ranks communicate in a micro-batch; narrow: elements that
-        are gathered in fp8; summed: of the parameters, those whose gradients GEMMs sum; outer: see `of_states`; cast:
-        seconds of casts once a step."""
+        are gathered in fp8; summed: of the parameters, those whose gradients GEMMs sum; outer: see `of_states`."""
         plan, pace, shards, size = self.plan, self.pace, self.rings["shard"], parameters[0]
         copied = self.config.parallel.zero.collectives == "copy_engine"  # in the type in which gradients were computed
         fixed, scattered = parameters[2], self.element if copied else self.scattered.width
@@ -519,7 +516,7 @@ class _Timer:
         f, b = sum(forward.values()), sum(backward.values()) + sum(weight.values())
         gathers, scatters = moved["gather"], moved["scatter"]
         first = pace.exposed(gather * gathers.once, f)
-        copies, last_copy = 0.0 if gathers.each else copy_in + cast, copy_out + coding[1]
+        copies, last_copy = 0.0 if gathers.each else copy_in, copy_out + coding[1]
         each = {"shard": gathers.each * gather + scatters.each * reduce}
         once = {"shard": gathers.once * gather + scatters.once * reduce, "replicate": replicas}
         if gathers.each:
