@@ -116,7 +116,9 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
         Case("tests", [sys.executable, "-m", "pytest", "-q", *tests], 120),
         *(
             Case(name, [sys.executable, "-m", "pytest", "-q", *which, *tests[-2:]], limit)
-            for name, which, limit in (  # on CPUs, under a torch that may be older than the one installed by default
+            for name, which, limit in (
+                ("casts", ["tests/precision/test_casts_once.py", "-k", "cuda or gpu"], 120),
+                # On CPUs, under a torch that may be older than the one installed by default
                 ("names", ["tests/test_private_names.py"], 60),
                 ("compiler", [*shared, "-k", "compiled"], 240),
             )

@@ -6,7 +6,8 @@
 Everything after the first few keys is a setting of the configuration schema. Needs no corpus and no Hydra. With
 balanced=true every expert of a mixture gets the same number of tokens, whatever the router says. With
 code=transformers the model runs by transformers' own code. With sums=kernel, kernels of their own add weight gradients
-to those of earlier micro-batches, and not GEMMs. The line also says what `trainer estimate` predicts of the step.
+to those of earlier micro-batches, and not GEMMs. With casts=each, each product casts its weight to fp8, and not each
+step. The line also says what `trainer estimate` predicts of the step.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from trainer.model import experts
 from trainer.model.attention import kernel_priority
 from trainer.observe.report import device_name
 from trainer.parallel.pipeline.plan import PipelinePlan, resolve_pipeline
+from trainer.planning import decide, states
 from trainer.planning import layer as cost
-from trainer.planning import states
 from trainer.planning.estimate.step import estimate_step
 from trainer.planning.features import resolve_plan
 from trainer.planning.hardware import load_hardware, peak_flops, shipped_for
@@ -76,6 +77,7 @@ def main() -> None:
         "balanced": "false",
         "code": "spec",
         "sums": "gemm",
+        "casts": "once",
     }
     config, changes = Config(), dict(argument.split("=", 1) for argument in sys.argv[1:])
     for name, value in changes.items():
@@ -88,6 +90,8 @@ def main() -> None:
         setattr(target, last, value if value == "off" else yaml.safe_load(value))  # for YAML false
     if own["sums"] == "kernel":
         states.sums_in_gemms = training_state.sums_in_gemms = lambda *_: False
+    if own["casts"] == "each":
+        decide.can_cast_once = lambda *_: False
     if own["balanced"] == "true":
         experts.choose_experts = choose_in_turn
     spec = read_spec(own["model"])
@@ -108,7 +112,7 @@ def main() -> None:
         config, Layout(spec, plan, batch, pipeline), world, node_size(world_size), find_hardware(config, device)
     )
     config, layout, chosen = decision.config, decision.layout, decision.notes
-    pipeline = layout.pipeline
+    plan, pipeline = layout.plan, layout.pipeline
     state = TrainState.build(config, spec, plan, pipeline, world)
     recorded = CUDAGraphStep(state) if config.run.cuda_graphs else None
     built = time.perf_counter() - started

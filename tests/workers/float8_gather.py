@@ -1,5 +1,5 @@
 """Training with parameters that ZeRO gathers in fp8, beside the same with parameters in bf16: the same bits, and fewer
-bytes on their way.
+bytes on their way. Under ZeRO-2 also with weights that a step casts once: the same bits.
 
     float8_gather.py OUT.json [cuda]
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -42,19 +43,23 @@ class Bytes(TorchDispatchMode):
         return function(*arguments, **(keywords or {}))
 
 
-def train(stage: int, compiled: bool, gather: bool, world: World) -> tuple[list[float], list[torch.Tensor], int]:
-    """Losses of three steps, this rank's part of the parameters then, and bytes that were gathered."""
+def train(
+    stage: int, compiled: bool, gather: bool, world: World, once: bool = False
+) -> tuple[list[float], list[torch.Tensor], int]:
+    """Losses of three steps, this rank's part of the parameters then, and bytes that were gathered. once: whether a
+    step casts each weight once."""
     config = settings(parallel__zero__stage=stage, precision__compute="bf16", compile=compiled)
     config.precision.float8 = Float8Config("tensorwise", ends=0, gather=gather)
     spec = tiny_spec(depth=2, width=64, feed_forward={"width": 96}, vocab_size=64)
-    plan, batch = resolve_plan(config.parallel, world.size), BatchPlan(LENGTH, 2 * world.size, 2, 1)
+    plan = replace(resolve_plan(config.parallel, world.size), casts_once=once)
+    batch = BatchPlan(LENGTH, 4 * world.size, 2, 2)
     state = TrainState.build(config, spec, plan, resolve_pipeline(config, spec, plan, batch), world)
     losses = []
     with Bytes() as bytes_:
         for step in range(3):
-            whole = random_batch(step, 2 * world.size, LENGTH, spec.vocab_size, False, world.device)
-            mine = rows(whole, 2 * world.rank, 2 * world.rank + 2)
-            losses.append(train_step(state, [mine], False)["loss"].item())
+            whole = random_batch(step, 4 * world.size, LENGTH, spec.vocab_size, False, world.device)
+            mine = [rows(whole, first, first + 2) for first in (4 * world.rank, 4 * world.rank + 2)]
+            losses.append(train_step(state, mine, False)["loss"].item())
     parameters = [local_values(parameter).clone() for parameter in state.parameters.values()]
     state.free()
     return losses, parameters, bytes_.gathered
@@ -68,6 +73,9 @@ def main(out: str, kind: str = "cpu") -> None:
         runs = (train(stage, compiled, gather, world) for gather in (False, True))
         (losses, parameters, sent), (others, same, less) = runs
         equal = losses == others and all(map(torch.equal, parameters, same))
+        for gather in (False, True)[: 2 * (stage == 2)]:
+            once, held, _ = train(stage, compiled, gather, world, True)
+            equal = equal and losses == once and all(map(torch.equal, parameters, held))
         name = f"{stage}, compiled" if compiled else stage
         found[name] = {"equal": equal, "losses": losses, "bytes": [sent, less]}
     if dist.get_rank() == 0:

@@ -58,6 +58,7 @@ from trainer.parity.routing import known_choices
 from trainer.parity.watch import train_plan
 from trainer.planning import parameters as cost_parameters
 from trainer.planning.features import resolve_plan
+from trainer.planning.float8 import can_cast_once
 from trainer.planning.plan import BatchPlan
 from trainer.planning.schedules import ir
 from trainer.planning.schedules.templates import build_schedule
@@ -307,6 +308,7 @@ def measure(chosen: list[Case], worlds: Worlds, device: torch.device, folder: Pa
         if dist.get_rank() == 0:
             print(f"{number} of {len(chosen)}: {describe(case)}", flush=True)
         plan = resolve_plan(config.parallel, dist.get_world_size(), spec)
+        plan = dataclasses.replace(plan, casts_once=can_cast_once(config, spec, plan, case["micro_batches"]))
         batch = BatchPlan(LENGTH, SEQUENCES, SEQUENCES // plan.dp // case["micro_batches"], case["micro_batches"])
         pipeline, world = resolve_pipeline(config, spec, plan, batch), worlds.of(plan, device)
         own = batches(case, spec, device, world.data.get_local_rank(), plan.dp, case["micro_batches"])

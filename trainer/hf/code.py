@@ -305,7 +305,9 @@ class CodeLinear(CodeModule, AdaptableLinear):
             bias = bias / group.size  # the block's output is a sum over ranks, to which each rank adds its bias
         numbers = [] if self.number is None else [self.number]
         adapters = [] if self.adapter_scale is None else [self.local_adapter()]
-        (y,) = column_parallel(x.flatten(0, -2), [self.local("weight")], [bias], None, numbers, self.multiply, adapters)
+        (y,) = column_parallel(
+            x.flatten(0, -2), [self.local("weight")], [bias], None, numbers, self.multiply, adapters, held=self.held
+        )
         return y.view(*x.shape[:-1], -1)
 
 

@@ -102,12 +102,14 @@ def gate_hidden(activation: str, gate: Tensor, up: Tensor) -> Tensor:
 class AdaptableLinear(DeclaredModule):
     """A linear layer with a `weight` [outputs, inputs], which may defer its weight gradient, and with an adapter
     (`adapt`) adds scale (x A^T) B^T to its output. gradient_sum: to which the product adds the weight gradient, None
-    where autograd does. It is for layers that have been told to `defer`."""
+    where autograd does. It is for layers that have been told to `defer`. held: where a step casts the weight once, its
+    operands (`cast_weight`) while it is gathered."""
 
     deferred: DeferredGrads | None = None
     number: Tensor | None = None
     gradient_sum: GradientSum | None = None
     adapter_scale: float | None = None
+    held: Sequence[Tensor] = ()
 
     def adapt(self, rank: int, scale: float) -> None:
         """Puts an adapter beside the matrix. scale: factor on its output."""
@@ -182,6 +184,7 @@ def project_input(x: Tensor, *linears: Linear) -> Sequence[Tensor]:
     numbers: list[Tensor] = []
     adapters: list[Adapter | None] = []
     row_scales: list[Tensor | None] = []
+    held: list[Tensor] = []
     for linear in linears:
         # Operands in different types cannot share a gather of converted tokens.
         if linear.multiply is not linears[0].multiply:
@@ -192,6 +195,7 @@ def project_input(x: Tensor, *linears: Linear) -> Sequence[Tensor]:
             adapters = [one.local_adapter() for one in linears]
         if linear.row_scale is not None:
             row_scales = [one.row_scale for one in linears]
+        held += linear.held
     return column_parallel(
         x,
         [linear.local("weight") for linear in linears],
@@ -202,6 +206,7 @@ def project_input(x: Tensor, *linears: Linear) -> Sequence[Tensor]:
         linears[0].multiply,
         adapters,
         row_scales,
+        held,
     )
 
 

@@ -31,6 +31,7 @@ from trainer.precision.products import (
     Multiply,
     SummedMultiply,
     decode_rows,
+    join_operands,
     matmul,
     matmul_all,
     matmul_sum,
@@ -125,8 +126,8 @@ def weight_targets(numbers: list[Tensor]) -> tuple[list[Tensor], DeferringLinear
 def columns_backward(gradients: list[Tensor], weights: list[Tensor], x: Tensor, numbers: list[Tensor]) -> Tensor:
     """The gradient of the input of `ColumnParallel`. Those of the weights are accumulated or deferred.
 
-    gradients: of the products, [tokens, outputs / t] each; weights: [outputs / t, inputs] each; x and result: [tokens /
-    t, inputs]; numbers: of the layers, from `number_layer`.
+    gradients: of the products, [tokens, outputs / t] each; weights: [outputs / t, inputs] each, or their operands; x
+    and result: [tokens / t, inputs]; numbers: of the layers, from `number_layer`.
     """
     targets, layer, multiply = weight_targets(numbers)
     group, deferred = layer.group, layer.deferred
@@ -221,8 +222,9 @@ def columns_gradients(
 class ColumnParallel(torch.autograd.Function):
     """y_i = x W_i^T + b_i for several matrices that share the input, which is gathered once (q, k, v; gate, up).
 
-    x: [tokens / t, inputs]. operands: weights [outputs / t, inputs]; then a bias or None for each; then, where weight
-    gradients may be deferred, the number of each layer. Each result: [tokens, outputs / t].
+    x: [tokens / t, inputs]. operands: weights [outputs / t, inputs]; then a bias or None for each; then, where a step
+    casts weights once, the operands of each (`cast_weight`); then, where weight gradients may be deferred, the number
+    of each layer. Each result: [tokens, outputs / t].
     """
 
     @staticmethod
@@ -231,30 +233,32 @@ class ColumnParallel(torch.autograd.Function):
         by the number of parameters of this function whether a ctx is passed, and with several names decides wrongly for
         one matrix."""
         group, multiply, x, count, *operands = given
-        weights, biases, numbers = operands[:count], operands[count : 2 * count], operands[2 * count :]
+        weights, biases, more = split_sizes(operands, count, count)
+        held, numbers = split_sizes(more, 4 * count * (len(more) > count))
         ctx.group, ctx.multiply, ctx.count, ctx.biased = group, multiply, count, [b is not None for b in biases]
+        ctx.held, weights = len(held), held or weights
         # Saved is this rank's part of x, not the gathered input. Backward gathers it again.
         ctx.save_for_backward(x, *weights, *numbers)
         if group is None:
+            weights = join_operands(weights, count, GEMMRole.OUTPUT)
             return tuple(matmul_all(x, weights, GEMMRole.OUTPUT, biases, multiply))
         return tuple(group.gather_matmul(x, weights, GEMMRole.OUTPUT, biases, multiply=multiply)[0])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple:
         x, *operands = ctx.saved_tensors
-        group, multiply, weights, numbers = ctx.group, ctx.multiply, operands[: ctx.count], operands[ctx.count :]
+        group, multiply, (weights, numbers) = ctx.group, ctx.multiply, split_sizes(operands, ctx.held or ctx.count)
         # A bias belongs to this rank's outputs, and the output gradient has all tokens, so its gradient needs no
         # reduction.
         to_biases = [gradient.sum(0) if biased else None for gradient, biased in zip(gradients, ctx.biased)]
         if numbers:
             # The weights got their gradients inside of the operator, so autograd receives None for them.
-            to_x = columns_backward(list(gradients), weights, x, numbers)
-            return None, None, to_x, None, *[None] * ctx.count, *to_biases, *[None] * ctx.count
-        if group is not None and keeps_order(group, multiply):
+            to_x, to_weights = columns_backward(list(gradients), weights, x, numbers), [None] * ctx.count
+        elif group is not None and keeps_order(group, multiply):
             to_x, *to_weights = group_columns_gradients(list(gradients), weights, x, group.key, multiply.key)
         else:
             to_x, *to_weights = columns_gradients(group, gradients, weights, x, multiply)
-        return None, None, to_x, None, *to_weights, *to_biases
+        return None, None, to_x, None, *to_weights, *to_biases, *[None] * (ctx.held + len(numbers))
 
 
 class RowParallel(torch.autograd.Function):
@@ -268,18 +272,18 @@ class RowParallel(torch.autograd.Function):
     def forward(
         ctx: Any, group: TensorGroup, multiply: Multiply, x: Tensor, weight: Tensor, number: Tensor | None
     ) -> Tensor:
-        ctx.group, ctx.multiply, ctx.numbered = group, multiply, number is not None
+        ctx.group, ctx.multiply = group, multiply
         # x is this rank's part of the inputs for all tokens: it needs no gather in backward, the output's gradient
         # does.
-        ctx.save_for_backward(x, weight, *([number] if ctx.numbered else []))
+        ctx.save_for_backward(x, weight, *([] if number is None else [number]))
         return group.wait(group.matmul_scatter_sum([x], [weight], GEMMRole.OUTPUT, multiply))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple:
-        x, weight, *numbers = ctx.saved_tensors
-        if ctx.numbered:
-            return None, None, rows_backward(gradient, weight, x, numbers[0]), None, None
-        if keeps_order(ctx.group, ctx.multiply):
+        to_weight, (x, weight, *numbers) = None, ctx.saved_tensors
+        if numbers:
+            to_x = rows_backward(gradient, weight, x, *numbers)
+        elif keeps_order(ctx.group, ctx.multiply):
             to_x, to_weight = group_rows_gradients(gradient, weight, x, ctx.group.key, ctx.multiply.key)
         else:
             to_x, to_weight = ctx.group.rows_gradients(gradient, weight, x, ctx.multiply)
@@ -507,10 +511,11 @@ def column_parallel(
     multiply: Multiply = matmul,
     adapters: Sequence[Adapter | None] = (),
     row_scales: Sequence[Tensor | None] = (),
+    held: Sequence[Tensor] = (),
 ) -> Sequence[Tensor]:
     """Products of one input with several matrices, column-parallel over `group` if there is one. Shapes:
     `ColumnParallel`. adapters: of each matrix, or nothing. row_scales: of each matrix, None for those that are not in
-    fp8, or nothing.
+    fp8, or nothing. held: the operands of each (`cast_weight`), or nothing.
 
     Weights marked `dropped_after_use` lose their memory after forward and get it back for backward. torch's own product
     would save a view of the freed memory, so such weights always go through `ColumnParallel`. So do products that are
@@ -528,7 +533,8 @@ def column_parallel(
     dropped = getattr(weights[0], "dropped_after_use", False)
     if group is None and not numbers and not dropped and multiply is matmul:
         return [matmul(x, weight, GEMMRole.OUTPUT, bias) for weight, bias in zip(weights, biases)]
-    return ColumnParallel.apply(group, multiply, x, len(weights), *detach_weights(weights, numbers), *biases, *numbers)
+    weights = detach_weights(weights, numbers)
+    return ColumnParallel.apply(group, multiply, x, len(weights), *weights, *biases, *held, *numbers)
 
 
 def row_parallel(

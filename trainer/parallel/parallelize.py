@@ -25,7 +25,7 @@ from trainer.parallel.experts.apply import share_experts
 from trainer.parallel.recompute import apply_recompute, check_recompute, recomputes_attention
 from trainer.parallel.tensor.apply import BACKENDS, shard_model
 from trainer.parallel.zero.fsdp import Engine
-from trainer.parallel.zero.fsdp_internals import sum_in_gemms
+from trainer.parallel.zero.fsdp_internals import hold_operands, sum_in_gemms
 from trainer.planning.float8 import float8_linears
 from trainer.planning.parameters import declare_parameters
 from trainer.planning.plan import Plan
@@ -135,6 +135,8 @@ def parallelize(
     engine.materialize(model)
     if sums:
         sum_in_gemms(model)
+    if plan.casts_once:
+        hold_operands(model, config.compile)
     keep_buffers(model, world.device)
     return model
 

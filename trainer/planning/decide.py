@@ -25,6 +25,7 @@ from trainer.parallel.experts.plan import choose_dispatch
 from trainer.parallel.pipeline.plan import resolve_pipeline
 from trainer.planning.estimate.memory import MemoryPeak, can_replay, find_peaks
 from trainer.planning.estimate.recompute import RecomputeChoice, decide_recompute, with_section
+from trainer.planning.float8 import can_cast_once
 from trainer.planning.layer import has_experts
 from trainer.planning.neighbours import TILE, Changes, change_settings, generate_neighbours
 from trainer.planning.resolve import Layout, resolve_layout
@@ -159,8 +160,9 @@ def decide(
     reachable: bool | None = None,
 ) -> Decision:
     """Decides `auto` of `activation.mode`, `loss.tile`, `activation.tile` and `activation.offload`: takes the first
-    choice whose predicted peak fits, or else the one with the smallest peak. And `parallel.ep_dispatch`, by time, and
-    `parallel.zero.collectives`. Ranks that agree on the arguments get the same decision.
+    choice whose predicted peak fits, or else the one with the smallest peak. And `parallel.ep_dispatch`, by time,
+    `parallel.zero.collectives`, and whether a step casts weights to fp8 once, where there is memory for it. Ranks that
+    agree on the arguments get the same decision.
 
     available: memory of the rank with least. node: processes of a machine. hardware: how fast the machine is, which
     `activation.mode=auto` needs to know; `parallel.ep_dispatch=auto` takes an H200 where it is not known.
@@ -174,17 +176,19 @@ def decide(
     limit = limit_of(config, available)
     automatic = config.activation.mode == "auto"
     choices = list(memory_choices(config, layout.spec, tokens))
-    if not can_replay(layout.plan) or (limit is None or len(choices) == 1) and not automatic:
-        return Decision(choices[0], _layout(choices[0], layout))
+    once = can_cast_once(config, layout.spec, layout.plan, layout.batch.accumulation)
+    ways = list(itertools.product(choices, [once, *[False] * once]))
+    if not can_replay(layout.plan) or (limit is None or len(ways) == 1) and not automatic:
+        return Decision(choices[0], _layout(layout, *ways[0]))
     if automatic:
         assert hardware is not None
-        some, bound = (choices[:1], available.host) if limit is None else (choices, limit)
+        some, bound = (ways[:1], available.host) if limit is None else (ways, limit)
         one = _least_recompute(some, layout, hardware, bound, available.host, node)
         return Decision(one.config, one.layout, one, bound)
     assert limit is not None
     found: list[tuple[float, Decision]] = []
-    for choice in choices:
-        decision = Decision(choice, _layout(choice, layout))
+    for way in ways:
+        decision = Decision(way[0], _layout(layout, *way))
         ranks = find_peaks(decision.config, decision.layout, lowered=False, node=node)
         if found and max(peak.host for peak in ranks) > available.host:
             continue
@@ -231,13 +235,14 @@ def limit_of(config: Config, available: MemoryLimit) -> float | None:
 
 
 def _least_recompute(
-    choices: Sequence[Config], layout: Layout, hardware: HardwareConfig, limit: float, host: float, node: int
+    ways: Sequence[tuple[Config, bool]], layout: Layout, hardware: HardwareConfig, limit: float, host: float, node: int
 ) -> RecomputeChoice:
-    """Of choices of tiles and offload the one whose recompute takes the least time."""
+    """Of ways to choose tiles and offload, and whether a step casts weights once, the one whose recompute takes the
+    least time."""
     found: list[RecomputeChoice] = []
     for offload in (False, True):
-        some = [one for one in choices if bool(one.activation.offload) == offload]
-        found += [decide_recompute(one, _layout(one, layout), hardware, limit, node) for one in some]
+        some = [way for way in ways if bool(way[0].activation.offload) == offload]
+        found += [decide_recompute(way[0], _layout(layout, *way), hardware, limit, node) for way in some]
         if fitting := [one for one in found if one.peak <= limit and one.host <= host]:
             return min(fitting, key=lambda one: one.seconds)
     return min(found, key=lambda one: (one.host > host, one.peak))
@@ -267,8 +272,10 @@ def memory_choices(config: Config, spec: ModelSpec, tokens: float) -> Iterator[C
         yield with_section(chosen, "activation", **{name: value for values in more for name, value in values.items()})
 
 
-def _layout(config: Config, layout: Layout) -> Layout:
-    return replace(layout, pipeline=resolve_pipeline(config, layout.spec, layout.plan, layout.batch))
+def _layout(layout: Layout, config: Config, once: bool) -> Layout:
+    """once: whether a step casts weights once."""
+    pipeline = resolve_pipeline(config, layout.spec, layout.plan, layout.batch)
+    return replace(layout, plan=replace(layout.plan, casts_once=once), pipeline=pipeline)
 
 
 def describe_recompute(activation: ActivationConfig) -> str:

@@ -59,12 +59,29 @@ def float8_linears(precision: PrecisionConfig, spec: ModelSpec) -> dict[str, Flo
 
 def gathered_in_float8(config: Config, spec: ModelSpec, plan: Plan) -> list[float]:
     """Elements of each layer, on one tensor-parallel rank, that ZeRO gathers in fp8."""
+    return float8_elements(config, spec, plan, "tensorwise" * (config.precision.float8.gather and plan.shard > 1))
+
+
+def float8_elements(config: Config, spec: ModelSpec, plan: Plan, recipes: str) -> list[float]:
+    """Elements of each layer, on one tensor-parallel rank, in matrices that multiply in fp8 by recipes of the shell
+    pattern `recipes`."""
     found = [0.0] * spec.depth
-    if config.precision.float8.gather and plan.shard > 1:
-        for name, (recipe, info) in float8_linears(config.precision, spec).items():
-            if recipe == "tensorwise":
-                found[int(name.split(".")[1])] += prod(info.multiplied(plan.tp))
+    for name, (recipe, info) in float8_linears(config.precision, spec).items():
+        if fnmatchcase(recipe, recipes):
+            found[int(name.split(".")[1])] += prod(info.multiplied(plan.tp))
     return found
+
+
+def can_cast_once(config: Config, spec: ModelSpec, plan: Plan, microbatches: int) -> bool:
+    """Whether a step may cast each weight to fp8 once, when it is gathered, and hold the operands of its products
+    beside it. Under ZeRO-3 weights are gathered for each pass, and with adapters most are frozen and not gathered.
+    Tensor-parallel ranks cast at each use."""
+    return (
+        microbatches > 1
+        and plan.stage < 3
+        and (plan.tp, plan.engine, spec.adapter.rank) == (1, "torch", 0)
+        and bool(float8_settings(config.precision))
+    )
 
 
 def _projections(index: int, table: Mapping[str, ParameterInfo]) -> Iterator[tuple[str, ParameterInfo]]:
@@ -175,8 +192,10 @@ def describe_float8(config: Config, spec: ModelSpec, plan: Plan) -> list[tuple[s
     """What has no effect where no ranks share states."""
     unused = config.precision.float8.gather and plan.shard == 1
     found = [("without effect", "precision.float8.gather=true: no ranks share states")] * unused
-    if float8_settings(config.precision) and has_experts(spec):
-        found.append(("experts", f"multiply in {config.precision.compute}, other linear layers in fp8"))
+    if float8_settings(config.precision):
+        found.append(("weights", f"cast to fp8 {'once a step' if plan.casts_once else 'at each use'}"))
+        others = f"multiply in {config.precision.compute}, other linear layers in fp8"
+        found += [("experts", others)] * has_experts(spec)
     if spec.adapter.weights == "fp8":
         experts = f", those of experts in {config.precision.compute}" * has_experts(spec)
         found.append(("frozen matrices", f"in fp8{experts}"))

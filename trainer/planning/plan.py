@@ -27,7 +27,9 @@ class Plan:
     """A resolved plan; its mesh says which rank is where.
 
     The ranks between `pp` and `tp` have two orders: `replicate` x `shard` says who shares the model's states, and dp x
-    `cp`, with `cp` the faster, who shares sequences. Shards may be cut across both."""
+    `cp`, with `cp` the faster, who shares sequences. Shards may be cut across both.
+
+    casts_once: whether a step casts each weight to fp8 once, where `decide` finds memory for it."""
 
     pp: int = 1
     replicate: int = 1
@@ -39,6 +41,7 @@ class Plan:
     nvme: bool = False
     cp: int = 1
     ep: int = 1
+    casts_once: bool = False
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -81,8 +84,10 @@ class Plan:
         return range(0, sizes[dimension] * step, step)
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as checkpoints record it."""
-        return {"world": self.world, **asdict(self)}
+        """The plan as checkpoints record it, without what changes no number."""
+        fields = asdict(self)
+        del fields["casts_once"]
+        return {"world": self.world, **fields}
 
     @property
     def token_ranks(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -160,7 +160,8 @@ def matmul_into(out: Tensor, a: Tensor, b: Tensor, role: GEMMRole, add: Tensor |
 def matmul_sum(
     operands: Sequence[Tensor], weights: Sequence[Tensor], role: GEMMRole, multiply: Multiply = matmul
 ) -> Tensor:
-    """The sum of the products of each operand with its weight."""
+    """The sum of the products of each operand with its weight, or with what was made of it (`join_operands`)."""
+    weights = join_operands(weights, len(operands), role)
     total = multiply(operands[0], weights[0], role)
     for operand, weight in zip(operands[1:], weights[1:]):
         total = multiply(operand, weight, role, total)
@@ -254,6 +255,22 @@ def quantise_operand(
     return (x.float() * scale).to(dtype).contiguous(), scale.double().reciprocal().float()
 
 
+# Weights that are cast once for several products. Functions of autograd and operators take tensors only, so an operand
+# travels as two: its values, and its factor.
+
+
+def cast_weight(weight: Tensor, multiply: Multiply) -> list[Tensor | None]:
+    """The operands that the products of the output and of the input's gradient read: four tensors."""
+    operands = [multiply.right(weight, role) for role in (GEMMRole.OUTPUT, GEMMRole.INPUT_GRADIENT)]
+    return [part for one in operands for part in (one.values, one.back)]
+
+
+def join_operands(parts: Sequence[Tensor], count: int, role: GEMMRole) -> list[Any]:
+    """What the products of `count` weights read: `parts` itself, or operands, if these are four tensors for each."""
+    first = 2 * (role is GEMMRole.INPUT_GRADIENT)
+    return list(parts) if len(parts) == count else [*map(GEMMOperand, parts[first::4], parts[first + 1 :: 4])]
+
+
 # Frozen matrices in fp8 (`model.adapter.weights`): e4m3 with a scale for each row, as the recipe `rowwise` rounds them.
 # The scales are powers of two, so the values are exact in bf16 and fp32, and rounding them again changes nothing.
 
@@ -339,7 +356,10 @@ class Float8Multiply(Multiply):
             *self.quantise(a, 0 if role is GEMMRole.WEIGHT_GRADIENT else 1, dtype, self.rowwise, largest)
         )
 
-    def right(self, b: Tensor, role: GEMMRole) -> GEMMOperand:
+    def right(self, b: Tensor | GEMMOperand, role: GEMMRole) -> GEMMOperand:
+        """b: or the operand that was made of it."""
+        if isinstance(b, GEMMOperand):
+            return b
         if self.left_type(role) is None:
             return GEMMOperand(b)
         # Transposed first. Otherwise the compiler would reuse forward's cast of the weight here, and keep it in memory

@@ -24,7 +24,7 @@ from trainer.model.linear import DeferredGrads
 from trainer.model.stage import Stage, compile_function
 from trainer.model.transformer import Head
 from trainer.parallel.zero.copy_engine import CopyEngineShards, copy_together, wait_for_event
-from trainer.precision.products import E4M3, Float8Multiply, add_weight_gradient, matmul, scale_of
+from trainer.precision.products import E4M3, Float8Multiply, add_weight_gradient, cast_weight, matmul, scale_of
 
 
 def fsdp_units(model: nn.Module) -> list[FSDPModule]:
@@ -168,6 +168,29 @@ def widen_gradients(group: Any, reduce: Callable[..., None], *unused: Any) -> No
     reduce(*unused)
 
 
+def hold_operands(model: Stage, compiling: bool) -> None:
+    """Makes a layer that multiplies in fp8 cast its weight when it has been gathered, for all products until FSDP frees
+    it. The gathered copy keeps its memory: whatever reads the weight itself finds it.
+
+    compiling: whether casts are compiled."""
+    cast = compile_function(cast_weight) if compiling else cast_weight
+    for unit in fsdp_units(model):
+        for parameter in parameter_group(unit).fsdp_params:
+            owner = parameter._module_info
+            narrow = isinstance(getattr(owner.module, "multiply", None), Float8Multiply)
+            if narrow and owner.param_name == "weight":
+                parameter._setattr_on_modules = partial(put_weight, parameter, cast, parameter._setattr_on_modules)
+
+
+@torch.no_grad()
+def put_weight(parameter: Any, cast: Callable, put: Callable, weight: nn.Parameter) -> None:
+    """Replaces `_setattr_on_modules` of a parameter, by which its gathered copy and its shard take turns as the weight
+    of the layer. Operands change with the weight, so they are never of another one."""
+    put(weight)
+    layer = parameter._module_info.module
+    layer.held = () if weight is parameter.sharded_param else cast(layer.local("weight"), layer.multiply)
+
+
 def reduce_accumulated(units: list[FSDPModule], partial_sums: Mapping[FSDPModule, bool], last: bool) -> None:
     """Reduces accumulated gradients as the end of a backward pass would. partial_sums: whether FSDP may keep the
     results of a unit's earlier reductions on the device. last: whether this is the step's last reduction, which
@@ -222,7 +245,7 @@ def unit_tensors(units: list[FSDPModule]) -> UnitTensors:
         group = parameter_group(unit)
         for parameter in group.fsdp_params:
             whole = getattr(parameter, "_unsharded_param", None)
-            gathered += [*parameter.all_gather_outputs, whole]
+            gathered += [*parameter.all_gather_outputs, whole, *getattr(parameter._module_info.module, "held", ())]
             gradients += [parameter.unsharded_accumulated_grad, None if whole is None else whole.grad]
         gradients.append(group._partial_reduce_output)
         context = group.comm_ctx  # one object, shared by all units of a root
@@ -303,7 +326,8 @@ class WholeShardReduce:
     """FSDP's custom reduce-scatter of a rank whose shards are whole parameters. FSDP calls `allocate` for a message and
     then for its result, on a stream of its own, and copies one to the other. Both calls return the same tensor, so that
     copy is onto itself, but where the result is added to the gradients of an earlier micro-batch: FSDP guards the
-    message until the copy only, and what it adds afterwards has to be memory of that stream.
+    message until the copy only, and what it adds afterwards has to be memory of that stream. FSDP does not call the
+    object itself: one rank needs no collective.
 
     group: of the unit.
     """
@@ -325,10 +349,6 @@ class WholeShardReduce:
         """Whether earlier micro-batches have left gradients."""
         earlier = self.group._partial_reduce_output is not None
         return earlier or any(parameter.sharded_param.grad is not None for parameter in self.group.fsdp_params)
-
-    def __call__(self, *_: object, **__: object) -> None:
-        """Never called: FSDP needs no collective on one rank."""
-        raise AssertionError("a collective of whole shards")
 
 
 def copy_shards(units: list[FSDPModule], group: dist.ProcessGroup) -> None:

@@ -22,7 +22,7 @@ from trainer.parallel.compress.plan import reduces_at_step_end
 from trainer.parallel.context.plan import attention_kernel, gathered_elements
 from trainer.parallel.pipeline.plan import estimated_costs
 from trainer.planning.documents import mask_bytes
-from trainer.planning.float8 import gathered_in_float8
+from trainer.planning.float8 import float8_elements, gathered_in_float8
 from trainer.planning.layer import Program, has_experts, head_program, model_programs, trains_head
 from trainer.planning.parameters import UpdateSettings, head_rows, layer_specs, layer_tables
 from trainer.planning.plan import Plan
@@ -259,6 +259,8 @@ class ModelBytes:
         self.boxes = symmetric_buffer_bytes(config.parallel.tp_overlap, self.stream * plan.tp)
         if config.parallel.ep_dispatch == "shared_memory" and has_experts(spec):  # tokens, and sums from each rank
             self.boxes += 2 * (1 + plan.ep) * self.stream
+        # Of a layer's weights that a step casts once: an element has a byte for each of two products.
+        self.operands = [2 * size for size in float8_elements(config, spec, plan, "*" * plan.casts_once)]
         # Bytes of a layer in fp8 on their way.
         self.narrow = max(gathered_in_float8(config, spec, plan), default=0.0)
 
@@ -396,9 +398,11 @@ class MemoryReplay:
         return {name: size + added.get(name, 0.0) for name, size in self.held.items()}
 
     def gathered_bytes(self, stage: int) -> float:
-        """Copies of a stage's parameters in the compute type: of all, or of embedding, head and one layer."""
+        """Copies of a stage's parameters in the compute type: of all, with what is held of them in fp8, or of
+        embedding, head and one layer."""
         units = self.gathering[stage]
-        return float(units[0] + max(units[1:]) if self.model.plan.stage == 3 else sum(units))
+        held = sum(self.model.operands[layer] for layer in self.stages[stage])
+        return float(units[0] + max(units[1:]) if self.model.plan.stage == 3 else sum(units) + held)
 
     def drop(self, stage: int, size: float) -> None:
         """Frees gathered parameters of a stage."""
@@ -457,7 +461,7 @@ class MemoryReplay:
             if whole:
                 self.gradients(stage, mode, size, experts)
                 if last and model.plan.stage != 3:
-                    self.drop(stage, model.element * size)
+                    self.drop(stage, model.element * size + model.operands[layer])
         if layers.start == 0:
             self.hold("activations", -model.activation[0])
         if whole:

@@ -28,7 +28,7 @@ from trainer.planning.estimate.recompute import with_uniform_save
 from trainer.planning.estimate.step import GIB, StepEstimate, estimate_within
 from trainer.planning.estimate.timing import ModelTiming, time_units, update_bytes
 from trainer.planning.features import check_plan
-from trainer.planning.float8 import check_float8
+from trainer.planning.float8 import can_cast_once, check_float8
 from trainer.planning.layer import parameter_counts
 from trainer.planning.neighbours import RECOMPUTE, SCHEDULES, TILE, override_key
 from trainer.planning.parameters import UpdateSettings, float8_settings
@@ -182,6 +182,8 @@ class _Search:
                 auto = self.base.activation.mode == "auto"
                 for mode in ("auto",) if auto else RECOMPUTE:
                     config = self.config(parallel, micro, accumulation, mode)
+                    # For the bound: where memory decides on recompute, it decides on casts too.
+                    plan = replace(plan, casts_once=auto and can_cast_once(config, self.spec, plan, accumulation))
                     # With one micro-batch ZeRO-2 does what ZeRO-1 does.
                     same = accumulation == 1 and plan.stage == 2 and "parallel.zero.stage" not in self.kept
                     if same or not self.keeps(config, DEGREES):

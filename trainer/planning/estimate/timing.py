@@ -298,8 +298,9 @@ class _Timer:
     def _casts(self, program: Program, recipes: Mapping[str, str], again: Mapping[str, float]) -> tuple[float, float]:
         """Seconds of the casts to fp8 in the forward and in the backward pass of a layer: each operand is read for its
         scale, read again and written. GEMMs that read one operand share its cast: those of one gathered input, and the
-        two that read a gradient. recipes: by the names of the projections that multiply in fp8; again: the share of
-        each projection that backward computes again."""
+        two that read a gradient. Micro-batches share the casts of weights that a step casts once. recipes: by the
+        names of the projections that multiply in fp8; again: the share of each projection that backward computes
+        again."""
         if self.pace.float8 is None:
             return 0.0, 0.0
         forward = backward = 0.0
@@ -312,6 +313,8 @@ class _Timer:
             gemms = [program.gemms[name] for name in narrow]
             inputs = self.tokens * gemms[0].rows * gemms[0].shape[1]
             weights = sum(prod(gemm.shape) for gemm in gemms)
+            if self.plan.casts_once:
+                forward, weights = forward + 2 * weights / self.batch.accumulation, 0
             forward += inputs + weights
             backward += max(again.get(name, 0.0) for name in narrow) * (inputs + weights)
             # The gradient and the weight for the input's gradient, and the input for the weight's.
