@@ -113,6 +113,19 @@ def norms_differ(dtype: torch.dtype, shift: int, device: torch.device) -> list[s
     )
 
 
+def sums_differ(dtype: torch.dtype, shift: int, device: torch.device) -> list[str]:
+    """Gradients in fewer bits that are added to sums in fp32."""
+    choose, wrong = torch.Generator().manual_seed(4), []
+    totals, gradients = tensors(torch.float32, shift, choose), tensors(dtype, shift, choose)
+    there = moved(totals, shift, device), moved(gradients, shift, device)
+    for total, gradient, sum_there, gradient_there in zip(totals, gradients, *there):
+        if total.numel():
+            multi_tensor.add_in_place(sum_there, gradient_there)
+        if not torch.equal(total + gradient, sum_there.cpu()):
+            wrong.append(f"sums, {dtype}, shift {shift}, {total.shape}")
+    return wrong
+
+
 def optimizers_differ(kind: str, state: torch.dtype) -> list[str]:
     """The optimizer on a GPU beside the one on a CPU, over several steps: rounding apart, the same numbers."""
     choose = torch.Generator().manual_seed(3)
@@ -150,6 +163,9 @@ def main(device: torch.device) -> int:
         count += 1
     for dtype, shift in itertools.product((torch.float32, torch.float16, torch.bfloat16), (0, 3)):
         wrong += norms_differ(dtype, shift, device)
+        count += 1
+    for dtype, shift in itertools.product((torch.float16, torch.bfloat16), (0, 3)):
+        wrong += sums_differ(dtype, shift, device)
         count += 1
     for kind, state in itertools.product(("adamw", "lion", "sgd"), narrow) if real else ():
         wrong += optimizers_differ(kind, state)

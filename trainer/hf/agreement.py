@@ -53,8 +53,8 @@ ROUNDING = 10
 """How many times our own rounding error at a token theirs may be besides. Rounding has no common bound: a norm of few
 elements that are nearly zero, or scores of one head that are large, enlarge it a thousandfold at single tokens."""
 ROUNDED_AGAIN = 8
-"""Times that our own error is measured, with other roundings of the weights, before theirs is called larger: at a single
-token one rounding error may be small by chance."""
+"""Times that our own error is measured, with other roundings of the weights, before theirs is called larger: at one
+token an error may be small by chance."""
 MOST = 1 << 28
 """Parameters of the small model. Of published ones it has fewer than 2e7; a folder can claim anything."""
 TRIES = 3

@@ -211,7 +211,8 @@ def _table(rows: list[list[int]], device: torch.device) -> Tensor:
 
 # Triton kernels for shards on their way between GPUs (`parallel/zero/copy_engine.py`), each in one pass over memory:
 # what is read once and goes to two places, and sums of what several ranks have. Torch's own kernels take two passes
-# for both, and its sum over a first dimension of two reaches a fifth of a copy's rate.
+# for both, and its sum over a first dimension of two reaches a fifth of a copy's rate. And one for the gradients of
+# micro-batches (`parallel/zero/fsdp_internals.py`): torch adds 16 bits to fp32 element by element.
 
 
 TILE = 4096
@@ -244,6 +245,19 @@ def _add_up(own, arrived, total, count, stride, RANK: tl.constexpr, SIZE: tl.con
             values = tl.load(row + places, mask=inside, other=0.0)
         added += values.to(tl.float32)
     tl.store(total + places, added.to(total.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _add_in_place(total, gradient, count, TILE: tl.constexpr):
+    places, inside = _places(count, TILE)
+    added = tl.load(gradient + places, mask=inside).to(total.dtype.element_ty)
+    tl.store(total + places, tl.load(total + places, mask=inside) + added, mask=inside)
+
+
+def add_in_place(total: Tensor, gradient: Tensor) -> None:
+    """Adds `gradient` to `total`, in the type of `total`. Both are contiguous, with one number of elements."""
+    count = total.numel()
+    _add_in_place[(triton.cdiv(count, TILE),)](total, gradient, count, TILE=TILE, num_warps=8)
 
 
 def cast_twice(source: Tensor, first: Tensor, second: Tensor) -> None:

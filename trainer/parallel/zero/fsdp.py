@@ -43,6 +43,7 @@ from trainer.parallel.pipeline.runtime import StageSharding
 from trainer.parallel.tensor.apply import SharedParameters
 from trainer.parallel.zero.fsdp_internals import (
     accumulate_gradients,
+    accumulate_in_one_pass,
     cast_shards,
     copy_shards,
     end_backward,
@@ -160,6 +161,7 @@ class FSDP:
         }
         if compute is not torch.float32:
             keep_wide(fsdp_units(model), wide)
+        accumulate_in_one_pass(fsdp_units(model))
         if experts and plan.stage == 3:
             # The host waits for the router in every layer. A gather that it started afterwards would not overlap.
             for some in (list(model.layers.values()), experts):

@@ -109,7 +109,34 @@ def accumulate_gradients(units: list[FSDPModule]) -> None:
             if parameter.unsharded_accumulated_grad is None:
                 parameter.unsharded_accumulated_grad = gradient.to(parameter.reduce_dtype or gradient.dtype)
             else:
-                parameter.unsharded_accumulated_grad += gradient
+                add_gradient(parameter.unsharded_accumulated_grad, gradient)
+
+
+def add_gradient(total: Tensor, gradient: Tensor) -> None:
+    """Adds the gradient of a micro-batch to the sum of earlier ones."""
+    if isinstance(total, DTensor) and isinstance(gradient, DTensor) and total.placements == gradient.placements:
+        total, gradient = total.to_local(), gradient.to_local()
+    alike = total.dtype == gradient.dtype or not (total.is_contiguous() and gradient.is_contiguous())
+    if not total.is_cuda or alike or isinstance(total, DTensor):
+        total += gradient
+        return
+    from trainer.kernels import multi_tensor  # Triton, which is needed on a GPU only
+
+    multi_tensor.add_in_place(total, gradient)
+
+
+def accumulate_in_one_pass(units: list[FSDPModule]) -> None:
+    """Makes FSDP add gradients of micro-batches by `add_gradient`."""
+    for unit in units:
+        for parameter in parameter_group(unit).fsdp_params:
+            parameter.accumulate_unsharded_grad_if_needed = partial(accumulate_unsharded, parameter)
+
+
+def accumulate_unsharded(parameter: Any) -> None:
+    """Replaces a parameter's `accumulate_unsharded_grad_if_needed`."""
+    if (total := parameter.unsharded_accumulated_grad) is not None and parameter.unsharded_param.grad is not None:
+        add_gradient(total, parameter.unsharded_param.grad)
+        parameter.unsharded_param.grad = None
 
 
 class UnshardedSum:
