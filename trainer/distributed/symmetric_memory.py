@@ -99,7 +99,8 @@ def can_share_memory(device: torch.device, group: dist.ProcessGroup) -> bool:
     """Whether the ranks of a group read what the others have written into memory that they share. All ranks call it
     together, and get the same answer."""
     try:
-        parts = allocate_symmetric(1, device, group).parts
+        memory = allocate_symmetric(1, device, group)  # whose handle has to outlive the reads
+        parts = memory.parts
         run_on_all(group, lambda: int(parts[dist.get_rank(group)].fill_(dist.get_rank(group) + 1)))  # and waits for it
         seen = run_on_all(group, lambda: [int(part) for part in parts])
         agree_on_failure(group, "" if seen == [*range(1, len(parts) + 1)] else "reads other bytes than were written")
