@@ -117,13 +117,6 @@ def test_processes_are_spread_over_the_given_nodes(tmp_path):
     assert apart == alone > together
 
 
-def test_shapes_that_do_not_fill_the_device(capsys):
-    assert main(["+config=llama3_8b", "batch.global_size=8", "model.feed_forward.width=14500"]) == 0
-    assert "feed_forward.up has 14500 columns" in capsys.readouterr().out.split("\nshapes ")[1]
-    assert main(["+config=llama3_8b", "batch.global_size=2", "model.feed_forward.width=14500", "hardware=cpu"]) == 0
-    assert "tiles" not in capsys.readouterr().out, "a CPU has none"
-
-
 @pytest.mark.parametrize(
     "words, problem",
     [
