@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from types import SimpleNamespace
@@ -16,34 +15,18 @@ from trainer.observe import hardware
 from trainer.observe.hardware import OVER_RANKS, HardwareSampler, over_ranks
 from trainer.observe.metrics import METRICS
 
-VALUES = {2: 91.0, 5: 40.0, 10: 30.0, 20: 1000.0, 21: 500.0, 60: 2000.0, 61: 4000.0}
-"""Of GPM's metrics by number: percent, and MiB/s."""
-
-READ = {
-    "sm": 0.91,
-    "tensor": 0.40,
-    "dram": 0.30,
-    "pcie_gb_s": 1500 * 2**20 / 1e9,
-    "nvlink_gb_s": 6000 * 2**20 / 1e9,
-    "power_watts": 650.5,
-    "clock_mhz": 1755,
-    "temperature": 61,
-    "throttle": 4 | 64,
-}
+READ = {"power_watts": 650.5, "clock_mhz": 1755, "temperature": 61, "throttle": 4 | 64}
 """What a reading then is."""
 
 
 class FakeNvml:
-    """The functions of pynvml that are used. The two samples that are compared must be two, the older first."""
+    """The functions of pynvml that are used."""
 
-    NVML_GPM_METRICS_GET_VERSION = 1
-
-    def __init__(self, failing=(), missing=(), supported=True, unsuccessful=()):
-        self.failing, self.missing, self.supported, self.unsuccessful = failing, missing, supported, unsuccessful
-        self.taken = 0
+    def __init__(self, failing=(), missing=()):
+        self.failing, self.missing = failing, missing
 
     def __getattribute__(self, name):
-        missing = object.__getattribute__(self, "missing") if name.startswith("nvmlD") or "Gpm" in name else ()
+        missing = object.__getattribute__(self, "missing") if name.startswith("nvmlD") else ()
         if name in missing:
             raise AttributeError(name)
         if name.startswith("nvml") and name in object.__getattribute__(self, "failing"):
@@ -59,25 +42,6 @@ class FakeNvml:
     def nvmlDeviceGetHandleByUUID(self, uuid):
         assert uuid == "GPU-1-2"
         return "handle"
-
-    def nvmlGpmQueryDeviceSupport(self, handle):
-        return SimpleNamespace(isSupportedDevice=int(self.supported))
-
-    def nvmlGpmSampleAlloc(self):
-        return SimpleNamespace(at=None)
-
-    def nvmlGpmSampleGet(self, handle, sample):
-        self.taken += 1
-        sample.at = self.taken
-
-    def c_nvmlGpmMetricsGet_t(self):
-        return SimpleNamespace(metrics=[SimpleNamespace() for _ in range(98)])
-
-    def nvmlGpmMetricsGet(self, get):
-        assert get.version == 1 and get.sample1.at == get.sample2.at - 1
-        for metric in get.metrics[: get.numMetrics]:
-            bad = metric.metricId in self.unsuccessful
-            metric.nvmlReturn, metric.value = 3 if bad else 0, math.nan if bad else VALUES[metric.metricId]
 
     def nvmlDeviceGetPowerUsage(self, handle):
         return 650_500
@@ -112,12 +76,7 @@ def test_known_values_become_known_numbers(gpu):
     assert hardware.throttle_reasons(READ["throttle"]) == "power cap and hardware thermal slowdown"
 
 
-COUNTERS = set(hardware.GPM)
 LOST = {
-    "nvmlGpmQueryDeviceSupport": COUNTERS,
-    "nvmlGpmSampleAlloc": COUNTERS,
-    "nvmlGpmSampleGet": COUNTERS,
-    "nvmlGpmMetricsGet": COUNTERS,
     "nvmlDeviceGetPowerUsage": {"power_watts"},
     "nvmlDeviceGetClockInfo": {"clock_mhz"},
     "nvmlDeviceGetTemperature": {"temperature"},
@@ -132,10 +91,7 @@ def test_a_function_that_is_not_there_makes_its_numbers_null(gpu, function, how)
     assert gpu(**{how: (function,)}).read() == pytest.approx(expected)
 
 
-def test_devices_without_counters_reasons_or_anything(gpu, monkeypatch):
-    before_hopper = gpu(supported=False).read()
-    assert {name for name, value in before_hopper.items() if value is None} == COUNTERS
-    assert gpu(unsuccessful=(21,)).read() == pytest.approx(READ | {"pcie_gb_s": None})
+def test_devices_without_reasons_or_anything(gpu, monkeypatch):
     both = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
     assert gpu(failing=both).read()["throttle"] is None
     assert gpu(failing=("nvmlInit",)) is None and gpu(failing=("nvmlDeviceGetHandleByUUID",)) is None
@@ -197,13 +153,13 @@ def test_a_gpu_is_sampled_and_its_machine(gpu, monkeypatch, tmp_path):
     found = taken(sampler)
     assert {name: found[name] for name in READ} == pytest.approx(READ) and found["alloc_retries"] == 3
     assert 0 <= found["host_cpu"] <= 1 and 0 < found["host_memory"] < 1 and found["disk_free_gib"] > 0
-    assert sampler.take()["sm"] is not None, "between two readings, the last one counts"
+    assert sampler.take()["power_watts"] is not None, "between two readings, the last one counts"
 
 
 def test_a_machine_without_gpus_has_its_own_counters_on_one_rank(tmp_path):
     first = taken(HardwareSampler(torch.device("cpu"), tmp_path, 0.01, first=True))
     assert {name for name, value in first.items() if value is not None} >= {"host_memory", "disk_free_gib"}
-    assert not {"sm", "power_watts", "alloc_retries"} & {name for name, value in first.items() if value is not None}
+    assert not {"power_watts", "alloc_retries"} & {name for name, value in first.items() if value is not None}
     for other in (
         HardwareSampler(torch.device("cpu"), tmp_path, 0.01, first=False),
         HardwareSampler(torch.device("cpu"), tmp_path, 0.0, first=True),
@@ -233,6 +189,3 @@ def test_a_real_gpu_tells_what_it_does():
     read = found.read()
     assert read["power_watts"] > 20 and read["clock_mhz"] > 100 and read["temperature"] > 10, read
     assert read["throttle"] is not None and not int(read["throttle"]) & ~sum(hardware.REASONS)
-    if properties.major >= 9:
-        assert 0 < read["tensor"] <= 1 and 0 < read["sm"] <= 1 and 0 <= read["dram"] <= 1, read
-        assert read["pcie_gb_s"] >= 0

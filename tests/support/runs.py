@@ -66,7 +66,6 @@ DIAGNOSIS = {
         "ceilings": {"peak": 989.4e12, "products": 700e12, "bandwidth": 4.8e12, "memory": 4.1e12},
         "points": [],
     },
-    "shapes": [{"setting": "model.vocab_size", "text": "model.vocab_size=50257: 50304 fills tiles", "waste": 0.01}],
     "stalled": [],
     "notes": ["profiled steps take 2% longer than others"],
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,6 @@ from trainer.util.reading import write_atomic
 
 if TYPE_CHECKING:
     from trainer.config.hardware import HardwareConfig
-    from trainer.diagnosis.suggestions import ShapeAdvice
     from trainer.planning.estimate.step import StepEstimate
 
 
@@ -98,23 +97,13 @@ def print_estimates(found: list[StepEstimate], title: str, options: EstimateOpti
     chosen = most_certain(found)
     if options.plans:
         report.show_plans(found, f"{title}\n{report.describe_choice(found, chosen)}", options.tokens)
-    shapes = shapes_of(chosen)
-    report.print_estimate(chosen, options.tokens, [(one.setting, one.text) for one in shapes], suggest_smaller(chosen))
+    report.print_estimate(chosen, options.tokens, suggest_smaller(chosen))
     if options.json:
         plans = [report.to_json(one, options.tokens) | {"chosen": one is chosen} for one in found]
-        for one, plan in zip(found, plans):
-            plan["shapes"] = [asdict(advice) for advice in shapes_of(one)]
         write_atomic(Path(options.json), json.dumps(plans, indent=1))
     if options.out:
         settings = changed_settings(chosen.config, base)
         write_atomic(Path(options.out), report.format_recipe(settings, report.format_prediction(chosen)))
-
-
-def shapes_of(one: StepEstimate) -> list[ShapeAdvice]:
-    """Shapes that do not fill the tiles of a GPU; of CPUs, which have none, nothing."""
-    from trainer.diagnosis.suggestions import advise_shapes
-
-    return [] if one.hardware.device == "CPU" else advise_shapes(one.config, one.layout, one.hardware.device)
 
 
 def suggest_smaller(one: StepEstimate) -> list[str]:

@@ -321,8 +321,6 @@ def memory_bandwidth(profile: StepProfile, evidence: RunEvidence) -> RunCost | N
         "it the update), all "
         f"kernels {format_percent(kernels)}"
     ]
-    if (dram := evidence.values("hardware/dram")) and (tensor := evidence.values("hardware/tensor")):
-        said.append(f"device memory is {format_percent(dram[-1])} busy, tensor cores {format_percent(tensor[-1])}")
     without = profile.without("memory_bound", "optimizer")
     compiled = evidence.config is not None and evidence.config.compile
     layer = MODEL if compiled else COMPILER

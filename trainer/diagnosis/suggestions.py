@@ -6,15 +6,12 @@ from __future__ import annotations
 import itertools
 import json
 import shlex
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 from functools import cached_property
-from math import ceil, inf
+from math import inf
 from typing import Any
 
 from trainer.config import Config, ConfigError, typed
-from trainer.config.model import ModelSpec
 from trainer.diagnosis.evidence import RunEvidence
 from trainer.diagnosis.oom_report import MemoryOverride
 from trainer.planning.decide import (
@@ -30,14 +27,8 @@ from trainer.planning.estimate.memory import can_replay
 from trainer.planning.estimate.report import left_out
 from trainer.planning.estimate.step import StepEstimate, estimate_within
 from trainer.planning.features import resolve_plan
-from trainer.planning.hardware import multiprocessor_count
-from trainer.planning.layer import head_program, model_programs
 from trainer.planning.neighbours import NUMBERS, Changes, change_settings, fit_batch, generate_neighbours
-from trainer.planning.parameters import layer_specs
-from trainer.planning.plan import Plan
 from trainer.planning.resolve import Layout, check_config, resolve_layout
-from trainer.planning.states import ELEMENT_BYTES
-from trainer.util.tables import format_number
 
 FREED = "memory capacity", "full"
 """The bound against which less memory helps, and not a faster step."""
@@ -263,146 +254,3 @@ MOVES: dict[tuple[str, str], tuple[str, ...]] = {
 }
 """By kind of bound and its detail ('' for all others), the moves of `generate_neighbours` that are tried. Where nothing
 predicts them, the first ones are offered. No setting helps against a slow rank."""
-
-
-# Shapes that do not fill a device's matrix units, from the settings alone. Matrix units work on tiles: a product of
-# [tokens, outputs] is cut into tiles of 128 x 128, which the multiprocessors compute in waves. A part of a tile, and
-# a wave that not all of them take part in, cost as much as whole ones; rows that do not begin at multiples of 16
-# bytes are read by slower kernels (NVIDIA, Deep Learning Performance Guide, Matrix Multiplication).
-
-
-TILE = 128
-"""Rows and columns of a tile of the fastest kernels."""
-
-ALIGNED = 16
-"""Bytes at multiples of which rows begin that are read fastest."""
-
-HEADS = (32, 64, 96, 128, 256)
-"""Sizes of heads that flash attention computes without padding (FlashAttention-2 and -3)."""
-
-NARROW_VALUES = (192, 128)
-"""Sizes of query and value heads that cuDNN's attention takes as they are (DeepSeek)."""
-
-FILLED, WAVES = 0.95, 0.85
-"""Shares of tiles and of waves below which a shape is spoken of."""
-
-MATTERS = 0.02
-"""Share of a step's arithmetic that a product has to have to be spoken of."""
-
-
-@dataclass(frozen=True)
-class ShapeAdvice:
-    """setting: what the shape follows from; text: what is wrong with it, and what would be right; waste: share of the
-    model's arithmetic that is lost by it, at most."""
-
-    setting: str
-    text: str
-    waste: float
-
-
-@dataclass(frozen=True)
-class GEMMShape:
-    """A product of a layer or of the head on one rank. setting: what its columns follow from; columns: of the matrix's
-    part that the rank has; share: of the model's arithmetic."""
-
-    setting: str
-    name: str
-    columns: int
-    share: float
-
-
-def advise_shapes(config: Config, layout: Layout, device: str) -> list[ShapeAdvice]:
-    """What is to be said of the shapes of a plan's products, the most wasteful first. device: its name."""
-    spec, plan, batch = layout.spec, layout.plan, layout.batch
-    element = ELEMENT_BYTES[config.precision.compute]
-    parts, attention = list_gemms(spec, plan, batch.sequence_length, element)
-    found = [*_heads(spec, plan, attention)]
-    for product in parts:
-        if product.share >= MATTERS:
-            found += _filling(product, plan.tp, element, layout.tokens, multiprocessor_count(device))
-    return sorted({one.text: one for one in found}.values(), key=lambda one: -one.waste)
-
-
-def list_gemms(spec: ModelSpec, plan: Plan, length: int, element: int) -> tuple[list[GEMMShape], float]:
-    """The products of the model on a rank, equal ones together and the head's last; and attention's share of the
-    model's arithmetic."""
-    programs = *model_programs(spec, length, plan.tp, element), head_program(spec, plan.tp, element)
-    total = sum(program.flops for program in programs)
-    sums: dict[tuple[str, int], float] = defaultdict(float)
-    for gemm in (gemm for program in programs for gemm in program.gemms.values()):
-        if gemm.name.endswith(("router", "shared_gate")):
-            continue  # as many columns as there are experts
-        sums[gemm.name, round(gemm.shape[0])] += gemm.flops
-    found = [GEMMShape(_setting(name), name, columns, flops / total) for (name, columns), flops in sums.items()]
-    return found, sum(program.total("flops", "attention") for program in programs) / total
-
-
-def _setting(name: str) -> str:
-    if name == "head":
-        return "model.vocab_size"
-    block, _, matrix = name.partition(".")
-    if block == "feed_forward" and not matrix.endswith("down"):
-        return f"model.feed_forward.{'experts.shared_width' if matrix.startswith('shared') else 'width'}"
-    settings = {
-        **dict.fromkeys(("q", "q_b", "kv_b"), "model.attention.heads"),
-        **dict.fromkeys("kv", "model.attention.kv_heads"),
-        **{name: f"model.attention.latent.{name[:-2]}_rank" for name in ("q_a", "kv_a")},
-    }
-    return settings.get(matrix, "model.width")
-
-
-def _filling(product: GEMMShape, tp: int, element: int, tokens: int, units: int | None) -> Iterator[ShapeAdvice]:
-    """Of one product: its columns, and its waves."""
-    columns, of = product.columns, f" on each of {tp} tensor ranks" * (tp > 1)
-    if columns * element % ALIGNED and product.setting != "model.vocab_size":
-        step = ALIGNED // element * tp
-        yield ShapeAdvice(
-            product.setting,
-            f"{product.name} has {columns} columns{of}, whose rows do not begin at multiples of {ALIGNED} bytes: "
-            f"{product.setting} such that it is a multiple of {step}",
-            product.share,
-        )
-    filled = columns / (TILE * ceil(columns / TILE))
-    if filled < FILLED:
-        yield ShapeAdvice(
-            product.setting,
-            f"{product.name} has {columns} columns{of}: {filled:.0%} of its tiles of {TILE} is filled, multiples of "
-            f"{TILE}{f' x {tp}' * (tp > 1)} would fill them",
-            product.share * (1 - filled),
-        )
-    if units is None:
-        return
-    tiles = ceil(tokens / TILE) * ceil(columns / TILE)
-    waves = tiles / units / ceil(tiles / units)
-    if waves < WAVES:
-        rounds = ceil(tiles / units)
-        yield ShapeAdvice(
-            "batch.micro_size",
-            f"{product.name}: {format_number(tiles, 'tile')} of {tokens} tokens on {units} multiprocessors are "
-            f"{rounds} "
-            f"wave{'s' * (rounds > 1)}, {waves:.0%} full; more tokens a micro-batch fill them",
-            product.share * (1 - waves),
-        )
-
-
-def _heads(spec: ModelSpec, plan: Plan, share: float) -> Iterator[ShapeAdvice]:
-    """Of each kind of attention. share: of attention in the model's arithmetic."""
-    kinds = {(a.head_dim, a.value_dim, a.kv_heads, a.kind) for a in (layer.attention for layer in layer_specs(spec))}
-    for size, value_size, keys, kind in sorted(kinds):
-        if size not in HEADS and (size, value_size) != NARROW_VALUES:
-            above = min((one for one in HEADS if one > size), default=0)
-            cost = f"is padded to {above}" if above else "is more than flash attention takes"
-            waste = share * (1 - size / above if above else 1.0)
-            setting = f"model.attention.{'latent.nope_dim' if kind == 'latent' else 'head_dim'}"
-            yield ShapeAdvice(setting, f"a head of {size} {cost}; {_or(HEADS)} are not", waste)
-        if plan.tp > keys:
-            yield ShapeAdvice(
-                "parallel.tp",
-                f"parallel.tp={plan.tp} exceeds model.attention.kv_heads={keys}: {plan.tp // keys} ranks each compute "
-                "the same keys and values",
-                0.0,
-            )
-
-
-def _or(numbers: tuple[int, ...]) -> str:
-    return ", ".join(map(str, numbers[:-1])) + f" or {numbers[-1]}"

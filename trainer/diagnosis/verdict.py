@@ -15,7 +15,7 @@ from trainer.diagnosis import rules
 from trainer.diagnosis.evidence import RunEvidence
 from trainer.diagnosis.oom_report import NOTHING, MemoryOverride
 from trainer.diagnosis.rules import MemoryUse, summarise_memory, throttle_costs
-from trainer.diagnosis.suggestions import FREED, ShapeAdvice, Suggestions, advise_shapes
+from trainer.diagnosis.suggestions import FREED, Suggestions
 from trainer.diagnosis.time_breakdown import KernelTotal, TimeBreakdown, cost_share
 from trainer.planning.estimate.rates import DeviceRates
 from trainer.planning.estimate.step import GIB
@@ -180,7 +180,6 @@ class Diagnosis:
     points: tuple[RooflinePoint, ...]
     roof: RooflineCeilings | None
     memory: MemoryUse | None
-    shapes: tuple[ShapeAdvice, ...]
     predicted: float | None
     notes: tuple[str, ...]
 
@@ -209,10 +208,7 @@ def diagnose_evidence(evidence: RunEvidence) -> Diagnosis:
     notes += throttle_costs(evidence, " ".join(text for one in findings for text in one.cost.evidence))
     kind, text = _verdict(evidence, findings, bool(profile))
     estimate = workshop.predicted if workshop else None
-    roof, shapes = find_ceilings(evidence), tuple[ShapeAdvice, ...]()
-    device = evidence.hardware.device if evidence.hardware else evidence.machine.device
-    if evidence.config is not None and evidence.layout is not None and device != "CPU":
-        shapes = tuple(advise_shapes(evidence.config, evidence.layout, device))
+    roof = find_ceilings(evidence)
     return Diagnosis(
         evidence,
         kind,
@@ -222,7 +218,6 @@ def diagnose_evidence(evidence: RunEvidence) -> Diagnosis:
         tuple(build_roofline(profile.ranks, roof)) if profile else (),
         roof,
         summarise_memory(evidence, estimate.memory / GIB if estimate else None),
-        shapes,
         estimate.seconds if estimate else None,
         tuple(notes),
     )
@@ -310,7 +305,6 @@ def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
             ],
             "roofline": {"ceilings": diagnosis.roof, "points": diagnosis.points},
             "memory": diagnosis.memory,
-            "shapes": diagnosis.shapes,
             "stalled": evidence.stalled,
             "notes": diagnosis.notes,
         }
@@ -336,9 +330,6 @@ RANKS = 8
 
 LEAST = 0.0005
 """Share of the step of a term that is shown."""
-
-SHAPES = 4
-"""Shapes that are spoken of."""
 
 
 def print_diagnosis(diagnosis: Diagnosis, console: Console | None = None) -> None:
@@ -369,8 +360,6 @@ def _sections(diagnosis: Diagnosis) -> dict[str, Rows]:
     found["verdict"] = [*found["verdict"], *(("", text) for text in evidence.stalled[1:])]
     for number, finding in enumerate(diagnosis.findings, start=1):
         found[f"{number}. {finding.cost.kind}"] = _print_finding(finding)
-    if diagnosis.shapes:
-        found["shapes"] = [(f"{one.waste:.1%}", one.text) for one in diagnosis.shapes[:SHAPES]]
     if diagnosis.notes:
         found["notes"] = [("", make_printable(text)) for text in diagnosis.notes]
     return found

@@ -56,11 +56,6 @@ METRICS: dict[str, str] = {
     "straggler": "time in forward passes of the slowest rank, as a multiple of the median of the ranks with the same "
     "stages",
     "straggler_rank": "that rank",
-    "hardware/sm": "share of the GPUs' multiprocessors that were busy, 0 to 1, mean over ranks; null before Hopper",
-    "hardware/tensor": "the same of their tensor cores",
-    "hardware/dram": "used share of the bandwidth of device memory, 0 to 1, mean over ranks; null before Hopper",
-    "hardware/nvlink_gb_s": "GB/s that a GPU sends and receives by NVLink, mean over ranks; null before Hopper",
-    "hardware/pcie_gb_s": "the same by PCIe",
     "hardware/power_watts": "power of a GPU, mean over ranks",
     "hardware/clock_mhz": "clock of the slowest GPU's multiprocessors",
     "hardware/clock_rank": "the rank of that GPU",

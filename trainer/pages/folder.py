@@ -227,7 +227,6 @@ DIAGNOSIS_SHAPE: Shape = {
         }
     ],
     "roofline": {"ceilings": (dict, type(None))},
-    "shapes": [{"text": str, "waste": MAYBE_NUMBER}],
     "stalled": [str],
     "notes": [str],
 }

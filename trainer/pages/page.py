@@ -68,8 +68,6 @@ PANELS = (
     _make_panel("loss scale", "", "loss_scale", zero=False),
     _make_panel("steps without an update, and steps run again", "so far", "skipped repeated"),
     _make_panel("damaged rows", "left out so far", "damaged"),
-    _make_panel("utilisation", "share", "hardware/sm hardware/tensor hardware/dram"),
-    _make_panel("links", "GB/s a GPU", "hardware/nvlink_gb_s hardware/pcie_gb_s"),
     _make_panel("power", "watts a GPU", "hardware/power_watts"),
     _make_panel("clock", "MHz of the slowest GPU", "hardware/clock_mhz"),
     _make_panel("temperature", "degrees Celsius of the hottest GPU", "hardware/temperature"),

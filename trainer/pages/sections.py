@@ -250,7 +250,6 @@ def verdict_context(found: dict[str, Any]) -> dict[str, Any]:
         "text": make_printable(found["verdict"]["text"]),
         "predicted": predicted and format_duration(predicted),
         "findings": [finding_context(one) for one in found["findings"][:TOP]],
-        "shapes": [(format_percent(one.get("waste")), make_printable(one["text"])) for one in found["shapes"][:LINES]],
         "stalled": [make_printable(text) for text in found["stalled"][:LINES]],
         "notes": [make_printable(text) for text in found["notes"][:LINES]],
     }

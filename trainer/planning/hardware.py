@@ -70,23 +70,6 @@ _PEAKS = [
     ((2306.9, 2306.9, 4613.7, None, 144.2), ["AMD Instinct MI350X"]),
     ((2516.6, 2516.6, 5033.2, None, 157.3), ["AMD Instinct MI355X"]),
 ]
-# Streaming multiprocessors, from the same sheets and NVIDIA's white papers of the architectures.
-_MULTIPROCESSORS = [
-    (148, ["B200", "GB200"]),
-    (132, ["H200", "H100 80GB HBM3", "H800", "GH200 120GB", "GH200 480GB", "GH200 144G HBM3e", "H200 NVL", "H100 NVL"]),
-    (114, ["H100 PCIe", "H800 PCIe"]),
-    (78, ["H20", "H20-3e"]),
-    (108, ["A100-SXM4-40GB", "A100-SXM4-80GB", "A100-PCIE-40GB", "A100 80GB PCIe", "A800-SXM4-80GB", "A800 80GB PCIe"]),
-    (142, ["L40S", "L40", "RTX 6000 Ada Generation"]),
-    (84, ["A40", "RTX A6000"]),
-    (80, ["Tesla V100-SXM2-16GB", "Tesla V100-SXM2-32GB", "Tesla V100-PCIE-16GB", "Tesla V100-PCIE-32GB", "A10G"]),
-    (58, ["L4"]),
-    (56, ["A30"]),
-    (128, ["GeForce RTX 4090"]),
-    (170, ["GeForce RTX 5090"]),
-    (82, ["GeForce RTX 3090"]),
-]
-_UNITS = {name: units for units, names in _MULTIPROCESSORS for name in names}
 _BY_NAME = {name: dict(zip(DTYPES, peaks)) for peaks, names in _PEAKS for name in names}
 
 
@@ -100,11 +83,6 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
         raise ValueError(f"dtype={dtype!r} has no peak; legal: {', '.join(DTYPES)}")
     peak = _BY_NAME.get(device_name.strip().removeprefix("NVIDIA "), {}).get(dtype)
     return None if peak is None else peak * 1e12
-
-
-def multiprocessor_count(device_name: str) -> int | None:
-    """Streaming multiprocessors of a device, whose name is as for `peak_flops`; None where they are not known."""
-    return _UNITS.get(device_name.strip().removeprefix("NVIDIA "))
 
 
 def product_type(precision: PrecisionConfig) -> str:

@@ -1,8 +1,8 @@
 """A transformer layer as data: the operations that it runs, in order, with what each costs.
 
-`layer_program` is the only description of what a layer does. FLOPs, memory, seconds, recompute, the shapes that advice
-is given on and those that a probe measures are sums over its operations. A new kind of block is one function in
-`INNER_OPS` or `BLOCK_OPS` here, beside its parameters in `planning/parameters.py`.
+`layer_program` is the only description of what a layer does. FLOPs, memory, seconds, recompute, and the shapes that a
+probe measures are sums over its operations. A new kind of block is one function in `INNER_OPS` or `BLOCK_OPS` here,
+beside its parameters in `planning/parameters.py`.
 
 All quantities are of one token on one of the tensor-parallel ranks that share the layer, with sequence parallelism: the
 ranks share the tokens of the residual stream, all-gather the input of the projections and reduce-scatter the output of

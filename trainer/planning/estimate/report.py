@@ -15,15 +15,7 @@ from trainer.planning.features import communication_table
 from trainer.planning.float8 import numeric_types
 from trainer.planning.layer import parameter_counts
 from trainer.planning.resolve import collect_warnings
-from trainer.util.tables import (
-    Rows,
-    format_bytes,
-    format_count,
-    format_duration,
-    format_percent,
-    print_rows,
-    print_sections,
-)
+from trainer.util.tables import format_bytes, format_count, format_duration, format_percent, print_rows, print_sections
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -34,12 +26,11 @@ DAY = 86400.0
 Form = Callable[[float], str]
 
 
-def print_estimate(found: StepEstimate, tokens: float = 0.0, shapes: Rows = (), smaller: Sequence[str] = ()) -> None:
-    """Prints one plan. tokens: a budget whose days and device hours are wanted. shapes: settings whose products do not
-    fill the device, and what is to be said of each. smaller: what makes a plan fit that does not."""
+def print_estimate(found: StepEstimate, tokens: float = 0.0, smaller: Sequence[str] = ()) -> None:
+    """Prints one plan. tokens: a budget whose days and device hours are wanted. smaller: what makes a plan fit
+    that does not."""
     memory = [*_memory(found), *(("to make it fit" if text == smaller[0] else "or", text) for text in smaller)]
-    parts = {"plan": _plan(found), "memory": memory, "time": _time(found), "result": _result(found, tokens)}
-    print_sections(parts | ({"shapes": shapes} if shapes else {}))
+    print_sections({"plan": _plan(found), "memory": memory, "time": _time(found), "result": _result(found, tokens)})
 
 
 def _plan(found: StepEstimate) -> list[tuple[str, Any]]:
