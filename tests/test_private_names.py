@@ -122,6 +122,12 @@ PRIVATE = [
         FULLY_SHARD,
         "gradients that products add to where FSDP accumulates them",
     ),
+    Private(
+        "_setattr_on_modules sharded_param",
+        FSDP,
+        FULLY_SHARD,
+        "weights that are cast to fp8 once, when they are gathered",
+    ),
     Private("_is_root post_backward", FSDP, FULLY_SHARD, "reducing outside of backward, once FSDP is set up"),
     Private(
         "_partial_reduce_output _all_reduce_state comm_ctx all_gather_state reduce_scatter_states|reduce_scatter_state",

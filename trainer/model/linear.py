@@ -240,8 +240,8 @@ class ColumnParallel(torch.autograd.Function):
         # Saved is this rank's part of x, not the gathered input. Backward gathers it again.
         ctx.save_for_backward(x, *weights, *numbers)
         if group is None:
-            weights = join_operands(weights, count, GEMMRole.OUTPUT)
-            return tuple(matmul_all(x, weights, GEMMRole.OUTPUT, biases, multiply))
+            read = join_operands(weights, count, GEMMRole.OUTPUT)
+            return tuple(matmul_all(x, read, GEMMRole.OUTPUT, biases, multiply))
         return tuple(group.gather_matmul(x, weights, GEMMRole.OUTPUT, biases, multiply=multiply)[0])
 
     @staticmethod

@@ -235,7 +235,7 @@ def limit_of(config: Config, available: MemoryLimit) -> float | None:
 
 
 def _least_recompute(
-    ways: Sequence[tuple[Config, bool]], layout: Layout, hardware: HardwareConfig, limit: float, host: float, node: int
+    ways: Sequence[tuple], layout: Layout, hardware: HardwareConfig, limit: float, host: float, node: int
 ) -> RecomputeChoice:
     """Of ways to choose tiles and offload, and whether a step casts weights once, the one whose recompute takes the
     least time."""

@@ -259,16 +259,16 @@ def quantise_operand(
 # travels as two: its values, and its factor.
 
 
-def cast_weight(weight: Tensor, multiply: Multiply) -> list[Tensor | None]:
+def cast_weight(weight: Tensor, multiply: Multiply) -> list[Any]:
     """The operands that the products of the output and of the input's gradient read: four tensors."""
     operands = [multiply.right(weight, role) for role in (GEMMRole.OUTPUT, GEMMRole.INPUT_GRADIENT)]
     return [part for one in operands for part in (one.values, one.back)]
 
 
-def join_operands(parts: Sequence[Tensor], count: int, role: GEMMRole) -> list[Any]:
+def join_operands(parts: Sequence[Tensor], count: int, role: GEMMRole) -> Sequence[Any]:
     """What the products of `count` weights read: `parts` itself, or operands, if these are four tensors for each."""
     first = 2 * (role is GEMMRole.INPUT_GRADIENT)
-    return list(parts) if len(parts) == count else [*map(GEMMOperand, parts[first::4], parts[first + 1 :: 4])]
+    return parts if len(parts) == count else [*map(GEMMOperand, parts[first::4], parts[first + 1 :: 4])]
 
 
 # Frozen matrices in fp8 (`model.adapter.weights`): e4m3 with a scale for each row, as the recipe `rowwise` rounds them.

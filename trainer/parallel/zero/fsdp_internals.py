@@ -204,13 +204,12 @@ def hold_operands(model: Stage, compiling: bool) -> None:
     for unit in fsdp_units(model):
         for parameter in parameter_group(unit).fsdp_params:
             owner = parameter._module_info
-            narrow = isinstance(getattr(owner.module, "multiply", None), Float8Multiply)
-            if narrow and owner.param_name == "weight":
+            if owner.param_name == "weight" and isinstance(getattr(owner.module, "multiply", None), Float8Multiply):
                 parameter._setattr_on_modules = partial(put_weight, parameter, cast, parameter._setattr_on_modules)
 
 
 @torch.no_grad()
-def put_weight(parameter: Any, cast: Callable, put: Callable, weight: nn.Parameter) -> None:
+def put_weight(parameter: Any, cast: Callable, put: Callable, weight: Any) -> None:
     """Replaces `_setattr_on_modules` of a parameter, by which its gathered copy and its shard take turns as the weight
     of the layer. Operands change with the weight, so they are never of another one."""
     put(weight)

@@ -461,7 +461,7 @@ class MemoryReplay:
             if whole:
                 self.gradients(stage, mode, size, experts)
                 if last and model.plan.stage != 3:
-                    self.drop(stage, model.element * size + model.operands[layer])
+                    self.drop(stage, model.element * size)
         if layers.start == 0:
             self.hold("activations", -model.activation[0])
         if whole:
