@@ -38,6 +38,7 @@ from trainer.parity import watch
 from trainer.parity.compare import train_reference
 from trainer.parity.watch import train_plan
 from trainer.planning.features import check_whole_plan, resolve_plan
+from trainer.planning.float8 import can_cast_once
 from trainer.planning.parameters import declare_parameters
 from trainer.planning.plan import BatchPlan
 from trainer.training.step import train_step
@@ -99,6 +100,7 @@ def errors_of(case: dict[str, Any], worlds: dict[tuple, World], references: dict
     config, processes = config_of(case), dist.get_world_size()
     config.data.mask_documents = spec.transformers["outer"]["packed"]
     plan = resolve_plan(config.parallel, processes, spec)
+    plan = replace(plan, casts_once=can_cast_once(config, spec, plan, case.get("micro_batches", 2)))
     if not case.get("force") and (problems := check_whole_plan(config, spec, plan, processes)):
         raise ValueError(problems)
     micro = SEQUENCES // plan.dp // case.get("micro_batches", 2)
