@@ -516,7 +516,8 @@ def test_fp8_and_muon_leave_routers_alone():
     narrow = {name.partition(".feed_forward.")[2] for name in float8_linears(config.precision, spec)}
     assert narrow == {"", "shared.gate", "shared.up", "shared.down"}
     assert describe_float8(config, spec, resolve_plan(config.parallel, 1, spec)) == [
-        ("experts", "multiply in fp32, other linear layers in fp8")
+        ("weights", "cast to fp8 at each use"),
+        ("experts", "multiply in fp32, other linear layers in fp8"),
     ]
     policies = UpdateSettings(OptimizerConfig(name="muon")).policies(table)
     for name, expected in {

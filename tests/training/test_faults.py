@@ -361,7 +361,7 @@ def test_a_lost_node_is_made_up_for_by_the_memory_of_another(calm, folder):
     goes on alone from what it holds of both, and no checkpoint was ever on disk."""
     draw, every = random.Random(SEED), 3
     [port] = free_ports()
-    rendezvous = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=2,is_host="
+    rendezvous = "last_call_timeout=8,keep_alive_interval=1,keep_alive_max_attempt=2,is_host="
     options = (
         "--nnodes",
         "1:2",

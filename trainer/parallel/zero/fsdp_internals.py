@@ -213,8 +213,8 @@ def put_weight(parameter: Any, cast: Callable, put: Callable, weight: Any) -> No
     """Replaces `_setattr_on_modules` of a parameter, by which its gathered copy and its shard take turns as the weight
     of the layer. Operands change with the weight, so they are never of another one."""
     put(weight)
-    layer = parameter._module_info.module
-    layer.held = () if weight is parameter.sharded_param else cast(layer.local("weight"), layer.multiply)
+    linear = parameter._module_info.module
+    linear.held = () if weight is parameter.sharded_param else cast(linear.local("weight"), linear.multiply)
 
 
 def reduce_accumulated(units: list[FSDPModule], partial_sums: Mapping[FSDPModule, bool], last: bool) -> None:

@@ -148,7 +148,9 @@ class _Search:
     def __init__(
         self, config: Config, hardware: HardwareConfig, world: int, global_size: int, kept: Collection[str] = ()
     ):
-        self.base, self.spec, self.hardware, self.kept = config, config.model, hardware, kept
+        self.base, self.spec, self.hardware = config, config.model, hardware
+        auto = config.parallel.zero.collectives == "auto"  # which leaves it open
+        self.kept = {*kept} - {"parallel.zero.collectives"} if auto else kept
         self.world, self.global_size, self.node = world, global_size, min(world, hardware.devices)
         self.pace = DeviceRates.of(hardware, config.precision)
         self.element, self.updates = ELEMENT_BYTES[config.precision.compute], UpdateSettings.of(config)
