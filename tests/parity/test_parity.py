@@ -91,11 +91,17 @@ def test_plans_pass_and_refusals_do_not_fail(runs):
 
 def test_a_missing_reduction_fails_and_is_named(runs):
     _, written = runs
-    zero, tensor = written["broken"]["plans"]
-    assert written["codes"]["broken"] == 1 and zero["verdict"] == "PASS" and tensor["verdict"] == "FAIL"
+    zero, tensor, narrow = written["broken"]["plans"]
+    assert written["codes"]["broken"] == 1 and zero["verdict"] == narrow["verdict"] == "PASS"
+    assert tensor["verdict"] == "FAIL"
     text = "\n".join(tensor["reasons"])
     assert "norm.weight differs between ranks that hold the same part" in text and "step 1: the gradient of" in text
     assert tensor["errors"]["steps"][0][3].endswith("norm.weight") and tensor["errors"]["steps"][0][2] > 0.1
+
+
+def test_plans_are_decided_as_runs_are(runs):
+    _, written = runs
+    assert written["codes"]["decided"] == [["nccl", False], ["nccl", False], ["nccl", True]]
 
 
 def test_the_table_tells_what_was_seen(runs):
@@ -108,7 +114,7 @@ def test_the_table_tells_what_was_seen(runs):
         "gradient error",
         "REFUSED: parallel.tp=4",
         "6 PASS, 2 REFUSED",
-        "1 PASS, 1 FAIL",
+        "2 PASS, 1 FAIL",
         "FAIL: parallel.tp=2",
     ):
         assert words in printed, words

@@ -47,6 +47,8 @@ def outcome(command, arguments: list[str]) -> str:
             resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY,) * 2)
             signal.signal(signal.SIGPROF, signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_PROF, SECONDS)  # of the processor, which others use too
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(10 * SECONDS)  # for a process that waits and computes nothing
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
                 try:
                     end = str(command(arguments))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import json
 import math
 import tempfile
@@ -53,8 +54,8 @@ ROUNDING = 10
 """How many times our own rounding error at a token theirs may be besides. Rounding has no common bound: a norm of few
 elements that are nearly zero, or scores of one head that are large, enlarge it a thousandfold at single tokens."""
 ROUNDED_AGAIN = 8
-"""Times that our own error is measured, with other roundings of the weights, before theirs is called larger: at one
-token an error may be small by chance."""
+"""How many more times our own rounding error is measured, with other roundings of the weights, before a difference
+counts as beyond it: at a single token the error of one rounding may be small by chance."""
 MOST = 1 << 28
 """Parameters of the small model. Of published ones it has fewer than 2e7; a folder can claim anything."""
 TRIES = 3
@@ -195,14 +196,13 @@ def logit_difference(spec: ModelSpec, config: dict[str, Any], folder: Path) -> f
     def difference(tokens: Tensor) -> float:
         expected = logits_of(exact, tokens)
         logits = theirs.eval()(tokens, use_cache=False, return_dict=True).logits
-        largest = logits_of(exact, tokens, 0.0).abs().max()
-        error, rounding = ((some - expected).abs().amax(-1) for some in (logits, logits_of(ours, tokens)))
-        for seed in range(ROUNDED_AGAIN):
+        error, largest = (logits - expected).abs().amax(-1), logits_of(exact, tokens, 0.0).abs().max()
+        rounding, beyond = torch.zeros_like(error), math.inf
+        for rounded in itertools.chain([ours], map(partial(round_otherwise, exact), range(ROUNDED_AGAIN))):
+            rounding = torch.maximum(rounding, (logits_of(rounded, tokens) - expected).abs().amax(-1))
             beyond = ((error - ROUNDING * rounding).clamp(min=0).max() / largest).item()
             if beyond <= TOLERANCE:
                 break
-            again = logits_of(round_otherwise(exact, seed), tokens)
-            rounding = torch.maximum(rounding, (again - expected).abs().amax(-1))
         return beyond
 
     # Rounding can send a token to another expert, where the scores of two are nearly equal. Other tokens then show that
@@ -217,7 +217,7 @@ def logit_difference(spec: ModelSpec, config: dict[str, Any], folder: Path) -> f
 
 
 def round_otherwise(exact: Transformer, seed: int) -> Transformer:
-    """An fp64 model in fp32, with each weight one rounding error off."""
+    """An fp64 model in fp32, with each weight at most one rounding error off."""
     rounded, generator = copy.deepcopy(exact).float(), torch.Generator().manual_seed(seed)
     for weight in rounded.parameters():
         weight.data.mul_(1 + torch.finfo(torch.float32).eps * torch.rand(weight.shape, generator=generator))

@@ -39,9 +39,9 @@ from trainer.parity.routing import known_choices
 from trainer.parity.watch import generate_plans, make_case, train_plan
 from trainer.planning.neighbours import global_size
 from trainer.planning.parameters import declare_parameters
-from trainer.planning.plan import BatchPlan, resolve_batch
+from trainer.planning.plan import BatchPlan, node_size, resolve_batch
 from trainer.precision.products import DTYPES
-from trainer.training.run import starting_point
+from trainer.training.run import decide_together, starting_point
 from trainer.training.session import numeric_mode
 
 
@@ -140,7 +140,7 @@ def compare_plans(
     worlds: dict[tuple[int, ...], World] = {}
     results = [PlanResult(case.text, "REFUSED", case.reasons) for case in cases]
     for number, (index, case) in enumerate(legal, start=1):
-        plan, batch, pipeline = case.layout.plan, case.layout.batch, case.layout.pipeline
+        plan, batch = case.layout.plan, case.layout.batch
         mesh = *plan.degrees.values(), plan.shard, *plan.expert_mesh.values()
         if mesh not in worlds:
             worlds[mesh] = join_world(plan, device)
@@ -150,7 +150,8 @@ def compare_plans(
         data = first_steps(samples, case.config, batch, world.data.get_local_rank(), plan.dp, steps, device)
         kind = coarsest_tolerance(case.config.precision, case.config.parallel.grad_comm)
         choices = world.agree(partial(known_choices, kind, expected.choices))
-        seen = train_plan(case.config, spec, plan, pipeline, world, data, weights, choices)
+        config, layout, *_ = decide_together(case.config, case.layout, world, node_size(processes), None)
+        seen = train_plan(config, spec, layout.plan, layout.pipeline, world, data, weights, choices)
         results[index] = world.agree(lambda: judge_plan(case.text, case.describe(), kind, seen, expected, plain[kind]))
     world.agree(
         lambda: report_results(expected, results, plain, json_path)

@@ -179,7 +179,7 @@ def decide(
     once = can_cast_once(config, layout.spec, layout.plan, layout.batch.accumulation)
     ways = list(itertools.product(choices, [once, *[False] * once]))
     if not can_replay(layout.plan) or (limit is None or len(ways) == 1) and not automatic:
-        return Decision(choices[0], _layout(layout, *ways[0]))
+        return Decision(choices[0], _resolve_choice(layout, *ways[0]))
     if automatic:
         assert hardware is not None
         some, bound = (ways[:1], available.host) if limit is None else (ways, limit)
@@ -187,8 +187,8 @@ def decide(
         return Decision(one.config, one.layout, one, bound)
     assert limit is not None
     found: list[tuple[float, Decision]] = []
-    for way in ways:
-        decision = Decision(way[0], _layout(layout, *way))
+    for choice, once in ways:
+        decision = Decision(choice, _resolve_choice(layout, choice, once))
         ranks = find_peaks(decision.config, decision.layout, lowered=False, node=node)
         if found and max(peak.host for peak in ranks) > available.host:
             continue
@@ -235,14 +235,16 @@ def limit_of(config: Config, available: MemoryLimit) -> float | None:
 
 
 def _least_recompute(
-    ways: Sequence[tuple], layout: Layout, hardware: HardwareConfig, limit: float, host: float, node: int
+    ways: Sequence[tuple[Config, bool]], layout: Layout, hardware: HardwareConfig, limit: float, host: float, node: int
 ) -> RecomputeChoice:
-    """Of ways to choose tiles and offload, and whether a step casts weights once, the one whose recompute takes the
+    """Of choices of tiles and offload, each with whether a step casts weights once, the one whose recompute takes the
     least time."""
     found: list[RecomputeChoice] = []
     for offload in (False, True):
-        some = [way for way in ways if bool(way[0].activation.offload) == offload]
-        found += [decide_recompute(way[0], _layout(layout, *way), hardware, limit, node) for way in some]
+        some = [(one, once) for one, once in ways if bool(one.activation.offload) == offload]
+        found += [
+            decide_recompute(one, _resolve_choice(layout, one, once), hardware, limit, node) for one, once in some
+        ]
         if fitting := [one for one in found if one.peak <= limit and one.host <= host]:
             return min(fitting, key=lambda one: one.seconds)
     return min(found, key=lambda one: (one.host > host, one.peak))
@@ -272,8 +274,8 @@ def memory_choices(config: Config, spec: ModelSpec, tokens: float) -> Iterator[C
         yield with_section(chosen, "activation", **{name: value for values in more for name, value in values.items()})
 
 
-def _layout(layout: Layout, config: Config, once: bool) -> Layout:
-    """once: whether a step casts weights once."""
+def _resolve_choice(layout: Layout, config: Config, once: bool) -> Layout:
+    """The layout with what follows from a choice. once: whether a step casts weights once."""
     pipeline = resolve_pipeline(config, layout.spec, layout.plan, layout.batch)
     return replace(layout, plan=replace(layout.plan, casts_once=once), pipeline=pipeline)
 

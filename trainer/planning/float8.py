@@ -59,15 +59,15 @@ def float8_linears(precision: PrecisionConfig, spec: ModelSpec) -> dict[str, Flo
 
 def gathered_in_float8(config: Config, spec: ModelSpec, plan: Plan) -> list[float]:
     """Elements of each layer, on one tensor-parallel rank, that ZeRO gathers in fp8."""
-    return float8_elements(config, spec, plan, "tensorwise" * (config.precision.float8.gather and plan.shard > 1))
+    gathers = config.precision.float8.gather and plan.shard > 1
+    return float8_elements(config, spec, plan, "tensorwise") if gathers else [0.0] * spec.depth
 
 
-def float8_elements(config: Config, spec: ModelSpec, plan: Plan, recipes: str) -> list[float]:
-    """Elements of each layer, on one tensor-parallel rank, in matrices that multiply in fp8 by recipes of the shell
-    pattern `recipes`."""
+def float8_elements(config: Config, spec: ModelSpec, plan: Plan, only: str = "") -> list[float]:
+    """Elements of each layer, on one tensor-parallel rank, in matrices that multiply in fp8. only: a recipe."""
     found = [0.0] * spec.depth
     for name, (recipe, info) in float8_linears(config.precision, spec).items():
-        if fnmatchcase(recipe, recipes):
+        if only in ("", recipe):
             found[int(name.split(".")[1])] += prod(info.multiplied(plan.tp))
     return found
 
@@ -189,7 +189,7 @@ def _tokens(config: Config, plan: Plan, chosen: Mapping[str, Float8Linear]) -> I
 
 
 def describe_float8(config: Config, spec: ModelSpec, plan: Plan) -> list[tuple[str, str]]:
-    """What has no effect where no ranks share states."""
+    """How often weights are cast to fp8, what multiplies otherwise, and what has no effect."""
     unused = config.precision.float8.gather and plan.shard == 1
     found = [("without effect", "precision.float8.gather=true: no ranks share states")] * unused
     if float8_settings(config.precision):

@@ -160,7 +160,7 @@ def matmul_into(out: Tensor, a: Tensor, b: Tensor, role: GEMMRole, add: Tensor |
 def matmul_sum(
     operands: Sequence[Tensor], weights: Sequence[Tensor], role: GEMMRole, multiply: Multiply = matmul
 ) -> Tensor:
-    """The sum of the products of each operand with its weight, or with what was made of it (`join_operands`)."""
+    """The sum of the products of each operand with its weight, or with its operand (`join_operands`)."""
     weights = join_operands(weights, len(operands), role)
     total = multiply(operands[0], weights[0], role)
     for operand, weight in zip(operands[1:], weights[1:]):

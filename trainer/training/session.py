@@ -97,8 +97,8 @@ def can_share_states(config: Config, layout: Layout, world: World, node: int) ->
     if world.device.type != "cuda" or config.parallel.zero.collectives != "auto" or not copied:
         return False
     able = all(world.gather(can_share_memory(world.device, world.mesh["shard"].get_group())))
-    if not able and world.rank == 0:
-        print("parallel.zero.collectives=auto: GPUs of this node cannot share memory, so it is nccl", flush=True)
+    if not able and world.rank == 0 and config.logging.console != "none":
+        print("parallel.zero.collectives=auto is nccl: GPUs of this node cannot share memory", flush=True)
     return able
 
 

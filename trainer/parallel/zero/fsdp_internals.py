@@ -116,8 +116,8 @@ def add_gradient(total: Tensor, gradient: Tensor) -> None:
     """Adds the gradient of a micro-batch to the sum of earlier ones."""
     if isinstance(total, DTensor) and isinstance(gradient, DTensor) and total.placements == gradient.placements:
         total, gradient = total.to_local(), gradient.to_local()
-    alike = total.dtype == gradient.dtype or not (total.is_contiguous() and gradient.is_contiguous())
-    if not total.is_cuda or alike or isinstance(total, DTensor):
+    by_torch = total.dtype == gradient.dtype or not (total.is_contiguous() and gradient.is_contiguous())
+    if not total.is_cuda or by_torch or isinstance(total, DTensor):
         total += gradient
         return
     from trainer.kernels import multi_tensor  # Triton, which is needed on a GPU only

@@ -260,7 +260,7 @@ class ModelBytes:
         if config.parallel.ep_dispatch == "shared_memory" and has_experts(spec):  # tokens, and sums from each rank
             self.boxes += 2 * (1 + plan.ep) * self.stream
         # Of a layer's weights that a step casts once: an element has a byte for each of two products.
-        self.operands = [2 * size for size in float8_elements(config, spec, plan, "*" * plan.casts_once)]
+        self.operands = [2 * plan.casts_once * size for size in float8_elements(config, spec, plan)]
         # Bytes of a layer in fp8 on their way.
         self.narrow = max(gathered_in_float8(config, spec, plan), default=0.0)
 
