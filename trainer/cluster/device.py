@@ -46,7 +46,7 @@ from trainer.planning.layer import (
 from trainer.planning.parameters import layer_specs
 from trainer.planning.resolve import Layout
 from trainer.planning.states import ELEMENT_BYTES, MASTER_BYTES
-from trainer.precision.products import DTYPES, E4M3, GEMMRole, matmul, quantise_operand, scaled_product
+from trainer.precision.products import DTYPES, Float8Multiply, GEMMRole, matmul
 
 # Times of work on a device, without a wait of the host in between.
 
@@ -167,11 +167,10 @@ class DeviceProbe:
 
     def float8(self, recipe: str, side: int) -> MeasuredWork:
         """A square product in fp8 without its casts, with the accumulation of gradients."""
-        left, right = (quantise_operand(self.random(side, side), 1, E4M3, recipe != "tensorwise") for _ in range(2))
-        scales = left[1], right[1]
-        seconds = self.watch.seconds(
-            lambda: scaled_product(left[0], right[0], scales, self.dtype, False), 0.02 * self.budget
-        )
+        multiply, role = Float8Multiply(recipe), GEMMRole.OUTPUT
+        left, right = multiply.left(self.random(side, side), role), multiply.right(self.random(side, side), role)
+        role = GEMMRole.INPUT_GRADIENT
+        seconds = self.watch.seconds(lambda: multiply.product(left, right, role, self.dtype), 0.02 * self.budget)
         return MeasuredWork(2.0 * side**3, seconds)
 
     def attention(self, rate: float) -> dict[str, MeasuredWork]:

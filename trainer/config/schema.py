@@ -343,7 +343,7 @@ class ParallelConfig:
     grad_comm: GradCommConfig = option(GradCommConfig(), "how data-parallel ranks send gradients")
 
 
-FLOAT8_RECIPES = ("none", "tensorwise", "rowwise", "rowwise_with_gw_hp")
+FLOAT8_RECIPES = ("none", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise")
 
 
 @dataclass
@@ -382,8 +382,8 @@ class Float8Config:
     recipe: str = option(
         "none",
         "tensorwise: one scale for each operand, gradients in e5m2; rowwise: one for each row of it, e4m3 everywhere; "
-        "rowwise_with_gw_hp: the same, weight gradients in precision.compute; none: no fp8; precision.types may say "
-        "another one by name",
+        "rowwise_with_gw_hp: the same, weight gradients in precision.compute; blockwise: one for each 128 elements of "
+        "a row, of weights for 128 x 128; none: no fp8; precision.types may say another one by name",
         FLOAT8_RECIPES,
     )
     linears: list[str] = option(

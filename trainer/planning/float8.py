@@ -23,6 +23,12 @@ from trainer.planning.plan import Feature, Plan
 MULTIPLE = 16
 """The tensor cores take fp8 operands whose rows have a multiple of so many elements."""
 
+BLOCKS = "blockwise"
+"""The recipe with a scale for each block. Its weights are whole blocks; tokens are padded to whole blocks."""
+
+BLOCK = 128
+"""Side of a block."""
+
 WIDE = "rowwise_with_gw_hp"
 """The recipe whose weight gradients are not in fp8."""
 
@@ -155,22 +161,25 @@ def _gathering(config: Config, plan: Plan, recipes: set[str]) -> Iterator[str]:
 
 
 def _sizes(config: Config, plan: Plan, chosen: Mapping[str, Float8Linear]) -> Iterator[str]:
-    """The first matrix whose rows or columns on a rank the tensor cores do not take."""
-    for name, (_, info) in chosen.items():
+    """The first matrix whose rows or columns on a rank are no whole blocks, or the tensor cores do not take."""
+    for name, (recipe, info) in chosen.items():
+        multiple = BLOCK if recipe == BLOCKS else MULTIPLE
         others = "attention" if ".feed_forward." in name else "feed_forward"
         rows, columns = info.multiplied(plan.tp)
-        if rows % MULTIPLE or columns % MULTIPLE:
+        if rows % multiple or columns % multiple:
             yield (
                 f"precision.float8.linears={config.precision.float8.linears}: {name} has a matrix of {rows:g} x "
-                f"{columns:g} on each of parallel.tp={plan.tp} ranks, and fp8 needs multiples of {MULTIPLE}; leave it "
-                f"out, as with precision.float8.linears=[*.{others}.*], or set {float8_setting(config.precision)[1]}"
+                f"{columns:g} on each of parallel.tp={plan.tp} ranks, and {recipe} needs multiples of {multiple}; "
+                f"leave it out, as with precision.float8.linears=[*.{others}.*], or set "
+                f"{float8_setting(config.precision)[1]}"
             )
             return
 
 
 def _tokens(config: Config, plan: Plan, chosen: Mapping[str, Float8Linear]) -> Iterator[str]:
     """Tokens on a rank that weight gradients in fp8 cannot be added up over."""
-    if all(one.recipe == WIDE for one in chosen.values()):  # sums over tokens in the compute type
+    # WIDE adds up tokens in the compute type, BLOCKS pads them.
+    if all(one.recipe in (WIDE, BLOCKS) for one in chosen.values()):
         return
     length, tile = config.batch.sequence_length, config.activation.tile or 0
     name, off = float8_setting(config.precision)

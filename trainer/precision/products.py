@@ -15,9 +15,11 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import ScalingType
 
 from trainer.config import ConfigError, PrecisionConfig
-from trainer.planning.parameters import float8_setting
+from trainer.planning.float8 import BLOCK, BLOCKS
+from trainer.planning.parameters import float8_setting, float8_settings
 
 
 class GEMMRole(Enum):
@@ -31,7 +33,8 @@ class GEMMRole(Enum):
 @dataclass(frozen=True)
 class GEMMOperand:
     """One side of a product, as it is multiplied. values: as `Multiply` takes them, or [rows, n] in fewer bits; back:
-    what these are scaled back with, fp32 [rows, 1] or a scalar."""
+    what these are scaled back with, fp32: a scalar or a factor for each block, which a right operand may have for
+    several rows (`quantise_operand`)."""
 
     values: Tensor
     back: Tensor | None = None
@@ -202,17 +205,20 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # from the operands and stay on the device. Nothing saturates: an infinity or a NaN in an operand gives one in every
 # result that it contributes to, and the step is skipped like any other step whose gradient is not finite.
 #
-# | recipe             | a scale for              | activations, weights | gradients | weight gradients    |
-# |--------------------|--------------------------|----------------------|-----------|---------------------|
-# | tensorwise         | each operand             | e4m3                 | e5m2      | fp8                 |
-# | rowwise            | each row, a power of two | e4m3                 | e4m3      | fp8                 |
-# | rowwise_with_gw_hp | each row, a power of two | e4m3                 | e4m3      | in the compute type |
+# | recipe             | a scale for    | activations, weights | gradients | weight gradients    |
+# |--------------------|----------------|----------------------|-----------|---------------------|
+# | tensorwise         | each operand   | e4m3                 | e5m2      | fp8                 |
+# | rowwise            | each row       | e4m3                 | e4m3      | fp8                 |
+# | rowwise_with_gw_hp | each row       | e4m3                 | e4m3      | in the compute type |
+# | blockwise          | each block     | e4m3                 | e4m3      | fp8                 |
 #
-# A row is what one element of the result is summed over, so an operand has different rows in different roles. These are
-# the recipes of torchao. Its linear layer is a module with its own autograd function and collectives. Here only the
-# GEMM is replaced, so deferred weight gradients, tensor parallelism and sharding stay as they are. Backward keeps
-# activations in the compute type, as without fp8: in another role the same numbers are scaled differently. Each rank of
-# a tensor-parallel group scales its operands by itself.
+# A row is what one element of the result is summed over, so an operand has different rows in different roles. A block
+# is 128 elements of a row; of weights, the same elements of 128 rows (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
+# Scales of rows and blocks are powers of two, as in Transformer Engine's recipe for blocks: scaling then rounds
+# nothing, and both passes see the same weights. The other recipes are those of torchao. Its linear layer is a module
+# with its own autograd function and collectives. Here only the GEMM is replaced, so deferred weight gradients, tensor
+# parallelism and sharding stay as they are. Backward keeps activations in the compute type, as without fp8: in another
+# role the same numbers are scaled differently. Each rank of a tensor-parallel group scales its operands by itself.
 
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -227,7 +233,10 @@ EXPONENT = 0x7F800000
 CAPABILITY = (8, 9)
 """Compute capability of the oldest NVIDIA GPUs whose tensor cores multiply fp8."""
 
-Quantise = Callable[[Tensor, int, torch.dtype, bool, Tensor | None], tuple[Tensor, Tensor]]
+Block = tuple[int, int] | None
+"""Rows and elements of each row that share a scale. 0 elements are the whole row, None is the whole operand."""
+
+Quantise = Callable[[Tensor, int, torch.dtype, Block, Tensor | None], tuple[Tensor, Tensor]]
 
 
 def scale_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
@@ -237,22 +246,27 @@ def scale_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantise_operand(
-    x: Tensor, summed: int, dtype: torch.dtype, rowwise: bool, largest: Tensor | None = None
+    x: Tensor, summed: int, dtype: torch.dtype, block: Block, largest: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """An operand in fp8 with the dimension that is summed over last, and the factors that scale the product back.
 
-    x: [rows, n], or [n, rows] with summed=0. largest: the largest element of the whole operand, if x is a part of it.
-    Returns [rows, n], row-major, and factors in fp32, [rows, 1] or a scalar for all rows.
+    x: [rows, n], or [n, rows] with summed=0, where rows fill blocks. largest: the largest element of the whole operand,
+    if x is a part of it. Returns [rows, n], row-major, with zeros behind n that fill the last block, and factors in
+    fp32: a scalar, or a matrix with one for each block.
     """
-    if rowwise or largest is None:
-        largest = x.abs().amax(summed, keepdim=True) if rowwise else x.abs().amax()
-    scale = scale_of(largest, dtype)
-    if rowwise:
+    x = x.t() if summed == 0 else x
+    if block is None:
+        scale = scale_of(x.abs().amax() if largest is None else largest, dtype)
+        values = x.float() * scale
+    else:
+        width = block[1] or x.shape[1]
+        x = F.pad(x, (0, -x.shape[1] % width)) if x.shape[1] % width else x
+        blocks = x.unflatten(1, (-1, width)).unflatten(0, (-1, block[0]))
+        scale = scale_of(blocks.abs().amax((1, 3)), dtype)
         # Clearing the mantissa would turn a NaN into an infinity, which kernels cast to fp8 in different ways.
         scale = torch.where(scale.isnan(), scale, (scale.view(torch.int32) & EXPONENT).view(torch.float32))
-    if summed == 0:
-        x, scale = x.t(), scale.t()
-    return (x.float() * scale).to(dtype).contiguous(), scale.double().reciprocal().float()
+        values = (blocks.float() * scale[:, None, :, None]).flatten(2).flatten(0, 1)
+    return values.to(dtype).contiguous(), scale.double().reciprocal().float()
 
 
 # Weights that are cast once for several products. Functions of autograd and operators take tensors only, so an operand
@@ -277,7 +291,7 @@ def join_operands(parts: Sequence[Tensor], count: int, role: GEMMRole) -> Sequen
 
 def encode_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     """A matrix [rows, n] in fp8, and the factors that scale its rows back, fp32 [rows, 1]."""
-    return quantise_operand(weight, 1, E4M3, True)
+    return quantise_operand(weight, 1, E4M3, (1, 0))
 
 
 def decode_rows(codes: Tensor, scale: Tensor | None, dtype: torch.dtype, backward: bool = False) -> Tensor:
@@ -297,11 +311,35 @@ def round_rows(weight: Tensor) -> Tensor:
     return decode_rows(*encode_rows(weight), torch.float32)
 
 
+def in_blocks(right: Tensor, back: tuple[Tensor, Tensor]) -> bool:
+    """Whether some row has several factors, or several rows of the right operand have one."""
+    return back[1].dim() > 0 and (back[1].shape[1] > 1 or len(back[1]) < len(right))
+
+
+def scale_blocks(values: Tensor, back: Tensor) -> Tensor:
+    """The numbers in fp32 that an operand has, exactly, as factors are powers of two."""
+    rows, columns = len(values) // len(back), values.shape[1] // back.shape[1]
+    return values.float() * back.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+
+
 def emulate_product(left: Tensor, right: Tensor, back: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
     """`scaled_product` on any device: exact products of fp8 numbers, accumulated in fp32."""
-    product = left.float() @ right.float().t() * back[0] * back[1].t()
+    if in_blocks(right, back):
+        product = scale_blocks(left, back[0]) @ scale_blocks(right, back[1]).t()
+    else:
+        product = left.float() @ right.float().t() * back[0] * back[1].t()
     # A cast without effect at the end of forward makes torch 2.11's compiler return zero gradients.
     return product if product.dtype is dtype else product.to(dtype)
+
+
+def multiply_blocks(left: Tensor, right: Tensor, back: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+    """`scaled_product` by cuBLAS, of operands with factors for blocks."""
+    # Factors of rows are read column-major; those of several rows row-major, padded to a multiple of four.
+    lefts, rights = (factors.t().contiguous().t() for factors in back)
+    of_left = of_right = ScalingType.BlockWise1x128
+    if len(back[1]) < len(right):
+        of_right, rights = ScalingType.BlockWise128x128, F.pad(back[1], (0, -back[1].shape[1] % 4)).t()
+    return F.scaled_mm(left, right.t(), lefts, of_left, rights, of_right, output_dtype=dtype)
 
 
 def scaled_product(
@@ -310,11 +348,14 @@ def scaled_product(
     """[m, n] and [k, n] in fp8, row-major -> their product [m, k] in `dtype`, into `out` if given. back: the factors
     that scale each operand back.
 
-    fast: partial sums may stay in the tensor cores' registers, which have fewer bits than fp32. On GPUs n and k are
-    multiples of 16.
+    fast: partial sums may stay in the tensor cores' registers, which have fewer bits than fp32; those of blocks never
+    do. On GPUs n and k are multiples of 16.
     """
     if not left.is_cuda:
         product = emulate_product(left, right, back, dtype)
+        return product if out is None else out.copy_(product)
+    if in_blocks(right, back):
+        product = multiply_blocks(left, right, back, dtype)
         return product if out is None else out.copy_(product)
     # `_scaled_mm` takes its right operand column-major, which is what the transposed view of a row-major tensor is.
     operands, options = (left, right.t(), back[0], back[1].t()), {"out_dtype": dtype, "use_fast_accum": fast}
@@ -340,6 +381,10 @@ class Float8Multiply(Multiply):
     def rowwise(self) -> bool:
         return self.recipe != "tensorwise"
 
+    def block(self, rows: int) -> Block:
+        """rows: of a block, where the recipe has blocks."""
+        return (rows, BLOCK) if self.recipe == BLOCKS else (1, 0) if self.rowwise else None
+
     def left_type(self, role: GEMMRole) -> torch.dtype | None:
         """The fp8 type of the left operand, None where the product is not in fp8."""
         if role is GEMMRole.WEIGHT_GRADIENT and self.recipe == "rowwise_with_gw_hp":
@@ -352,9 +397,8 @@ class Float8Multiply(Multiply):
     def left(self, a: Tensor, role: GEMMRole, largest: Tensor | None = None) -> GEMMOperand:
         if (dtype := self.left_type(role)) is None:
             return GEMMOperand(a)
-        return GEMMOperand(
-            *self.quantise(a, 0 if role is GEMMRole.WEIGHT_GRADIENT else 1, dtype, self.rowwise, largest)
-        )
+        summed = 0 if role is GEMMRole.WEIGHT_GRADIENT else 1
+        return GEMMOperand(*self.quantise(a, summed, dtype, self.block(1), largest))
 
     def right(self, b: Tensor | GEMMOperand, role: GEMMRole) -> GEMMOperand:
         """b: or the operand that was made of it."""
@@ -365,7 +409,9 @@ class Float8Multiply(Multiply):
         # Transposed first. Otherwise the compiler would reuse forward's cast of the weight here, and keep it in memory
         # for all weights until backward.
         b = b.t() if role is GEMMRole.INPUT_GRADIENT else b
-        return GEMMOperand(*self.quantise(b, 0 if role is GEMMRole.WEIGHT_GRADIENT else 1, E4M3, self.rowwise, None))
+        if role is GEMMRole.WEIGHT_GRADIENT:
+            return GEMMOperand(*self.quantise(b, 0, E4M3, self.block(1), None))
+        return GEMMOperand(*self.quantise(b, 1, E4M3, self.block(BLOCK), None))
 
     def product(
         self, left: GEMMOperand, right: GEMMOperand, role: GEMMRole, dtype: torch.dtype, add: Tensor | None = None
@@ -395,6 +441,13 @@ def check_device(precision: PrecisionConfig, device: torch.device, compiled_code
     if not (narrow or decoded) or device.type == "cpu":
         return
     name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    blocks = [f"{setting}={recipe}" for setting, recipe in float8_settings(precision).items() if recipe == BLOCKS]
+    cuda = tuple(map(int, (torch.version.cuda or "0").split(".")))
+    if blocks and (capability[0] != 9 or cuda < (12, 9)):
+        raise ConfigError(
+            f"{blocks[0]}: {name} with CUDA {torch.version.cuda} has no GEMM for blocks, which cuBLAS has on compute "
+            f"capability 9.0 (H100, H200) from CUDA 12.9 on; set {blocks[0].split('=')[0]}=rowwise"
+        )
     if not torch.version.hip and capability >= CAPABILITY:
         return
     since = "which NVIDIA GPUs can from compute capability 8.9 on (L40S, H100)"
