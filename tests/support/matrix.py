@@ -332,6 +332,8 @@ FLOAT8 = [
         {"float8": "mixed rows", "tp": 2, "pp": 2, "schedule": "zb_v", "micro_batches": 3, "recompute": "selective"},
         {"float8": "rowwise", "tp": 2, "tp_overlap": "copy_engine", "recompute": "selective"},
         {"float8": "rowwise_with_gw_hp", "tp": 2, "tp_overlap": "copy_engine", "bias": True, "tied": True},
+        {"float8": "blockwise", "tp": 2, "kv_heads": 4, "tp_overlap": "copy_engine", "recompute": "selective"},
+        {"float8": "blockwise", "dp": 2, "stage": 3, "pp": 2, "schedule": "zb_v"},
     )
 ]
 """Products in fp8, beside those of one process with the same micro-batches."""

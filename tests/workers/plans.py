@@ -184,6 +184,7 @@ def spec_of(case: Case, device: torch.device) -> ModelSpec:
         windows if case["attention"] == "window_cap" else {},
         {"width": 64} if device.type == "cuda" else {},
         {"width": 64, "feed_forward": {"width": 96}} if "float8" in case else {},
+        {"width": 256, "feed_forward": {"width": 256}} if case.get("float8") == "blockwise" else {},
         {"adapter": ADAPTERS[case["adapter"]]} if "adapter" in case else {},
         {"adapter": {"weights": "fp8"}} if case.get("frozen") == "fp8" else {},
     ):

@@ -24,7 +24,7 @@ MULTIPLE = 16
 """The tensor cores take fp8 operands whose rows have a multiple of so many elements."""
 
 BLOCKS = "blockwise"
-"""The recipe with a scale for each block. Its weights are whole blocks; tokens are padded to whole blocks."""
+"""The recipe with a scale for each block. Weights have to be whole blocks; tokens are padded to whole blocks."""
 
 BLOCK = 128
 """Side of a block."""
@@ -178,8 +178,7 @@ def _sizes(config: Config, plan: Plan, chosen: Mapping[str, Float8Linear]) -> It
 
 def _tokens(config: Config, plan: Plan, chosen: Mapping[str, Float8Linear]) -> Iterator[str]:
     """Tokens on a rank that weight gradients in fp8 cannot be added up over."""
-    # WIDE adds up tokens in the compute type, BLOCKS pads them.
-    if all(one.recipe in (WIDE, BLOCKS) for one in chosen.values()):
+    if all(one.recipe == WIDE for one in chosen.values()):  # sums over tokens in the compute type
         return
     length, tile = config.batch.sequence_length, config.activation.tile or 0
     name, off = float8_setting(config.precision)

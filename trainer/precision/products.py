@@ -334,12 +334,19 @@ def emulate_product(left: Tensor, right: Tensor, back: tuple[Tensor, Tensor], dt
 
 def multiply_blocks(left: Tensor, right: Tensor, back: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
     """`scaled_product` by cuBLAS, of operands with factors for blocks."""
+    count, spare = len(left), -len(left) % 4
+    if spare:  # as in generation; cuBLAS takes multiples of four
+        left, back = (
+            F.pad(left.view(torch.uint8), (0, 0, 0, spare)).view(E4M3),
+            (F.pad(back[0], (0, 0, 0, spare)), back[1]),
+        )
     # Factors of rows are read column-major; those of several rows row-major, padded to a multiple of four.
     lefts, rights = (factors.t().contiguous().t() for factors in back)
     of_left = of_right = ScalingType.BlockWise1x128
     if len(back[1]) < len(right):
         of_right, rights = ScalingType.BlockWise128x128, F.pad(back[1], (0, -back[1].shape[1] % 4)).t()
-    return F.scaled_mm(left, right.t(), lefts, of_left, rights, of_right, output_dtype=dtype)
+    product = F.scaled_mm(left, right.t(), lefts, of_left, rights, of_right, output_dtype=dtype)
+    return product[:count] if spare else product
 
 
 def scaled_product(
