@@ -358,11 +358,8 @@ def scaled_product(
     fast: partial sums may stay in the tensor cores' registers, which have fewer bits than fp32; those of blocks never
     do. On GPUs n and k are multiples of 16.
     """
-    if not left.is_cuda:
-        product = emulate_product(left, right, back, dtype)
-        return product if out is None else out.copy_(product)
-    if in_blocks(right, back):
-        product = multiply_blocks(left, right, back, dtype)
+    if not left.is_cuda or in_blocks(right, back):
+        product = (multiply_blocks if left.is_cuda else emulate_product)(left, right, back, dtype)
         return product if out is None else out.copy_(product)
     # `_scaled_mm` takes its right operand column-major, which is what the transposed view of a row-major tensor is.
     operands, options = (left, right.t(), back[0], back[1].t()), {"out_dtype": dtype, "use_fast_accum": fast}
@@ -448,14 +445,14 @@ def check_device(precision: PrecisionConfig, device: torch.device, compiled_code
     if not (narrow or decoded) or device.type == "cpu":
         return
     name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-    blocks = [f"{setting}={recipe}" for setting, recipe in float8_settings(precision).items() if recipe == BLOCKS]
-    cuda = tuple(map(int, (torch.version.cuda or "0").split(".")))
-    if blocks and (capability[0] != 9 or cuda < (12, 9)):
-        raise ConfigError(
-            f"{blocks[0]}: {name} with CUDA {torch.version.cuda} has no GEMM for blocks, which cuBLAS has on compute "
-            f"capability 9.0 (H100, H200) from CUDA 12.9 on; set {blocks[0].split('=')[0]}=rowwise"
-        )
     if not torch.version.hip and capability >= CAPABILITY:
+        blocks = [f"{setting}={recipe}" for setting, recipe in float8_settings(precision).items() if recipe == BLOCKS]
+        cuda = tuple(map(int, (torch.version.cuda or "0").split(".")))
+        if blocks and (capability[0] != 9 or cuda < (12, 9)):
+            raise ConfigError(
+                f"{blocks[0]}: {name} with CUDA {torch.version.cuda} has no GEMM for blocks, which cuBLAS has on "
+                f"compute capability 9.0 (H100, H200) from CUDA 12.9 on; set {blocks[0].split('=')[0]}=rowwise"
+            )
         return
     since = "which NVIDIA GPUs can from compute capability 8.9 on (L40S, H100)"
     if narrow:
