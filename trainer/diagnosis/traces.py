@@ -245,7 +245,7 @@ VIEWS = re.compile(
 )
 """Operators that move nothing."""
 
-FACTORS = {"mm": 0, "_scaled_mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
+FACTORS = {"mm": 0, "_scaled_mm": 0, "_scaled_mm_v2": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
 """Where the first factor of a product is among the arguments of its operator; the second follows."""
 
 
@@ -292,7 +292,7 @@ def gemm_factors(operator: TraceEvent) -> Factors | None:
     found = [list(values[place : place + 2]) for values in (shapes, strides)]
     if not all(_is_shape(one) for pair in found for one in pair):
         return None
-    if name == "_scaled_mm" and len(set(found[0][1])) == 1:
+    if name.startswith("_scaled_mm") and len(set(found[0][1])) == 1:
         return None
     return tuple(tuple(one) for pair in found for one in pair)
 

@@ -150,7 +150,8 @@ SHARED = ("trainer.copied_gather_matmul",)
 
 ALIASES = {
     "matmul": (
-        *("aten.mm", "aten.addmm", "aten.bmm", "aten._scaled_mm", "trainer.grouped_matmul"),
+        *("aten.mm", "aten.addmm", "aten.bmm", "aten._scaled_mm", "trainer.multiply_blocks"),
+        "trainer.grouped_matmul",
         *SHARED,
         "trainer.copied_matmul_scatter",
     ),

@@ -332,21 +332,27 @@ def emulate_product(left: Tensor, right: Tensor, back: tuple[Tensor, Tensor], dt
     return product if product.dtype is dtype else product.to(dtype)
 
 
-def multiply_blocks(left: Tensor, right: Tensor, back: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
-    """`scaled_product` by cuBLAS, of operands with factors for blocks."""
+@torch.library.custom_op("trainer::multiply_blocks", mutates_args=())
+def multiply_blocks(
+    left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor, of_blocks: bool, dtype: torch.dtype
+) -> Tensor:
+    """`scaled_product` by cuBLAS, of operands with factors for blocks. right: column-major, [n, k]; of_blocks: whether
+    its factors are for several rows each. An operator, because torch 2.11 cannot compile `scaled_mm`."""
     count, spare = len(left), -len(left) % 4
     if spare:  # as in generation; cuBLAS takes multiples of four
-        left, back = (
-            F.pad(left.view(torch.uint8), (0, 0, 0, spare)).view(E4M3),
-            (F.pad(back[0], (0, 0, 0, spare)), back[1]),
-        )
+        left = F.pad(left.view(torch.uint8), (0, 0, 0, spare)).view(E4M3)
+        of_left = F.pad(of_left, (0, 0, 0, spare))
     # Factors of rows are read column-major; those of several rows row-major, padded to a multiple of four.
-    lefts, rights = (factors.t().contiguous().t() for factors in back)
-    of_left = of_right = ScalingType.BlockWise1x128
-    if len(back[1]) < len(right):
-        of_right, rights = ScalingType.BlockWise128x128, F.pad(back[1], (0, -back[1].shape[1] % 4)).t()
-    product = F.scaled_mm(left, right.t(), lefts, of_left, rights, of_right, output_dtype=dtype)
-    return product[:count] if spare else product
+    lefts, rights = (factors.t().contiguous().t() for factors in (of_left, of_right))
+    rows = blocks = ScalingType.BlockWise1x128
+    if of_blocks:
+        blocks, rights = ScalingType.BlockWise128x128, F.pad(of_right, (0, -of_right.shape[1] % 4)).t()
+    return F.scaled_mm(left, right, lefts, rows, rights, blocks, output_dtype=dtype)[:count]
+
+
+@multiply_blocks.register_fake
+def _(left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor, of_blocks: bool, dtype: torch.dtype) -> Tensor:
+    return left.new_empty(len(left), right.shape[1], dtype=dtype)
 
 
 def scaled_product(
@@ -358,12 +364,15 @@ def scaled_product(
     fast: partial sums may stay in the tensor cores' registers, which have fewer bits than fp32; those of blocks never
     do. On GPUs n and k are multiples of 16.
     """
-    if not left.is_cuda or in_blocks(right, back):
-        product = (multiply_blocks if left.is_cuda else emulate_product)(left, right, back, dtype)
-        return product if out is None else out.copy_(product)
-    # `_scaled_mm` takes its right operand column-major, which is what the transposed view of a row-major tensor is.
-    operands, options = (left, right.t(), back[0], back[1].t()), {"out_dtype": dtype, "use_fast_accum": fast}
-    return torch._scaled_mm(*operands, **options, **({} if out is None else {"out": out}))
+    if left.is_cuda and not in_blocks(right, back):
+        # `_scaled_mm` takes its right operand column-major, which is what the transposed view of a row-major tensor is.
+        operands, options = (left, right.t(), back[0], back[1].t()), {"out_dtype": dtype, "use_fast_accum": fast}
+        return torch._scaled_mm(*operands, **options, **({} if out is None else {"out": out}))
+    if left.is_cuda:
+        product = multiply_blocks(left, right.t(), *back, len(back[1]) < len(right), dtype)
+    else:
+        product = emulate_product(left, right, back, dtype)
+    return product if out is None else out.copy_(product)
 
 
 @dataclass(frozen=True)
