@@ -246,11 +246,13 @@ COMPILED = [
         {"compile": "graphs", "dp": 2, "stage": 3, "recompute": "selective", "offload": True, "float8": "tensorwise"},
         {"compile": "graphs", "tp": 2, "recompute": "selective", "tp_overlap": "copy_engine"},
         {"compile": "graphs", "dp": 2, "stage": 1, "precision": "bf16", "micro_batches": 3, "recompute": "selective"},
-        {"compile": "kernels", "pp": 2, "schedule": "zb_v", "precision": "fp16", "tied": True},
+        {"compile": "kernels", "precision": "fp16", "tied": True},
     )
 ]
 """graphs: on CPUs without kernels, whose C++ takes half a minute a case; what is captured, cut and recomputed is that
-of a compiled run. Sequences that ranks share are compiled by workers/context.py."""
+of a compiled run. Kernels are compiled from such graphs whatever the plan, so one process stands for them; the graphs
+of split backward passes with tied weights: `COMPILED_ADAPTERS`. Sequences that ranks share are compiled by
+workers/context.py."""
 
 
 FUSED = [
@@ -513,6 +515,7 @@ COMPILED_EXPERTS = [
 
 
 COMPILED_ON_GPUS = [
+    COMPILED[-1] | {"pp": 2, "schedule": "zb_v"},
     COMPILED[0] | {"cp": 2, "way": "allgather zigzag", "stage": 3},
     EXPERTS[0] | {"compile": "graphs", "pp": 2, "schedule": "zb_v", "recompute": "selective"},
     COMPILED_EXPERTS[0] | {"ep_dispatch": "shared_memory", "ep_capacity": 2.0},
