@@ -144,7 +144,10 @@ def test_operands_of_blocks_lie_as_cublas_reads_them():
             )
             for a, b, role in zip((x, gradient, gradient), (weight, weight, x), GEMMRole):
                 left, right = multiply.left(a, role), multiply.right(b, role)
-                product = multiply_blocks(left.values, right.values, (left.back, right.back), torch.bfloat16)
+                of_blocks = len(right.back) < len(right.values)
+                operands = left.values, right.values.t(), left.back, right.back, of_blocks
+                product = multiply_blocks(*operands, torch.bfloat16)
+                assert product.stride() == torch.ops.trainer.multiply_blocks(*operands, torch.bfloat16).stride()
                 assert product.shape == matmul(a, b, role).shape
 
 

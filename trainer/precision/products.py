@@ -332,12 +332,11 @@ def emulate_product(left: Tensor, right: Tensor, back: tuple[Tensor, Tensor], dt
     return product if product.dtype is dtype else product.to(dtype)
 
 
-@torch.library.custom_op("trainer::multiply_blocks", mutates_args=())
 def multiply_blocks(
     left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor, of_blocks: bool, dtype: torch.dtype
 ) -> Tensor:
     """`scaled_product` by cuBLAS, of operands with factors for blocks. right: column-major, [n, k]; of_blocks: whether
-    its factors are for several rows each. An operator, because torch 2.11 cannot compile `scaled_mm`."""
+    its factors are for several rows each."""
     count, spare = len(left), -len(left) % 4
     if spare:  # as in generation; cuBLAS takes multiples of four
         left = F.pad(left.view(torch.uint8), (0, 0, 0, spare)).view(E4M3)
@@ -350,7 +349,11 @@ def multiply_blocks(
     return F.scaled_mm(left, right, lefts, rows, rights, blocks, output_dtype=dtype)[:count]
 
 
-@multiply_blocks.register_fake
+# An operator, because torch 2.11 cannot compile `scaled_mm`.
+torch.library.custom_op("trainer::multiply_blocks", multiply_blocks, mutates_args=())
+
+
+@torch.library.register_fake("trainer::multiply_blocks")
 def _(left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor, of_blocks: bool, dtype: torch.dtype) -> Tensor:
     return left.new_empty(len(left), right.shape[1], dtype=dtype)
 
@@ -369,7 +372,7 @@ def scaled_product(
         operands, options = (left, right.t(), back[0], back[1].t()), {"out_dtype": dtype, "use_fast_accum": fast}
         return torch._scaled_mm(*operands, **options, **({} if out is None else {"out": out}))
     if left.is_cuda:
-        product = multiply_blocks(left, right.t(), *back, len(back[1]) < len(right), dtype)
+        product = torch.ops.trainer.multiply_blocks(left, right.t(), *back, len(back[1]) < len(right), dtype)
     else:
         product = emulate_product(left, right, back, dtype)
     return product if out is None else out.copy_(product)
