@@ -25,7 +25,7 @@ from trainer.planning.estimate.rates import (
     layer_passes,
     wire_formats,
 )
-from trainer.planning.float8 import WIDE, float8_linears, gathered_in_float8
+from trainer.planning.float8 import BLOCKS, WIDE, float8_linears, gathered_in_float8
 from trainer.planning.layer import (
     ATTENTION_BACKWARD,
     UNFUSED,
@@ -99,6 +99,9 @@ WIDE_BYTES = 4
 
 TILE = 128
 """Rows of a tile of the grouped GEMM. A tile holds rows of one expert."""
+
+BLOCKS_RATE = 0.82
+"""Of GEMMs with a scale for each block, beside other GEMMs in fp8: measured on an H200."""
 
 ROUTING_KERNELS = 30
 """Small kernels that choose experts and order the rows of a layer, of which a sort has 13."""
@@ -265,8 +268,8 @@ class _Timer:
             ),
         )
 
-    def _product(self, gemm: Op, float8: bool = False, sums: bool = False) -> float:
-        """float8: whether it multiplies in fp8. What the casts of its operands take is in `_casts`. sums: whether it
+    def _product(self, gemm: Op, recipe: str = "none", sums: bool = False) -> float:
+        """recipe: in which it multiplies in fp8. What the casts of its operands take is in `_casts`. sums: whether it
         adds a weight gradient to the sum of others."""
         (outputs, inputs), flops, pace = gemm.shape, self.tokens * gemm.flops, self.pace
         rows, matrices, calls = self.tokens * gemm.rows, 1.0, 1.0
@@ -279,11 +282,12 @@ class _Timer:
             # The input is read, written in fp32, and read again; so are, in backward, gradients of its size.
             moved = rows * ((2 * WIDE_BYTES + self.element) * inputs + WIDE_BYTES * outputs)
             return hypot(flops / pace.wide, moved / pace.memory) + 2 * pace.kernel
-        if not float8 or pace.float8 is None:
+        if recipe == "none" or pace.float8 is None:
             moved = self.element * elements + (2 * MASTER - self.element) * outputs * inputs * sums
             return hypot(flops / pace.products, moved / pace.memory) + calls * pace.kernel
         moved = elements / 3 * (self.element + 2)
-        return hypot(flops / pace.float8, moved / pace.memory) + pace.kernel
+        rate = pace.float8 * (BLOCKS_RATE if recipe == BLOCKS else 1.0)
+        return hypot(flops / rate, moved / pace.memory) + pace.kernel
 
     def _memory_traffic(self, program: Program, left: RecomputeEffect) -> tuple[float, float, float]:
         """Bytes of a token that the memory-bound kernels of a layer move: forward, backward, and where backward repeats
@@ -364,11 +368,11 @@ class _Timer:
         spec = layer.attention
         tokens, pace = self.tokens, self.pace
 
-        def products_of(narrow: set[str]) -> dict[str, float]:
-            return {name: self._product(gemm, name in narrow) for name, gemm in program.gemms.items()}
+        def products_of(narrow: Mapping[str, str]) -> dict[str, float]:
+            return {name: self._product(gemm, narrow.get(name, "none")) for name, gemm in program.gemms.items()}
 
-        products = products_of({name for name, _ in float8})
-        for_weights = products_of({name for name, recipe in float8 if recipe != WIDE})
+        products = products_of(dict(float8))
+        for_weights = products_of({name: recipe for name, recipe in float8 if recipe != WIDE})
         for_weights |= {name: self._product(gemm, sums=True) for name, gemm in summed.items()}
         for_weights = {name: 0.0 if name in fixed else seconds for name, seconds in for_weights.items()}
         took = layer_passes(lambda sends: self.ways(sends)[0], program, products, for_weights, left.again, self.apart)
