@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from trainer.config import ConfigError, SourceConfig, TypePolicy, typed
+from trainer.config import Config, ConfigError, SourceConfig, TypePolicy, typed
 from trainer.config.hardware import HardwareConfig
 from trainer.config.model import ModelSpec
 from trainer.diagnosis.rules import Thresholds
@@ -31,10 +31,10 @@ from trainer.observe.metrics import EVALUATION, METRICS, STEP
 from trainer.parallel.zero.plan import OWN, DeepSpeedKey
 from trainer.planning.decide import describe_measures
 from trainer.planning.estimate.step import GIB, StepEstimate, estimate_step
-from trainer.planning.features import communication_summary
 from trainer.planning.hardware import load_hardware
 from trainer.planning.layer import parameter_counts
 from trainer.planning.neighbours import compose_variant
+from trainer.planning.plan import Plan
 from trainer.planning.resolve import check_config, resolve_layout
 from trainer.planning.schedules.costs import StageCosts
 from trainer.planning.schedules.simulate import Simulation, simulate_schedule
@@ -203,6 +203,16 @@ def predicted() -> dict[tuple[str, str, int], StepEstimate]:
     return found
 
 
+def summarise_communication(config: Config, plan: Plan) -> str:
+    """What is not by collectives alone, to stand behind a plan."""
+    products = plan.tp > 1 and config.parallel.tp_overlap != "off"
+    states = plan.shard > 1 and config.parallel.zero.collectives == "copy_engine"
+    return (
+        f", products: {config.parallel.tp_overlap}" * products
+        + f", states: {config.parallel.zero.collectives}" * states
+    )
+
+
 def receipts() -> str:
     """What the recipes for pre-training are predicted to take, and what was measured of them."""
     rows = []
@@ -217,7 +227,7 @@ def receipts() -> str:
             [
                 f"`+config={name}`",
                 f"{count} {kind.upper()}",
-                one.layout.plan.describe() + communication_summary(one.config, one.layout.plan),
+                one.layout.plan.describe() + summarise_communication(one.config, one.layout.plan),
                 f"{batch.micro_size} x {batch.accumulation}",
                 "; ".join(filter(None, [one.config.activation.mode, describe_measures(one.config, one.fullest)])),
                 f"{one.memory / GIB:.0f} of {hardware.memory:.0f} GiB",

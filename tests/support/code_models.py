@@ -12,7 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from trainer.config.model import CodeSpec
 from trainer.data.batches import MicroBatch
 from trainer.hf.accepted import DROPOUT
-from trainer.hf.proof import default_values, shrink_config, train_transformers
+from trainer.hf.proof import shrink_config, train_transformers
 
 SIZES: dict[str, Any] = dict(
     vocab_size=61,
@@ -102,7 +102,7 @@ def guess_values(name: str) -> dict[str, Any]:
     """The complete config.json of a small copy of any type. Raises whatever the type's configuration raises."""
     if name in MODELS:
         return small_values(name)
-    known = default_values(name)
+    known = CONFIG_MAPPING[name]().to_dict()
     changes = {key: value for key, value in EXERCISED.items() if key in known}
     changes |= {key: 0.0 for key, value in known.items() if DROPOUT.search(key) and type(value) in (int, float)}
     if "type_vocab_size" in known:  # the bias of such a head is tied as its weight is

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.config import ConfigError
 from trainer.config.model import CodeSpec
@@ -109,11 +109,6 @@ def shrink_config(values: dict[str, Any]) -> dict[str, Any]:
     if isinstance(values.get("moe_intermediate_size"), list):
         sizes["moe_intermediate_size"] = [24] * 4
     return AutoConfig.for_model(**{**values, **sizes}).to_dict()
-
-
-def default_values(name: str) -> dict[str, Any]:
-    """The complete config.json of a type's defaults."""
-    return CONFIG_MAPPING[name]().to_dict()
 
 
 def guess_facts(values: dict[str, Any]) -> CodeFacts:

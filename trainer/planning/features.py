@@ -57,13 +57,3 @@ def communication_table(config: Config, spec: ModelSpec, plan: Plan) -> list[tup
     """Rows of a table: what tensor-parallel linear layers and shared states go by where a setting says it, and settings
     that a recipe has for more ranks than there are."""
     return [row for feature in FEATURES for row in feature.describe(config, spec, plan)]
-
-
-def communication_summary(config: Config, plan: Plan) -> str:
-    """What is not by collectives alone, to stand behind a plan."""
-    products = plan.tp > 1 and config.parallel.tp_overlap != "off"
-    states = plan.shard > 1 and config.parallel.zero.collectives == "copy_engine"
-    return (
-        f", products: {config.parallel.tp_overlap}" * products
-        + f", states: {config.parallel.zero.collectives}" * states
-    )
