@@ -305,7 +305,7 @@ def test_a_node_hands_signals_to_its_workers_and_ends_as_they_do(tmp_path):
         "< 2: time.sleep(0.05)\ntime.sleep(1)\nos._exit(75 if got == [signal.SIGTERM, signal.SIGUSR1] else 9)\n"
     )
     agent = subprocess.Popen(
-        [sys.executable, "-m", "trainer", "torchrun", "--standalone", "--nproc-per-node", "1", str(worker)],
+        [warm_python(), "-m", "trainer", "torchrun", "--standalone", "--nproc-per-node", "1", str(worker)],
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,
