@@ -3,6 +3,7 @@ matter."""
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -54,15 +55,20 @@ def meet(good: Path, turn: int) -> list[tuple]:
     return [some[index] for some in alike.values() for index in range(turn % len(some), len(some), len(EXTREME))]
 
 
+def find_all(contents: CheckpointContents) -> None:
+    for name in contents.names:
+        contents.find(name)
+
+
 def check(good: Path, folder: Path, place: tuple, number: Any) -> None:
     path = folder / "run" / good.name
-    shutil.copytree(good, path)
+    shutil.copytree(good, path, copy_function=os.link)
     malformed.at(place, number)(path)
     for read in (
         lambda: find_newest(path.parent),
         lambda: (read_digest(path), list_checkpoints(path.parent)),
         lambda: use(path),
-        lambda: [CheckpointContents(path).find(name) for name in CheckpointContents(path).names],
+        lambda: find_all(CheckpointContents(path)),
     ):
         try:
             read()

@@ -25,8 +25,11 @@ from trainer.observe import metrics
 ROOT = Path(__file__).parents[2]
 SCRIPT, TESTS = "launch/slurm/train.sbatch", str(ROOT / "tests")
 SLOW, FULL = (
-    ["+config=debug", "batch.global_size=2", "imports=[support.disturbance]", f"loss.terms.disturbance.sleep={seconds}"]
-    for seconds in (0.2, 0.0)
+    [
+        *("+config=debug", "model.depth=1", "batch.global_size=2", "imports=[support.disturbance]"),
+        f"loss.terms.disturbance.sleep={seconds}",
+    ]
+    for seconds in (0.8, 0.0)
 )
 """A run that mostly sleeps, so that it lasts without taking a core for itself, and the same at full speed."""
 
@@ -302,7 +305,7 @@ def test_a_node_hands_signals_to_its_workers_and_ends_as_they_do(tmp_path):
         "< 2: time.sleep(0.05)\ntime.sleep(1)\nos._exit(75 if got == [signal.SIGTERM, signal.SIGUSR1] else 9)\n"
     )
     agent = subprocess.Popen(
-        [sys.executable, "-m", "trainer", "torchrun", "--standalone", "--nproc-per-node", "1", str(worker)],
+        [warm_python(), "-m", "trainer", "torchrun", "--standalone", "--nproc-per-node", "1", str(worker)],
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,
@@ -334,9 +337,10 @@ def cluster():
 
 
 def submit(cluster: Cluster, log: Path, *arguments: str, options: tuple[str, ...] = (), **environment: str) -> str:
-    """Submits the script to two nodes of one process each, and returns the job's number."""
+    """Submits the script to two nodes of one process each, and returns the job's number. Slurm signals what it has
+    started: here clients of `warm_python`, which pass signals on, unless TRAINER_PYTHON is another."""
     variables = {
-        "TRAINER_PYTHON": sys.executable,  # torchrun has to be a process of Slurm's, which signals what it has started
+        "TRAINER_PYTHON": warm_python(),
         "PYTHON_EXEC": warm_python(),
         "PYTHONPATH": TESTS,
         "TRAINER_FREE_GIB": "0.1",
@@ -395,7 +399,7 @@ def test_a_run_survives_time_limit_kill_and_preemption(cluster, tmp_path):
     """One job, four starts; its losses are those of a run that nothing disturbed."""
     run, log, steps = tmp_path / "run", tmp_path / "run.log", tmp_path / "steps.txt"
     settings = [
-        "checkpoint.every=10",
+        "checkpoint.every=5",
         "checkpoint.at_end=true",
         "run.deterministic=true",
         "data=text",
@@ -412,10 +416,11 @@ def test_a_run_survives_time_limit_kill_and_preemption(cluster, tmp_path):
         f"@{steps}",
         options=("--time=60", "--signal=B:USR1@150"),
         TRAINER_PREFLIGHT="0",
+        TRAINER_PYTHON=sys.executable,  # Slurm's signals reach torchrun and its workers at once, as they do elsewhere
     )
 
     # The time limit, brought near once the run is under way. Slurm looks every half a minute whose is.
-    wait_for(lambda: last_step(run) > 3, 180, "step")
+    wait_for(lambda: last_step(run) > 1, 180, "step")
     elapsed = cluster.job(number)["RunTime"].split(":")  # hours, minutes, seconds
     cluster.ask("scontrol", "update", f"jobid={number}", f"timelimit={int(elapsed[1]) + 2}")
     wait_for(lambda: cluster.job(number)["Restarts"] == "1", 180, "requeue at the time limit")
@@ -426,7 +431,7 @@ def test_a_run_survives_time_limit_kill_and_preemption(cluster, tmp_path):
 
     # A killed process: started again on the same nodes, from the checkpoint before.
     wait_for(
-        lambda: last_step(run) > first + 10 and any((run / "checkpoints").glob("step-*0")),
+        lambda: last_step(run) > first + 5 and any((run / "checkpoints").glob("step-*[05]")),
         180,
         "progress after the requeue",
     )
@@ -487,7 +492,7 @@ def test_a_task_of_an_array_stops_and_is_requeued_alone(cluster, tmp_path):
         options=("--array=1-2", "--nodes=1", "--time=60"),
         TRAINER_PREFLIGHT="0",
     )
-    wait_for(lambda: all(last_step(tmp_path / f"run-{task}") > 3 for task in (1, 2)), 180, "step of both tasks")
+    wait_for(lambda: all(last_step(tmp_path / f"run-{task}") > 1 for task in (1, 2)), 180, "step of both tasks")
     tasks = [line.split() for line in cluster.ask("squeue", "-h", "-o", "%A %K").splitlines()]
     [(_, same), (_, other)] = sorted(tasks, key=lambda task: task[0] != number)
     cluster.ask("scancel", "--batch", "--signal=USR1", f"{number}_{same}")  # as the time limit does
@@ -504,7 +509,7 @@ def test_a_task_of_an_array_stops_and_is_requeued_alone(cluster, tmp_path):
 def test_a_cancelled_run_saves_and_stays_cancelled(cluster, tmp_path):
     run, log = tmp_path / "run", tmp_path / "run.log"
     number = submit(cluster, log, *SLOW, "run.steps=100000", f"run.dir={run}", TRAINER_PREFLIGHT="0")
-    wait_for(lambda: last_step(run) > 3, 180, "step")
+    wait_for(lambda: last_step(run) > 1, 180, "step")
     cluster.ask("scancel", number)
     wait_for(lambda: ended(cluster, number), 60, "end after scancel")
     assert cluster.job(number)["JobState"] == "CANCELLED"

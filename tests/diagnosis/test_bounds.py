@@ -36,6 +36,9 @@ DETAILS = {
 TOLD = {name: name for name in DETAILS} | {name: CAUSES[name][0] for name in LAUNCHED}
 """What bounds each run: of two causes the larger one."""
 
+RUN_AND_HARDWARE = {"compute": ("memory capacity", "cpu")}
+"""Causes that are told from the run of another, on other hardware: `cpu` has memory enough for it."""
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -45,17 +48,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     describe_hardware(root)
     for _ in range(2):  # what else runs on this machine may be a cause as well, and is right to be named
         wrong = [name for name in TOLD if told(root, name).kind != TOLD[name]]
-        for name in wrong:
+        again = {RUN_AND_HARDWARE.get(name, (name,))[0] for name in wrong}
+        for name in again:
             shutil.rmtree(folder(root, name))
-        if wrong:
-            launch("bounds.py", 2, root, *wrong, forks=True)
+        if again:
+            launch("bounds.py", 2, root, *again, forks=True)
             describe_hardware(root)
     return root
 
 
 def describe_hardware(root: Path) -> None:
     """Writes the file, of the runs as they are: one that is repeated by itself takes less memory than after others."""
-    most = {name: diagnose_run(folder(root, name)).memory.peak for name in TOLD}
+    most = {name: diagnose_run(folder(root, name)).memory.peak for name in TOLD.keys() - RUN_AND_HARDWARE.keys()}
     full = most.pop("memory capacity")
     cpu = yaml.safe_load((CONFIGS / "hardware" / "cpu.yaml").read_text()) | {"memory": 1.05 * full}
     (root / "small.yaml").write_text(yaml.safe_dump(cpu))
@@ -63,7 +67,8 @@ def describe_hardware(root: Path) -> None:
 
 
 def told(runs: Path, name: str) -> Diagnosis:
-    return diagnose_run(folder(runs, name), str(runs / "small.yaml"))
+    run, hardware = RUN_AND_HARDWARE.get(name, (name, str(runs / "small.yaml")))
+    return diagnose_run(folder(runs, run), hardware)
 
 
 def test_eight_causes_of_eight_are_named_and_the_larger_of_two(runs):

@@ -37,9 +37,9 @@ def test_numbers_are_right_and_miss_waits_signals_and_halves(tmp_path: Path, siz
         assert f"rank 0 waits for {signal.split()[2]} (float32) of rank {size - 1} in epoch 1" in error
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_numbers_are_right_by_the_kernels_of_gpus(tmp_path: Path, size: int) -> None:
-    compare_kernels("shards.py", str(tmp_path / "out.json"), TRITON_INTERPRET="1", WORLD_SIZE=str(size))
+def test_numbers_are_right_by_the_kernels_of_gpus(tmp_path: Path) -> None:
+    """Of three ranks: the kernels are those of any number, which the test before varies."""
+    compare_kernels("shards.py", str(tmp_path / "out.json"), TRITON_INTERPRET="1", WORLD_SIZE="3")
 
 
 @pytest.mark.parametrize("target", ["cpu", "sm_90"])

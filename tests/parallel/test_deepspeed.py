@@ -5,13 +5,12 @@ from __future__ import annotations
 import inspect
 import json
 import subprocess
-import sys
 
 import pytest
 import torch
 from support.corpora import sources_of_runs
 from support.estimates import every_way
-from support.launch import launch
+from support.launch import launch, warm_python
 from workers.deepspeed_engine import ADAPTED_LEGS, CASES, CUBES, LEGS, STEPS
 from workers.parallel_runs import run
 
@@ -396,7 +395,7 @@ def test_an_engine_has_the_methods_of_the_protocol(name):
 def test_imported_only_where_it_is_asked_for_and_for_the_device_of_the_run():
     subprocess.run(
         [
-            sys.executable,
+            warm_python(),
             "-c",
             "import sys, torch, trainer.training.run, trainer.parity; assert 'deepspeed' not in sys.modules\n"
             "torch.cuda.is_available = lambda: True\nfrom trainer.parallel.zero.fsdp import import_engine\n"

@@ -65,7 +65,7 @@ def wait_for(condition: Callable[[], object], seconds: float, what: str) -> None
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"after {seconds:.0f} s still no {what}"
-        time.sleep(0.2)
+        time.sleep(0.5)  # each look may start one of Slurm's commands
 
 
 class Cluster:

@@ -154,6 +154,8 @@ def import_deepspeed() -> None:
 
     import_engine(torch.device("cpu"))
     importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    numa = importlib.import_module("deepspeed.utils.numa")
+    numa.get_numa_cores = functools.cache(numa.get_numa_cores)  # starts a program for each collective of stage 3
 
 
 def leave() -> None:

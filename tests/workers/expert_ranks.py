@@ -134,7 +134,7 @@ def main(out: str) -> None:
         for routing, chosen in routings(top_k):
             for method in DISPATCH:
                 for size in GROUPS:
-                    for again in (False, True):
+                    for again in (False, True)[: 1 + (top_k == 2)]:  # what is chosen is kept, however many
                         for room in (False, True)[: 1 + (method != "alltoall")]:
                             results.append(compare(method, size, top_k, routing, chosen, again, room))
     results.append(overflow())

@@ -24,6 +24,7 @@ from support.reference import settings
 from torch import Tensor
 from workers.plans import LENGTH, Worlds, batches, config_of, describe, spec_of
 
+from trainer.data.batches import MicroBatch
 from trainer.distributed.collectives import AllReduceSum, TensorGroup, c10d
 from trainer.distributed.mesh import World
 from trainer.model import experts, layers, loss, transformer
@@ -382,13 +383,18 @@ DEFECTS = {
 }
 
 
+def first_step(steps: Iterator[list[MicroBatch]]) -> Iterator[list[MicroBatch]]:
+    """The first step shows every defect, and further steps of plans without one are those of workers/plans.py."""
+    return itertools.islice(steps, 1)
+
+
 def train(case: Case, worlds: Worlds, defect: Defect | None = None) -> Trajectory:
     """What a plan does with random batches."""
     spec, config = spec_of(case, CPU), config_of(case, Path())
     plan = resolve_plan(config.parallel, RANKS, spec)
     batch = BatchPlan(LENGTH, SEQUENCES, SEQUENCES // plan.dp // case["micro_batches"], case["micro_batches"])
     world, pipeline = worlds.of(plan, CPU), resolve_pipeline(config, spec, plan, batch)
-    data = batches(case, spec, CPU, world.data.get_local_rank(), plan.dp, case["micro_batches"])
+    data = first_step(batches(case, spec, CPU, world.data.get_local_rank(), plan.dp, case["micro_batches"]))
     with defect(world) if defect is not None else nullcontext():
         return train_plan(config, spec, plan, pipeline, world, data)
 
@@ -407,7 +413,7 @@ def main(out: str) -> None:
         key = json.dumps([spec.to_dict(), case["loss"]])
         if key not in references:
             plain = settings(loss__z_loss=config.loss.z_loss)
-            references[key] = train_reference(plain, spec, batches(case, spec, CPU), CPU)
+            references[key] = train_reference(plain, spec, first_step(batches(case, spec, CPU)), CPU)
         result = judge_plan(describe(case), [], "fp32", trajectory, references[key])
         results[name] = {"plan": result.plan, "verdict": result.verdict, "reasons": result.reasons}
     Path(out).write_text(json.dumps(results))
