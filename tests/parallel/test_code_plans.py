@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.code_models import MODELS
-from support.launch import launch
+from support.launch import launch, warm_python
 
 SCHEDULES = ("zb_v", "1f1b", "interleaved", "zb_h1")
 ADAPTER: dict[str, Any] = {"rank": 3, "alpha": 3.0}
@@ -33,8 +33,8 @@ TWO: list[dict[str, Any]] = [
     {"model": "cohere2", "stage": 3, "settings": {"parallel__zero__offload": True, "optimizer__ema__decay": 0.9}},
     {"model": "cohere2", "tp": 2, "settings": {"loss__tile": 5, "loss__chunk": 3}},
     {"model": "llama", "compile": 1, "stage": 3, "recompute": "selective"},
-    {"model": "deepseek_v3", "compile": 2, "tp": 2, "recompute": "selective"},
     {"model": "phi3", "compile": 1, "cp": 2, "recompute": "full"},
+    {"model": "mamba2", "compile": 1, "stage": 3, "recompute": "selective"},
     {"model": "qwen3", "float8": "tensorwise", "gather": True, "stage": 3, "recompute": "full"},
     {
         "model": "qwen3",
@@ -72,9 +72,7 @@ TWO: list[dict[str, Any]] = [
     {"model": "phi", "tp": 2, "settings": {"loss__tile": 5}},
     *({"model": name, "stage": 3, "recompute": "full"} for name in ("gpt2", "falcon", "bart")),
     *({"model": name, "pp": 2, "schedule": "zb_v"} for name in ("gpt2", "roberta", "bart", "mamba2")),
-    {"model": "qwen3_next", "tp": 2},
     {"model": "falcon_h1", "pp": 2, "schedule": "zb_v"},
-    {"model": "falcon_h1", "compile": 1, "stage": 3, "recompute": "selective"},
     {"model": "jamba", "tp": 2, "recompute": "full"},
     {"model": "qwen3_next", "ep": 2, "stage": 3, "recompute": "full"},
 ]
@@ -88,7 +86,6 @@ FOUR: list[dict[str, Any]] = [
     {"model": "qwen3_next", "tp": 2, "pp": 2, "schedule": "zb_v", "recompute": "full"},
     {"model": "phi", "tp": 2, "pp": 2, "schedule": "zb_v"},
     {"model": "lfm2_moe", "tp": 2, "stage": 3},
-    {"model": "llama", "tp": 2, "stage": 3},
     {"model": "gemma2", "stage": 3, "shard": 2},
     {"model": "qwen3", "pp": 2, "stage": 2, "schedule": "interleaved", "micro_batches": 4},
     {"model": "deepseek_v3", "tp": 4},
@@ -101,7 +98,9 @@ FOUR: list[dict[str, Any]] = [
     {"model": "gemma2", "tp": 2, "pp": 2, "schedule": "zb_v", "recompute": "full", "adapter": ADAPTER},
     {"model": "qwen3_moe", "ep": 2, "tp": 2, "stage": 3, "recompute": "selective", "adapter": ATTENTION},
 ]
-"""compile: the number of kinds of layers, each of which makes one graph, however many micro-batches there are."""
+"""compile: the number of kinds of layers, each of which makes one graph, however many micro-batches there are. Two
+kinds under tensor parallelism are cohere2's, on four ranks; deepseek_v3's are compiled by tests/hf/test_code.py. The
+scan of mamba2 is that of falcon_h1, whose graph is larger."""
 LIMITS = {"fp32": (1e-6, 1e-5), "fp16": (2e-4, 3e-2), "bf16": (2e-3, 1.5e-1), "int8": (1e-6, 3e-2)}
 """The largest relative errors of the loss and of a gradient by the type that forward and backward compute in, or in
 which gradients travel. Those of few bits are of rounding alone; the same code in one process has them too."""
@@ -141,7 +140,8 @@ def sweep(monkeypatch):
     del sys.modules["code_sweep"]
 
 
-def test_the_sweep_compares_a_type_and_names_one_that_has_no_copy(sweep, tmp_path, capsys):
+def test_the_sweep_compares_a_type_and_names_one_that_has_no_copy(sweep, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "executable", warm_python())
     assert sweep.main(str(tmp_path / "out"), "helium", "zaya") == 0
     results, printed = json.loads((tmp_path / "out").read_text()), capsys.readouterr().out
     verdicts = {name: [sweep.verdict(results[name][plan]) for plan in sweep.PLANS] for name in results}

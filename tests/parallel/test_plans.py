@@ -41,7 +41,7 @@ def measured(tmp_path_factory):
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 def test_plans_match_one_process(world, measured):
     results = measured(world)["cases"]
-    assert len(results) == len(matrix.cases(world, CAN_COMPILE)) >= {1: 25, 2: 75, 4: 80, 8: 10}[world]
+    assert len(results) == len(matrix.cases(world, CAN_COMPILE)) >= {1: 25, 2: 75, 4: 80, 8: 8}[world]
     failed = [
         result["plan"] + "".join(f"\n    {reason}" for reason in result["reasons"])
         for result in results
@@ -107,8 +107,11 @@ def test_a_loss_scale_that_is_too_high_costs_steps_and_no_accuracy(measured):
 def test_the_sample_covers_every_pair_of_values():
     sample = matrix.sample()
     assert all(map(matrix.legal, sample)) and all(case.keys() == matrix.FACTORS.keys() for case in sample)
-    assert set().union(*map(matrix.pairs, sample)) >= matrix.possible()
-    assert len(sample) < 80
+    assert set().union(matrix.covered(), *map(matrix.pairs, sample)) >= matrix.possible()
+    run = [case for processes in (1, 2, 4, 8) for case in matrix.cases(processes, compiled=False)]
+    exact = ({name: case[name] for name in matrix.FACTORS} for case in run if "float8" not in case)
+    assert set().union(*map(matrix.pairs, exact)) >= matrix.possible()
+    assert len(sample) < 60
     met: dict[tuple, set[tuple]] = {}
     for pair in matrix.possible():
         met.setdefault(tuple(name for name, _ in pair), set()).add(tuple(value for _, value in pair))

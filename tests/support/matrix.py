@@ -145,10 +145,22 @@ def asked(pair: tuple) -> bool:
 
 
 @cache
+def covered() -> set[tuple]:
+    """The pairs that cases outside the sample hold, which run anyway and are compared with the tolerances of the
+    sample: all but those whose products or gradients are quantised, and those with frozen weights."""
+    exact = [case for processes in (1, 2, 4) for case in data_parallel(processes)]
+    exact += [*CONTEXT, *MUON, *FUSED, *COPIED, *EXPERTS, *EXPERT_PARALLEL, *LATENT, *BALANCED]
+    plain = (
+        {name: case[name] for name in FACTORS} for case in exact if case.keys().isdisjoint(("float8", "gradients"))
+    )
+    return set().union(*map(pairs, plain))
+
+
+@cache
 def sample() -> tuple[Case, ...]:
-    """A covering sample: each case is the one of several tries, on few processes, that covers most new pairs for its
-    cost."""
-    left, chosen, choose, places = possible(), [], random.Random(1), layouts()
+    """A covering sample of the pairs that no other case holds: each case is the one of several tries, on few processes,
+    that covers most new pairs for its cost. The seed is the best of 24."""
+    left, chosen, choose, places = possible() - covered(), [], random.Random(7), layouts()
     while left:
         needed = dict(min(left, key=repr))
         fitting = [
@@ -243,7 +255,6 @@ COMPILED = [
     PLAIN | layout
     for layout in (
         {"compile": "graphs", "recompute": "tiles", "loss": "tile"},
-        {"compile": "graphs", "dp": 2, "stage": 3, "recompute": "selective", "offload": True, "float8": "tensorwise"},
         {"compile": "graphs", "tp": 2, "recompute": "selective", "tp_overlap": "copy_engine"},
         {"compile": "graphs", "dp": 2, "stage": 1, "precision": "bf16", "micro_batches": 3, "recompute": "selective"},
         {"compile": "kernels", "precision": "fp16", "tied": True},
@@ -251,8 +262,9 @@ COMPILED = [
 ]
 """graphs: on CPUs without kernels, whose C++ takes half a minute a case; what is captured, cut and recomputed is that
 of a compiled run. Kernels are compiled from such graphs whatever the plan, so one process stands for them; the graphs
-of split backward passes with tied weights: `COMPILED_ADAPTERS`. Sequences that ranks share are compiled by
-workers/context.py."""
+of split backward passes with tied weights: `COMPILED_ADAPTERS`; those beside ZeRO-3 and states in host memory:
+`COMPILED_EXPERTS`. Sequences that ranks share are compiled by workers/context.py, products in fp8 by
+tests/precision/test_casts_once.py and, under tensor parallelism, by tests/parallel/test_code_plans.py."""
 
 
 FUSED = [
@@ -379,7 +391,7 @@ EXPERTS = [
         {"tp": 2, "pp": 2, "schedule": "zb_h1", "recompute": "full", "micro_batches": 3},
         {"dp": 2, "pp": 2, "stage": 3, "schedule": "zb_v", "micro_batches": 3, "tied": True},
         {"family": "gpt_oss", "tp": 2, "recompute": "selective"},
-        {"family": "gpt_oss", "dp": 2, "stage": 3, "recompute": "attention", "precision": "bf16"},
+        {"family": "gpt_oss", "dp": 2, "stage": 3, "recompute": "attention"},
         {"family": "gpt_oss", "cp": 2, "way": "ulysses", "stage": 2, "kv_heads": 1, "attention": "documents"},
         {"family": "gpt_oss", "pp": 2, "schedule": "zb_v", "micro_batches": 3, "recompute": "full"},
     )
@@ -398,8 +410,7 @@ EXPERT_PARALLEL = [
         {"dp": 2, "ep_dispatch": "alltoall", "stage": 3, "family": "two experts", "micro_batches": 3, "offload": True},
         {"tp": 2, "ep_dispatch": "alltoall", "recompute": "selective"},
         {"tp": 2, "family": "balanced experts", "recompute": "full", "micro_batches": 3},
-        {"dp": 2, "family": "gpt_oss", "stage": 3, "ep_dispatch": "alltoall", "recompute": "selective"},
-        {"pp": 2, "tp": 2, "family": "gpt_oss", "schedule": "zb_v", "micro_batches": 3},
+        {"pp": 2, "tp": 2, "family": "gpt_oss", "schedule": "zb_v", "micro_batches": 3, "recompute": "full"},
         {"cp": 2, "way": "allgather zigzag", "ep_dispatch": "alltoall", "stage": 3, "recompute": "full"}
         | {"precision": "bf16"},
         {"dp": 2, "ep_dispatch": "allgather", "ep_capacity": 2.0, "stage": 1, "recompute": "full"},
@@ -420,11 +431,10 @@ EXPERT_PARALLEL = [
         {"dp": 2, "tp": 2, "stage": 3, "ep_dispatch": "alltoall", "recompute": "full", "optimizer": "muon"},
         {"cp": 2, "tp": 2, "way": "allgather zigzag", "ep": 4, "ep_dispatch": "alltoall", "stage": 2},
         {"dp": 2, "pp": 2, "stage": 3, "schedule": "zb_v", "ep_dispatch": "alltoall", "micro_batches": 3, "tied": True},
-        {"tp": 2, "pp": 2, "schedule": "zb_h1", "recompute": "full", "micro_batches": 3},
     )
 ]
 """Experts that data-, context- or tensor-parallel ranks share. Of `two experts` each token has one, so that ranks may
-receive nothing."""
+receive nothing. Products of experts are the same whatever brought the tokens; not every family meets every dispatch."""
 LATENT = [
     PLAIN | {"family": "latent"} | more
     for more in (
@@ -453,7 +463,7 @@ BALANCED = [
         {"pp": 2, "schedule": "zb_v", "recompute": "full", "micro_batches": 3, "precision": "fp16"},
         {"cp": 2, "way": "allgather zigzag", "tp": 2, "recompute": "selective", "stage": 3},
         {"cp": 4, "way": "hybrid zigzag", "stage": 1, "attention": "documents"},
-        {"dp": 2, "tp": 2, "stage": 3, "shard": 1, "precision": "fp16", "recompute": "full"},
+        {"dp": 2, "tp": 2, "stage": 3, "shard": 1, "recompute": "full"},
     )
 ]
 """Biases, and losses over sequences and over the previous step. Counts of tokens are sums over all ranks and
@@ -469,23 +479,18 @@ ADAPTERS = [
         {"dp": 2, "stage": 2, "recompute": "full", "family": "gpt2"},
         {"dp": 2, "stage": 3, "micro_batches": 3, "recompute": "selective", "adapter": "trained", "optimizer": "muon"},
         {"dp": 2, "stage": 3, "precision": "fp16", "adapter": "some", "offload": True},
-        {"tp": 2, "kv_heads": 1, "recompute": "layers", "tied": True, "qk_norm": "full"},
-        {"tp": 2, "adapter": "trained", "precision": "bf16", "family": "neox", "recompute": "tiles"},
+        {"tp": 2, "adapter": "trained", "family": "neox", "recompute": "tiles"},
         {"tp": 2, "tp_overlap": "copy_engine", "recompute": "selective", "adapter": "some"},
         {"cp": 2, "way": "allgather zigzag", "stage": 3, "recompute": "full", "attention": "documents"},
-        {"pp": 2, "schedule": "zb_v", "micro_batches": 3, "adapter": "trained", "tied": True},
         {"pp": 2, "schedule": "zb_h1", "adapter": "first layer", "recompute": "selective", "tied": True},
         {"float8": "rowwise", "tp": 2, "bias": False},
         {"float8": "tensorwise", "dp": 2, "stage": 3, "bias": False, "adapter": "some", "gather": True},
-        {"family": "experts", "dp": 2, "stage": 3, "adapter": "dense", "recompute": "full"},
-        {"family": "eight experts", "dp": 2, "ep": 2, "stage": 3, "adapter": "dense"},
+        {"family": "eight experts", "dp": 2, "ep": 2, "stage": 3, "adapter": "dense", "recompute": "full"},
         {"family": "latent", "tp": 2, "adapter": "all", "recompute": "selective"},
         {"dp": 2, "stage": 3, "collectives": "copy_engine", "micro_batches": 3},
         {"dp": 2, "stage": 3, "gradients": {"min_size": 0, **hop("inner", "int8")}},
         {"dp": 4, "stage": 3, "shard": 2, "micro_batches": 3, "adapter": "trained"},
         {"dp": 2, "pp": 2, "stage": 3, "schedule": "zb_v", "micro_batches": 3, "tied": True, "adapter": "trained"},
-        {"tp": 2, "pp": 2, "schedule": "interleaved", "adapter": "first layer", "micro_batches": 2},
-        {"tp": 4, "kv_heads": 2, "precision": "bf16", "micro_batches": 1},
         {"family": "experts", "adapter": "experts", "recompute": "selective", "bias": False},
         {"family": "experts", "adapter": "experts", "dp": 2, "stage": 3, "precision": "bf16", "recompute": "full"},
         {"family": "gpt_oss", "adapter": "experts", "tp": 2, "recompute": "selective"},
@@ -495,7 +500,7 @@ ADAPTERS = [
         {"frozen": "fp8", "recompute": "selective"},
         {"frozen": "fp8", "dp": 2, "stage": 3, "precision": "bf16", "micro_batches": 3, "adapter": "trained"},
         {"frozen": "fp8", "dp": 2, "stage": 3, "collectives": "copy_engine", "adapter": "some"},
-        {"frozen": "fp8", "tp": 2, "kv_heads": 1, "recompute": "layers", "adapter": "some"},
+        {"frozen": "fp8", "tp": 2, "kv_heads": 1, "recompute": "layers", "tied": True, "qk_norm": "full"},
         {"frozen": "fp8", "tp": 2, "float8": "rowwise", "bias": False},
         {"frozen": "fp8", "pp": 2, "schedule": "zb_v", "micro_batches": 3, "adapter": "trained", "tied": True},
         {"frozen": "fp8", "dp": 2, "tp": 2, "stage": 3, "offload": True, "recompute": "full", "family": "latent"},
@@ -503,18 +508,22 @@ ADAPTERS = [
 ]
 """Low-rank adapters beside frozen matrices: beside all or some of them, with other parameters that are trained too, or
 in one layer alone, so that a pipeline rank has nothing to train. Norms of heads would amplify the rounding of the few
-gradients that there are: weights that differ in the last bit change some of them by 2e-5."""
+gradients that there are: weights that differ in the last bit change some of them by 2e-5. What holds beside frozen
+weights in fp8 is not repeated beside others. Two tensor-parallel ranks that share one head of keys stand for four, and
+the sample has tensor beside pipeline parallelism, which do not meet in an adapter."""
 
 
 COMPILED_ADAPTERS = [ADAPTERS[0] | {"compile": "graphs", "pp": 2, "schedule": "zb_v"}]
 
 
 COMPILED_EXPERTS = [
-    EXPERT_PARALLEL[0] | {"compile": "graphs", "stage": 3, "recompute": "selective", "ep_dispatch": "alltoall"}
+    EXPERT_PARALLEL[0]
+    | {"compile": "graphs", "stage": 3, "recompute": "selective", "ep_dispatch": "alltoall", "offload": True}
 ]
 
 
 COMPILED_ON_GPUS = [
+    PLAIN | {"compile": "graphs", "dp": 2, "stage": 3, "recompute": "selective", "float8": "tensorwise"},
     COMPILED[-1] | {"pp": 2, "schedule": "zb_v"},
     COMPILED[0] | {"cp": 2, "way": "allgather zigzag", "stage": 3},
     EXPERTS[0] | {"compile": "graphs", "pp": 2, "schedule": "zb_v", "recompute": "selective"},

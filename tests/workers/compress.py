@@ -78,7 +78,6 @@ PLANS: dict[str, Case] = {
     "dp4_nodes_inner": case(2, **inner(**CLASSIC)),
     "dp4_fp16": case(2, precision="fp16", **inner(codec="int4"), **outer(**INT8), micro_batches=3),
     # Sharded state: a reduce-scatter.
-    "zero1": case(stage=1, **inner(**INT8)),
     "zero2_3": case(stage=2, **inner(**INT8), micro_batches=3),
     "zero2_1": case(stage=2, **inner(**INT8), micro_batches=1),
     "zero3_3": case(stage=3, **inner(**INT4), micro_batches=3),
@@ -91,12 +90,11 @@ PLANS: dict[str, Case] = {
     "hsdp2_3": case(2, stage=2, shard=2, **outer(**INT8), micro_batches=3),
     "hsdp3_3": case(2, stage=3, shard=2, **inner(**INT8), **outer(**INT4), micro_batches=3),
     "hsdp3_1": case(1, stage=3, shard=2, **outer(**CLASSIC), micro_batches=1),
-    # Beside other parallelisms.
+    # Beside other parallelisms; a stage's shards are those of zero3 whatever orders the micro-batches.
     "tp2_nodes": case(2, **TP, **outer(**INT8), micro_batches=3),
-    "pp2_1f1b": case(**PP, schedule="1f1b", stage=1, **inner(**INT8)),
     "pp2_1f1b_dp": case(**PP, schedule="1f1b", tied=True, **outer(**INT8)),
     "pp2_zb_v_3": case(**PP, schedule="zb_v", stage=3, tied=True, precision="bf16", **inner(**INT4)),
-    # Parameters chosen by name; messages that are too small: all, or the layers but not embedding and head.
+    # ZeRO-1 with parameters chosen by name; messages that are too small: all, or the layers but not embedding and head.
     "by_name": case(
         stage=1, rules={"layers.0.*": {"quantise": False}, "*norm.weight": {"quantise": True}}, **inner(**INT8)
     ),
