@@ -491,6 +491,7 @@ ADAPTERS = [
         {"dp": 2, "stage": 3, "gradients": {"min_size": 0, **hop("inner", "int8")}},
         {"dp": 4, "stage": 3, "shard": 2, "micro_batches": 3, "adapter": "trained"},
         {"dp": 2, "pp": 2, "stage": 3, "schedule": "zb_v", "micro_batches": 3, "tied": True, "adapter": "trained"},
+        {"tp": 2, "pp": 2, "schedule": "interleaved", "adapter": "first layer", "micro_batches": 2},
         {"family": "experts", "adapter": "experts", "recompute": "selective", "bias": False},
         {"family": "experts", "adapter": "experts", "dp": 2, "stage": 3, "precision": "bf16", "recompute": "full"},
         {"family": "gpt_oss", "adapter": "experts", "tp": 2, "recompute": "selective"},
@@ -509,8 +510,7 @@ ADAPTERS = [
 """Low-rank adapters beside frozen matrices: beside all or some of them, with other parameters that are trained too, or
 in one layer alone, so that a pipeline rank has nothing to train. Norms of heads would amplify the rounding of the few
 gradients that there are: weights that differ in the last bit change some of them by 2e-5. What holds beside frozen
-weights in fp8 is not repeated beside others. Two tensor-parallel ranks that share one head of keys stand for four, and
-the sample has tensor beside pipeline parallelism, which do not meet in an adapter."""
+weights in fp8 is not repeated beside others. Two tensor-parallel ranks that share one head of keys stand for four."""
 
 
 COMPILED_ADAPTERS = [ADAPTERS[0] | {"compile": "graphs", "pp": 2, "schedule": "zb_v"}]
