@@ -335,8 +335,8 @@ RECIPES = {
 
 
 def little_memory():
-    """Limits a process of `warm_python` to 2 GiB beyond what it needs to start: enough for all but big_batch, which thus
-    fails in the midst of a step."""
+    """Limits a process of `warm_python` to 2 GiB beyond what it needs to start: enough for all but big_batch, which
+    thus fails in the midst of a step."""
     words = subprocess.check_output(
         [warm_python(), "-c", "print(open('/proc/self/status').read())"],
         text=True,
