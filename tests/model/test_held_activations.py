@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from functools import partial
 from math import inf
 
 import pytest
@@ -147,10 +148,17 @@ def test_what_auto_keeps_of_each_layer_is_what_is_planned(share):
     assert (chosen.activation.mode, len(kinds)) == (("full", 1) if share == 0 else ("selective", 2))
 
 
+GRAPHS = "aot_eager_decomp_partition"
+"""A backend that decides as the default one what a backward pass is given, and compiles no kernel."""
+
+
 @pytest.mark.skipif(not CAN_COMPILE, reason="needs a compiler")
-@pytest.mark.parametrize("name", ["qwen3_8b", "olmoe_1b_7b", "gpt_oss_20b"])
-def test_compiled_layers_hold_what_is_planned(name):
+@pytest.mark.parametrize(
+    "name, backend", [("qwen3_8b", "inductor"), *((name, GRAPHS) for name in ("olmoe_1b_7b", "gpt_oss_20b"))]
+)
+def test_compiled_layers_hold_what_is_planned(name, backend, monkeypatch):
     """Not what a gated block's non-linearity gives, which is a part of the kernel that needs it again."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     spec, model = layer_of(name), Transformer(layer_of(name))
     initialize_model(model, spec, 0, torch.device("cpu"))
     compile_layers(model, deferring=False)
@@ -168,8 +176,9 @@ def test_compiled_layers_hold_what_is_planned(name):
 
 @pytest.mark.skipif(not CAN_COMPILE, reason="needs a compiler")
 @pytest.mark.parametrize("name", ["llama3_8b", "olmo2_7b"])
-def test_compiled_layers_hold_what_backward_reads_of_what_they_are_told_to_keep(name):
+def test_compiled_layers_hold_what_backward_reads_of_what_they_are_told_to_keep(name, monkeypatch):
     """The last product of a block is only added to, unless a norm follows it."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=GRAPHS))
     spec, config = layer_of(name), ActivationConfig(mode="selective", save=["attention", "matmul"])
     model, programs = Transformer(spec), model_programs(spec, LENGTH, 1, 4)
     initialize_model(model, spec, 0, torch.device("cpu"))

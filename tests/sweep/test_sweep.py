@@ -9,7 +9,6 @@ import re
 import resource
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -336,13 +335,13 @@ RECIPES = {
 
 
 def little_memory():
-    """Limits a process to 2 GiB beyond what it needs to start: enough for all but big_batch, which thus fails in the
-    midst of a step."""
+    """Limits a process of `warm_python` to 2 GiB beyond what it needs to start: enough for all but big_batch, which
+    thus fails in the midst of a step."""
     words = subprocess.check_output(
-        [sys.executable, "-c", "import trainer.training.run; print(open('/proc/self/status').read())"],
+        [warm_python(), "-c", "print(open('/proc/self/status').read())"],
         text=True,
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
     ).split()
     limit = 1024 * int(words[words.index("VmPeak:") + 1]) + 2 * 2**30
     return lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

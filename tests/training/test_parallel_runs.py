@@ -60,14 +60,14 @@ def alone(root):
 @pytest.fixture(scope="module")
 def four(root, alone):
     """What tests/workers/parallel_runs.py saw on four processes."""
-    launch("parallel_runs.py", 4, "four", root)
+    launch("parallel_runs.py", 4, "four", root, forks=True)
     return json.loads((root / "four.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def two(root, four):
     """The same on two, after the four."""
-    launch("parallel_runs.py", 2, "two", root)
+    launch("parallel_runs.py", 2, "two", root, forks=True)
     return json.loads((root / "two.json").read_text())
 
 

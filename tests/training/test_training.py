@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.launch import launch, warm_python
-from workers.training import RESUMED, STEPS
+from workers.training import MIXED, RESUMED, STEPS
 
 from trainer.observe import metrics
 from trainer.observe.hardware import over_ranks
@@ -58,7 +58,7 @@ def test_a_resume_under_any_plan_goes_on_as_if_nothing_had_happened(results):
 
 
 def test_mixed_precision_resumes_bit_by_bit(results):
-    for stage in range(4):
+    for stage in MIXED:
         first, again = results[f"bf16_zero{stage}"], results[f"bf16_again{stage}"]
         assert again["ids"] == first["ids"][2:] and len(first["eval"]) == 2
         assert (
@@ -71,7 +71,7 @@ def test_a_finished_run_says_so_and_trains_no_more(results):
 
 
 def test_a_broken_step_is_skipped_by_all_and_not_counted(results):
-    whole, broken = results["undisturbed"], results["broken"]
+    whole, broken = results["whole"], results["broken"]
     assert broken["code"] == 0 and broken["skipped"] == [0, 0, 0, 1, 2, 2, 2, 2]
     assert broken["updates"] == [1, 2, 3, 3, 3, 3, 3, 4, 5, 6], "steps 4 and 5 are run again, and change nothing"
     assert broken["losses"][:4] == whole["losses"][:4]
@@ -118,6 +118,15 @@ COMMAND = [
 ]
 
 
+CACHE: list[Path] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory) -> None:
+    """One folder of tokens for all runs."""
+    CACHE.append(tmp_path_factory.mktemp("cache"))
+
+
 def start(folder: Path, *overrides: str, processes: int = 1, launcher: Sequence[str] = ()) -> subprocess.Popen:
     """A run by torchrun, or by words of our own command."""
     by_torchrun = processes > 1 and not launcher
@@ -137,7 +146,7 @@ def start(folder: Path, *overrides: str, processes: int = 1, launcher: Sequence[
             *launcher,
             *COMMAND,
             f"run.dir={folder}",
-            f"data.cache={folder.parent / 'cache'}",
+            f"data.cache={CACHE[-1]}",
             *overrides,
         ],
         env=environment,
@@ -298,15 +307,7 @@ def test_a_last_checkpoint_that_cannot_be_written_is_a_failure(undisturbed, tmp_
     """The files of this run may not grow beyond 100 kB, which no checkpoint fits in."""
     folder = tmp_path / "run"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [
-        warm_python(),
-        "-m",
-        "trainer",
-        *COMMAND,
-        f"run.dir={folder}",
-        f"data.cache={undisturbed[0].parent / 'cache'}",
-        "run.steps=6",
-    ]
+    command = [warm_python(), "-m", "trainer", *COMMAND, f"run.dir={folder}", f"data.cache={CACHE[-1]}", "run.steps=6"]
     done = subprocess.run(
         ["bash", "-c", 'ulimit -f 100; exec "$@"', "-", *command],
         env=environment,

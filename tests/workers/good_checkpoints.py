@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from support.launch import fork, leave
 
 import trainer
 from trainer.checkpointing import retention
@@ -31,7 +32,15 @@ step = loop.train_step
 def run(folder: Path, *overrides: str) -> list[str]:
     """How a run of `STEPS` steps has ended on each rank."""
     settings = ["+config=debug", f"run.dir={folder}", f"data.cache={folder.parent / 'cache'}", "logging=quiet"]
-    settings += ["model.depth=2", "logging.report=false", f"run.steps={STEPS}", "run.device=cpu", "guard.max_skipped=3"]
+    settings += [
+        "data.tokenizer=bytes",
+        "model.width=32",
+        "model.depth=2",
+        "logging.report=false",
+        f"run.steps={STEPS}",
+        "run.device=cpu",
+        "guard.max_skipped=3",
+    ]
     settings += ["checkpoint.every=2", "checkpoint.keep_last=2", "checkpoint.at_end=true", "batch.global_size=4"]
     try:
         answer = f"code {trainer.run(trainer.compose([*settings, *overrides], world_size=2)).code}"
@@ -114,4 +123,6 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    fork()
     main(Path(sys.argv[1]))
+    leave()

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.launch import fork, leave
 
 import trainer
 import trainer.training.auto
@@ -62,10 +63,9 @@ COMMON = {
 }
 """Embeddings are large enough for gradients of norms not to hang on the last bits of small numbers."""
 
-PLANS = {  # of one run of four steps
+PLANS = {  # of one run of four steps; 1F1B and ZeRO-1 are among `CHAINS`
     "dp2_tp2": {"parallel.tp": 2, "parallel.zero.stage": 3},
     "cp2_tp2": {"parallel.cp": 2, "parallel.tp": 2, "parallel.tp_overlap": "copy_engine"},
-    "pp2_dp2_1f1b": {"parallel.pp": 2, "parallel.zero.stage": 1, "batch.micro_size": 1},
     "tp2_pp2_interleaved": {
         "parallel.tp": 2,
         "parallel.pp": 2,
@@ -314,6 +314,6 @@ def main(what: str, root: Path) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "dies":
         sys.exit(dies(sys.argv[2:]))
+    fork()
     main(sys.argv[1], Path(sys.argv[2]))
-    sys.stdout.flush()
-    os._exit(0)
+    leave()

@@ -24,7 +24,7 @@ from trainer.training.metrics_tracker import NonFiniteError
 
 train_step = trainer.training.trainer.train_step
 
-STEPS = 12
+STEPS = 8
 
 PLANS: dict[str, dict[str, object]] = {
     "zero3": {"parallel": "zero3"},
@@ -36,10 +36,12 @@ PLANS: dict[str, dict[str, object]] = {
 RESUMED = {
     4: ("zero3", "zero1_hsdp", "zero2_accumulate"),
     2: ("zero0", "zero1_hsdp", "zero3_micro2"),
-    1: ("zero0", "zero2_accumulate", "zero3_micro2"),
+    1: ("zero3_micro2",),
 }
 """By processes, the plans under which a run of four that was stopped goes on; tests/workers/parallel_runs.py has those
-with other axes."""
+with other axes. On one process all stages are the same."""
+MIXED = (0, 2, 3)
+"""Stages of ZeRO in bf16. Parameters are whole in stage 1 as in 0, and optimizer states are sharded as in 2."""
 
 
 class Watched:
@@ -153,7 +155,7 @@ def scenarios(root: Path, world_size: int):
             "eval.every": 2,
             "checkpoint.keep_last": 0,
         }
-        for stage in range(4):  # a save that follows an evaluation, when whole copies in bf16 are around
+        for stage in MIXED:  # a save that follows an evaluation, when whole copies in bf16 are around
             folder = root / f"bf16_zero{stage}"
             yield f"bf16_zero{stage}", run(folder, **mixed, **{"parallel.zero.stage": stage})
             saved = read_tensors(folder / "checkpoints" / "step-00000004")
@@ -166,8 +168,8 @@ def scenarios(root: Path, world_size: int):
             dist.barrier()
             yield f"bf16_again{stage}", run(folder, **mixed, **{"parallel.zero.stage": stage})
         short = {"run.steps": 8, "parallel": "zero2"}
-        yield "undisturbed", run(root / "undisturbed", **short)
-        yield "broken", run(root / "broken", Watched(break_at=range(4, 6)), **short)
+        as_whole = {"run.deterministic": True, "parallel": "zero3"}
+        yield "broken", run(root / "broken", Watched(break_at=range(4, 6)), **as_whole)
         yield "hopeless", run(root / "hopeless", Watched(break_at=range(4, 99)), **short, **{"guard.max_skipped": 3})
         yield (
             "overflow",
