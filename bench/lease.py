@@ -311,8 +311,7 @@ def converge(lease: Lease, launcher: Launcher) -> Iterator[Line]:
 ADAPTER, FP8_WEIGHTS = {"rank": 16}, {"weights": "fp8"}
 FP8 = ["precision.float8.recipe=tensorwise", "precision.float8.gather=true"]
 FP8_PEER = (
-    "--model.converters quantize.linear.float8 "
-    "--quantize.linear.float8.enable_fsdp_float8_all_gather "
+    "--model.converters quantize.linear.float8 --quantize.linear.float8.enable_fsdp_float8_all_gather "
     "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp --quantize.linear.float8.filter_fqns output"
 ).split()
 

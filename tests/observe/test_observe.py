@@ -562,7 +562,7 @@ def test_wandb_without_a_key_is_kept_in_the_run_folder(tmp_path, no_key, capsys)
 
 
 class FakeWandb(types.ModuleType):
-    """A stand-in that records the calls; `init` fails as often as told; `finish` may hang."""
+    """A stand-in that records the calls; `init` fails as often as told, or hangs."""
 
     def __init__(self, failures=0, fail_log=False, hang=False):
         super().__init__("wandb")
@@ -572,6 +572,8 @@ class FakeWandb(types.ModuleType):
 
     def init(self, **arguments):
         self.inits.append(arguments)
+        if self.hang:
+            threading.Event().wait()
         if len(self.inits) <= self.failures:
             raise ConnectionError("no route to host\nwith a long story")
         return self
@@ -585,8 +587,6 @@ class FakeWandb(types.ModuleType):
         self.ended.append("preempting")
 
     def finish(self, exit_code):
-        if self.hang:
-            threading.Event().wait()
         self.ended.append(exit_code)
 
     def teardown(self):
@@ -648,7 +648,7 @@ def test_a_failing_wandb_is_named_once_and_training_goes_on(tmp_path, no_key, ca
     assert len(written(tmp_path)) == 5
 
 
-def test_a_hanging_wandb_does_not_hold_up_the_end(tmp_path, no_key, capsys):
+def test_a_hanging_wandb_holds_up_neither_a_step_nor_the_end(tmp_path, no_key, capsys):
     no_key.setattr(sinks.Wandb, "FINISH", 0.2)
     begin = time.monotonic()
     with_wandb(no_key, tmp_path, FakeWandb(hang=True), steps=range(1, 50))

@@ -41,7 +41,7 @@ def measured(tmp_path_factory):
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 def test_plans_match_one_process(world, measured):
     results = measured(world)["cases"]
-    assert len(results) == len(matrix.cases(world, CAN_COMPILE)) >= {1: 25, 2: 75, 4: 80, 8: 8}[world]
+    assert len(results) == len(matrix.cases(world, CAN_COMPILE)) >= {1: 25, 2: 75, 4: 80, 8: 10}[world]
     failed = [
         result["plan"] + "".join(f"\n    {reason}" for reason in result["reasons"])
         for result in results

@@ -492,6 +492,7 @@ ADAPTERS = [
         {"dp": 4, "stage": 3, "shard": 2, "micro_batches": 3, "adapter": "trained"},
         {"dp": 2, "pp": 2, "stage": 3, "schedule": "zb_v", "micro_batches": 3, "tied": True, "adapter": "trained"},
         {"tp": 2, "pp": 2, "schedule": "interleaved", "adapter": "first layer", "micro_batches": 2},
+        {"dp": 2, "tp": 4, "stage": 3, "kv_heads": 2, "precision": "bf16", "micro_batches": 1},
         {"family": "experts", "adapter": "experts", "recompute": "selective", "bias": False},
         {"family": "experts", "adapter": "experts", "dp": 2, "stage": 3, "precision": "bf16", "recompute": "full"},
         {"family": "gpt_oss", "adapter": "experts", "tp": 2, "recompute": "selective"},
@@ -510,7 +511,7 @@ ADAPTERS = [
 """Low-rank adapters beside frozen matrices: beside all or some of them, with other parameters that are trained too, or
 in one layer alone, so that a pipeline rank has nothing to train. Norms of heads would amplify the rounding of the few
 gradients that there are: weights that differ in the last bit change some of them by 2e-5. What holds beside frozen
-weights in fp8 is not repeated beside others. Two tensor-parallel ranks that share one head of keys stand for four."""
+weights in fp8 is not repeated beside others."""
 
 
 COMPILED_ADAPTERS = [ADAPTERS[0] | {"compile": "graphs", "pp": 2, "schedule": "zb_v"}]
@@ -528,7 +529,7 @@ COMPILED_ON_GPUS = [
     COMPILED[0] | {"cp": 2, "way": "allgather zigzag", "stage": 3},
     EXPERTS[0] | {"compile": "graphs", "pp": 2, "schedule": "zb_v", "recompute": "selective"},
     COMPILED_EXPERTS[0] | {"ep_dispatch": "shared_memory", "ep_capacity": 2.0},
-    *(FLOAT8[place] | {"compile": "graphs"} for place in (1, -2)),
+    *(FLOAT8[place] | {"compile": "graphs"} for place in (1, -4, -2)),
     ADAPTERS[0] | {"compile": "graphs", "frozen": "fp8", "dp": 2, "stage": 3, "recompute": "full"},
     LATENT[1] | {"compile": "graphs", "attention": "causal"},
     PLAIN | {"compile": "graphs", "tp": 2, "recompute": "selective", "attention": "documents", "float8": "rowwise"},

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import netrc
 import os
+import queue
 import re
 import sys
 import threading
@@ -433,12 +434,15 @@ class TensorBoard:
 
 
 class Wandb:
-    """Weights & Biases, which sends lines in a process of its own.
+    """Weights & Biases, in a thread, so that neither its start nor a slow network delays a step.
 
     Without a key (WANDB_API_KEY, or netrc), and when the server cannot be reached, the run is kept in run_folder/wandb
     for `wandb sync`. WANDB_MODE, where it is set, decides instead. The run's id is kept in run_folder/wandb-id, so that
     a resumed run continues the same curves (offline: once its parts are synced). Weights & Biases ignores steps that it
-    has already."""
+    has already.
+
+    The package is imported before the thread starts: two threads that import modules of protobuf at the same time can
+    end the process by a segmentation fault."""
 
     START, FINISH = 20, 30  # seconds: to reach the server before going offline; to deliver the last lines in close()
     EXIT_CODES = {"done": DONE, "stopped": STOPPED}
@@ -448,48 +452,72 @@ class Wandb:
     ):
         import wandb
 
-        self.folder, self.notify = folder, notify
+        self.wandb = wandb
+        self.folder, self.settings, self.name, self.config, self.notify = folder, settings, name, config, notify
         kept = folder / "wandb-id"
-        identity = saved_run_id(kept) if resume_step else None
-        if identity is None:
-            identity = uuid.uuid4().hex[:8]
-            write_atomic(kept, identity)
-        quiet = wandb.Settings(console="off", silent=True, init_timeout=self.START)
-        start = partial(
-            wandb.init, project=settings.project, name=name, id=identity, config=config, dir=str(folder), settings=quiet
-        )
-        mode = os.environ.get("WANDB_MODE") or ("online" if _has_key() else "offline")
-        try:
-            self.run = start(mode=mode, **({"resume": "allow"} if mode == "online" else {}))
-        except Exception as error:
-            if mode != "online":
-                raise
-            notify(f"wandb stays offline, `wandb sync` delivers the run later: {reason_of(error)}")
-            wandb.teardown()  # its service still holds the run's id
-            self.run = start(mode="offline")
+        self.id = saved_run_id(kept) if resume_step else None
+        if self.id is None:
+            self.id = uuid.uuid4().hex[:8]
+            write_atomic(kept, self.id)
+        self.lines: queue.Queue[MetricsLine | str] = queue.Queue(maxsize=10_000)
+        self.error: Exception | None = None
+        self.thread = threading.Thread(target=self._work, name="wandb", daemon=True)
+        self.thread.start()
 
-    def write(self, record: MetricsLine) -> None:
-        self.run.log(
-            {name: value for name, value in record.items() if value is not None and name not in ("step", "time")},
-            step=record["step"],
-        )
+    def write(self, record: MetricsLine | str) -> None:
+        if self.error is not None:
+            raise self.error
+        try:
+            self.lines.put_nowait(record)
+        except queue.Full:
+            raise TimeoutError(f"{self.lines.maxsize} lines wait for the server") from None
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
         texts = {f"sample/{number}": "".join(sample) for number, sample in enumerate(samples, start=1)}
         self.write({"step": step, **texts})
 
     def close(self, status: str) -> None:
-        if status == "stopped":
-            self.run.mark_preempting()
-        # `finish` waits for a slow server without a limit.
-        ending = partial(self.run.finish, exit_code=self.EXIT_CODES.get(status, 1))
-        thread = threading.Thread(target=ending, name="wandb", daemon=True)
-        thread.start()
-        thread.join(self.FINISH)
-        if thread.is_alive():
+        self.write(status)
+        self.thread.join(self.FINISH)
+        if self.error is not None:
+            raise self.error
+        if self.thread.is_alive():
             self.notify(
                 f"wandb did not finish within {self.FINISH} s; `wandb sync` delivers what is in {self.folder / 'wandb'}"
             )
+
+    def _work(self) -> None:
+        try:
+            run = self._start()
+            while not isinstance(item := self.lines.get(), str):
+                values = {
+                    name: value for name, value in item.items() if value is not None and name not in ("step", "time")
+                }
+                run.log(values, step=item["step"])
+            if item == "stopped":
+                run.mark_preempting()
+            run.finish(exit_code=self.EXIT_CODES.get(item, 1))
+        except Exception as error:
+            self.error = error
+
+    def _start(self) -> Any:
+        arguments = dict(
+            project=self.settings.project,
+            name=self.name,
+            id=self.id,
+            config=self.config,
+            dir=str(self.folder),
+            settings=self.wandb.Settings(console="off", silent=True, init_timeout=self.START),
+        )
+        mode = os.environ.get("WANDB_MODE") or ("online" if _has_key() else "offline")
+        if mode != "online":
+            return self.wandb.init(mode=mode, **arguments)
+        try:
+            return self.wandb.init(mode=mode, resume="allow", **arguments)
+        except Exception as error:
+            self.notify(f"wandb stays offline, `wandb sync` delivers the run later: {reason_of(error)}")
+            self.wandb.teardown()  # its service still holds the run's id
+            return self.wandb.init(mode="offline", **arguments)
 
 
 def saved_run_id(path: Path) -> str | None:
