@@ -44,6 +44,7 @@ from compare import (
     OPERATIONS,
     ROOT,
     SELECTIVE,
+    THEIRS,
     Launcher,
     last_error,
     make_assets,
@@ -309,7 +310,7 @@ def converge(lease: Lease, launcher: Launcher) -> Iterator[Line]:
 
 
 ADAPTER, FP8_WEIGHTS = {"rank": 16}, {"weights": "fp8"}
-FP8 = ["precision.float8.recipe=tensorwise", "precision.float8.gather=true"]
+FP8 = ["precision.float8.recipe=tensorwise", "precision.float8.ends=0", "precision.float8.gather=true"]
 FP8_PEER = (
     "--model.converters quantize.linear.float8 --quantize.linear.float8.enable_fsdp_float8_all_gather "
     "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp --quantize.linear.float8.filter_fqns output"
@@ -354,21 +355,25 @@ def many_gpus(lease: Lease) -> list[Case]:
         )
     ]
     many = ["accumulation=16", "warm=1", "steps=2"]
-    many_peer = ["--training.global_batch_size", str(16 * gpus), "--training.steps", "6", "--metrics.log_freq", "1"]
-    copied = "parallel.zero.collectives=copy_engine"
+    many_peer = ["--training.global_batch_size", str(16 * gpus), "--training.steps", "4", "--metrics.log_freq", "1"]
+    many_peer += THEIRS  # the fastest of its choices where batches accumulate
+    copied = [*FP8[:2], COPIED]
+    # The fastest recompute that fits. Parameters stay gathered.
+    gathered = ["activation.mode=auto", "parallel.zero.stage=2", COPIED]
     steps = [
+        lease.step("llama.fp8_1_copied", llama, 8192, 1, [*kept, *copied], 150),
+        lease.titan("llama.torchtitan_fp8_1", llama, 8192, 1, FP8_PEER),
+        lease.step("llama.fp8_1", llama, 8192, 1, [*kept, *FP8], 150),
+        lease.step("llama.fp8_16_zero2", llama, 8192, 1, [*gathered, *FP8[:2], *many], 260),
+        lease.titan("llama.torchtitan_fp8_16", llama, 8192, 1, [*FP8_PEER, *many_peer], 260),
+        lease.step("llama.bf16_1_copied", llama, 8192, 1, [*kept, COPIED], 150),
         lease.step("llama.bf16_1", llama, 8192, 1, kept, 150),
         lease.titan("llama.torchtitan_bf16_1", llama, 8192, 1, []),
-        lease.step("llama.fp8_1", llama, 8192, 1, [*kept, *FP8], 150),
-        lease.titan("llama.torchtitan_fp8_1", llama, 8192, 1, FP8_PEER),
-        lease.step("llama.bf16_1_copied", llama, 8192, 1, [*kept, copied], 150),
-        lease.step("llama.fp8_1_copied", llama, 8192, 1, [*kept, *FP8[:1], copied], 150),
-        lease.step("llama.fp8_16", llama, 8192, 1, [*kept, *FP8, *many], 260),
-        lease.titan("llama.torchtitan_fp8_16", llama, 8192, 1, [*FP8_PEER, *many_peer], 260),
-        lease.step("llama.bf16_16", llama, 8192, 1, [*kept, *many], 260),
+        lease.step("llama.bf16_16_zero2", llama, 8192, 1, [*gathered, *many], 260),
         lease.titan("llama.torchtitan_bf16_16", llama, 8192, 1, many_peer, 260),
-        lease.step("llama.fp8_16_copied", llama, 8192, 1, [*kept, *FP8[:1], copied, *many], 260),
-        lease.step("llama.fp8_16_zero2", llama, 8192, 1, [*kept, *FP8[:1], "parallel.zero.stage=2", *many], 260),
+        lease.step("llama.fp8_1_zero2", llama, 8192, 1, [*gathered, *FP8[:2]], 150),
+        lease.step("llama.fp8_16", llama, 8192, 1, [*kept, *FP8, *many], 260),
+        lease.step("llama.bf16_16", llama, 8192, 1, [*kept, *many], 260),
     ]
     # 30 billion parameters and their states take 61 GB of each of eight GPUs, and half of the layers as much of four.
     qwen3 = lease.model("qwen3_30b_a3b", 48 if gpus >= 8 else 24)
