@@ -43,8 +43,8 @@ Settings = list[str]
 
 @dataclass(frozen=True)
 class Row:
-    """sequences: a GPU; ours, titan, transformers: settings of each side, of which the fastest count; model: of
-    configs/model, and what is changed of it."""
+    """sequences: of a GPU's micro-batch; ours, titan, transformers: settings of each side, of which the fastest count;
+    model: of configs/model, and what is changed of it; accumulation: micro-batches of a step."""
 
     sequences: int
     ours: list[Settings]
@@ -53,6 +53,7 @@ class Row:
     length: int = 8192
     model: str = "llama3_8b"
     changes: dict[str, Any] = field(default_factory=dict)
+    accumulation: int = 1
 
 
 NONE, RECOMPUTED = ["--activation_checkpoint.mode", "none"], ["recompute=true"]
@@ -67,6 +68,13 @@ COPIED = "parallel.zero.collectives=copy_engine"
 GATHERED = ["parallel.zero.stage=2", "activation.tile=0", "loss.tile=0", "activation.offload=false"]
 THEIRS = ["--parallelism.fsdp_reshard_after_forward", "never"]
 """Parameters that stay after they were gathered."""
+DECIDED = ["activation.mode=auto", "parallel.zero.stage=2", COPIED]
+"""The fastest recompute that fits beside gathered parameters."""
+FP8 = ["precision.float8.recipe=tensorwise", "precision.float8.ends=0"]
+FP8_PEER = (
+    "--model.converters quantize.linear.float8 --quantize.linear.float8.enable_fsdp_float8_all_gather "
+    "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp --quantize.linear.float8.filter_fqns output"
+).split()
 SHARING = ["--parallelism.context_parallel_degree", "2"]
 SMALL = {"width": 768, "depth": 12, "attention": {"heads": 12}, "feed_forward": {"width": 2048}, "tied": False}
 ROWS = {
@@ -78,6 +86,10 @@ ROWS = {
     "best_2": Row(
         2, [KEPT, [*KEPT, COPIED]], [[*BUDGET, "0.7"], [*BUDGET, "0.85"], [*OPERATIONS, "2"], [*OPERATIONS, "4"]]
     ),
+    "decided_2": Row(2, [DECIDED], [[*BUDGET, "0.7", *THEIRS]]),
+    "decided_fp8_2": Row(2, [[*DECIDED, *FP8]], [[*BUDGET, "0.7", *THEIRS, *FP8_PEER]]),
+    "decided_2x8": Row(2, [DECIDED], [[*BUDGET, "0.7", *THEIRS]], accumulation=8),
+    "decided_fp8_2x8": Row(2, [[*DECIDED, *FP8]], [[*BUDGET, "0.7", *THEIRS, *FP8_PEER]], accumulation=8),
     "gathered_2": Row(2, [[*KEPT, COPIED], [*KEPT, COPIED, *GATHERED]], [[*BUDGET, "0.7"], [*BUDGET, "0.7", *THEIRS]]),
     "cp2_32k": Row(
         1,
@@ -186,6 +198,15 @@ def peft(name: str, launcher: Launcher, model: Path, length: int, sequences: int
     return told(launcher.execute(name, [sys.executable, "bench/peft_step.py", *shape, *settings], ROOT))
 
 
+def accumulate(micro_batches: int, sequences: int, gpus: int) -> tuple[Settings, Settings]:
+    """Settings of ours and of torchtitan for steps of several micro-batches, of which few are enough to measure.
+    sequences: of a GPU's micro-batch."""
+    if micro_batches == 1:
+        return [], []
+    theirs = ["--training.global_batch_size", str(micro_batches * sequences * gpus), "--training.steps", "4"]
+    return [f"accumulation={micro_batches}", "warm=1", "steps=2"], [*theirs, "--metrics.log_freq", "1"]
+
+
 def make_assets(folder: Path) -> Path:
     """A tokenizer of bytes in 4,096 merges, and a corpus in JSON Lines, from the standard library's sources."""
     from tokenizers import ByteLevelBPETokenizer
@@ -217,14 +238,15 @@ def measure(out: Path, rows: list[str], rounds: int, wanted: list[str], depth: i
                 spec[key] = spec[key] | value if isinstance(value, dict) else value
             spec["depth"] = depth or spec["depth"]
             model.write_text(yaml.safe_dump(spec))
-            sides: list[tuple[str, Callable[..., dict[str, Any]], list[Settings]]] = [
-                ("ours", ours, row.ours),
-                ("torchtitan", partial(torchtitan, assets=assets), row.titan),
-                ("transformers", transformers, row.transformers),
+            own, theirs = accumulate(row.accumulation, row.sequences, launcher.gpus)
+            sides: list[tuple[str, Callable[..., dict[str, Any]], list[Settings], Settings]] = [
+                ("ours", ours, row.ours, own),
+                ("torchtitan", partial(torchtitan, assets=assets), row.titan, theirs),
+                ("transformers", transformers, row.transformers, []),
             ]
-            for side, run, choices in (one for one in sides if one[0] in wanted):
+            for side, run, choices, shared in (one for one in sides if one[0] in wanted):
                 for index, settings in enumerate(choices):
-                    began = time.monotonic()
+                    began, settings = time.monotonic(), [*settings, *shared]
                     found = run(f"{name}-{side}-{index}-{number}", launcher, model, row.length, row.sequences, settings)
                     took = round(time.monotonic() - began)
                     yield {"row": name, "side": side, "settings": settings} | found | {"seconds": took}

@@ -40,12 +40,16 @@ import torch
 import yaml
 from compare import (
     COPIED,
+    DECIDED,
+    FP8,
+    FP8_PEER,
     FSDP2,
     OPERATIONS,
     ROOT,
     SELECTIVE,
     THEIRS,
     Launcher,
+    accumulate,
     last_error,
     make_assets,
     ours,
@@ -310,11 +314,7 @@ def converge(lease: Lease, launcher: Launcher) -> Iterator[Line]:
 
 
 ADAPTER, FP8_WEIGHTS = {"rank": 16}, {"weights": "fp8"}
-FP8 = ["precision.float8.recipe=tensorwise", "precision.float8.ends=0", "precision.float8.gather=true"]
-FP8_PEER = (
-    "--model.converters quantize.linear.float8 --quantize.linear.float8.enable_fsdp_float8_all_gather "
-    "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp --quantize.linear.float8.filter_fqns output"
-).split()
+GATHERED_FP8 = [*FP8, "precision.float8.gather=true"]
 
 
 def many_gpus(lease: Lease) -> list[Case]:
@@ -354,25 +354,21 @@ def many_gpus(lease: Lease) -> list[Case]:
             ("experts", "tiny_experts", expert_plans(gpus)),
         )
     ]
-    many = ["accumulation=16", "warm=1", "steps=2"]
-    many_peer = ["--training.global_batch_size", str(16 * gpus), "--training.steps", "4", "--metrics.log_freq", "1"]
+    many, many_peer = accumulate(16, 1, gpus)
     many_peer += THEIRS  # the fastest of its choices where batches accumulate
-    copied = [*FP8[:2], COPIED]
-    # The fastest recompute that fits. Parameters stay gathered.
-    gathered = ["activation.mode=auto", "parallel.zero.stage=2", COPIED]
     steps = [
-        lease.step("llama.fp8_1_copied", llama, 8192, 1, [*kept, *copied], 150),
+        lease.step("llama.fp8_1_copied", llama, 8192, 1, [*kept, *FP8, COPIED], 150),
         lease.titan("llama.torchtitan_fp8_1", llama, 8192, 1, FP8_PEER),
-        lease.step("llama.fp8_1", llama, 8192, 1, [*kept, *FP8], 150),
-        lease.step("llama.fp8_16_zero2", llama, 8192, 1, [*gathered, *FP8[:2], *many], 260),
+        lease.step("llama.fp8_1", llama, 8192, 1, [*kept, *GATHERED_FP8], 150),
+        lease.step("llama.fp8_16_zero2", llama, 8192, 1, [*DECIDED, *FP8, *many], 260),
         lease.titan("llama.torchtitan_fp8_16", llama, 8192, 1, [*FP8_PEER, *many_peer], 260),
         lease.step("llama.bf16_1_copied", llama, 8192, 1, [*kept, COPIED], 150),
         lease.step("llama.bf16_1", llama, 8192, 1, kept, 150),
         lease.titan("llama.torchtitan_bf16_1", llama, 8192, 1, []),
-        lease.step("llama.bf16_16_zero2", llama, 8192, 1, [*gathered, *many], 260),
+        lease.step("llama.bf16_16_zero2", llama, 8192, 1, [*DECIDED, *many], 260),
         lease.titan("llama.torchtitan_bf16_16", llama, 8192, 1, many_peer, 260),
-        lease.step("llama.fp8_1_zero2", llama, 8192, 1, [*gathered, *FP8[:2]], 150),
-        lease.step("llama.fp8_16", llama, 8192, 1, [*kept, *FP8, *many], 260),
+        lease.step("llama.fp8_1_zero2", llama, 8192, 1, [*DECIDED, *FP8], 150),
+        lease.step("llama.fp8_16", llama, 8192, 1, [*kept, *GATHERED_FP8, *many], 260),
         lease.step("llama.bf16_16", llama, 8192, 1, [*kept, *many], 260),
     ]
     # 30 billion parameters and their states take 61 GB of each of eight GPUs, and half of the layers as much of four.
@@ -394,7 +390,7 @@ def many_gpus(lease: Lease) -> list[Case]:
     frozen = lease.model("llama3_70b", adapter=ADAPTER)
     steps += [
         lease.step("adapters.bf16", frozen, 4096, 1, SELECTIVE, 250),
-        lease.step("adapters.fp8", frozen, 4096, 1, [*SELECTIVE, *FP8], 250),
+        lease.step("adapters.fp8", frozen, 4096, 1, [*SELECTIVE, *GATHERED_FP8], 250),
     ]
     drill = ["+config=llama_60m", "compile=false", "eval.every=0", "checkpoint.every=0", "parallel=zero1"]
     drill += ["batch.global_size=16", f"data.cache={lease.scratch / 'cache'}"]
