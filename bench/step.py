@@ -161,7 +161,8 @@ def main() -> None:
             scalars = train()
         scalars["loss"].item()
         unread = (time.perf_counter() - begun) / steps
-        shares = profile(train, own["trace"] if world.rank == 0 else "") if device.type == "cuda" else {}
+        profiled = max(1, PROFILED // accumulation)
+        shares = profile(train, profiled, own["trace"] if world.rank == 0 else "") if device.type == "cuda" else {}
         # Two bounds from above: the profiler slows down the host, and a GPU that has more to do has a lower clock.
         without = min(1 - shares.pop("busy_seconds") / unread, shares["idle"]) if shares else 0.0
     median = statistics.median(seconds)
@@ -261,17 +262,17 @@ def rebuilt(state: TrainState, pipeline: PipelinePlan) -> TrainState:
 
 
 PROFILED = 3
-"""Steps, whose losses the host does not read before the last."""
+"""Micro-batches, at least. The profiler takes minutes to read a hundred passes of a deep model."""
 
 
-def profile(train: Callable[[], dict[str, torch.Tensor]], trace: str) -> dict[str, Any]:
-    """Share of the steps' wall time: kernels by kind, communication that nothing overlaps, and idle; and the seconds of
-    a step in which a kernel runs."""
+def profile(train: Callable[[], dict[str, torch.Tensor]], steps: int, trace: str) -> dict[str, Any]:
+    """Share of the wall time of some steps: kernels by kind, communication that nothing overlaps, and idle; and the
+    seconds of a step in which a kernel runs. The host reads the loss of the last step alone."""
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
     ) as profiler:
         begun = time.perf_counter()
-        for _ in range(PROFILED):
+        for _ in range(steps):
             scalars = train()
         scalars["loss"].item()
         wall = time.perf_counter() - begun
@@ -292,7 +293,7 @@ def profile(train: Callable[[], dict[str, torch.Tensor]], trace: str) -> dict[st
     compute = union([s for kind, values in spans.items() if kind != "communication" for s in values])
     everything = union([s for values in spans.values() for s in values])
     return {kind: round(total / wall / 1e6, 4) for kind, total in covered.items()} | {
-        "busy_seconds": everything / 1e6 / PROFILED,
+        "busy_seconds": everything / 1e6 / steps,
         "exposed_communication": round((everything - compute) / wall / 1e6, 4),
         "idle": round(1 - everything / wall / 1e6, 4),
         "longest_kernels": {name: round(share, 4) for name, share in kernels.most_common(24)},
