@@ -6,11 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import inf
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import hypothesis
 import pytest
+import sympy
 import torch
 import torch._inductor.config as inductor
 import torch.distributed as dist
@@ -19,6 +21,10 @@ from support.estimates import shipped
 from support.reference import random_batch, settings, tiny_spec
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch._inductor.choices import InductorChoices
+from torch._inductor.dependencies import MemoryDep
+from torch._inductor.utils import run_and_get_code
+from torch._inductor.virtualized import V
 
 from trainer.config import Config, Float8Config
 from trainer.config.model import ModelSpec
@@ -37,7 +43,7 @@ from trainer.planning.float8 import can_cast_once
 from trainer.planning.hardware import load_hardware
 from trainer.planning.plan import BatchPlan
 from trainer.planning.resolve import Layout, resolve_layout
-from trainer.precision.products import Float8Multiply, cast_weight, quantise_operand
+from trainer.precision.products import E4M3, E5M2, Float8Multiply, cast_weight, quantise_operand
 from trainer.training.out_of_memory import memory_breakdown
 from trainer.training.state import TrainState
 from trainer.training.step import evaluate, train_step
@@ -194,6 +200,63 @@ def test_compiled_steps_have_the_same_bits(device, recipe, monkeypatch):
         assert not counters["graph_break"] and counters["stats"]["unique_graphs"] == graphs
         found.append([one[name] for one in seen for name in ("loss", "grad_norm", "squares")] + values(state))
     assert all(map(torch.equal, *found))
+
+
+def loops(reduces: bool, *writes: tuple[tuple[int, int], torch.dtype]) -> Any:
+    """Operations that the compiler may put into one kernel, over 256 rows of 128. writes: strides and type of each
+    result."""
+    row, column = sympy.symbols("row column")
+
+    def part(strides: tuple[int, int], dtype: torch.dtype) -> Any:
+        write = MemoryDep("result", strides[0] * row + strides[1] * column, (row, column), (256, 128))
+        node = SimpleNamespace(get_dtype=lambda: dtype)
+        return SimpleNamespace(read_writes=SimpleNamespace(writes=[write]), node=node)
+
+    parts = [part(*write) for write in writes]
+    return SimpleNamespace(is_reduction=lambda: reduces, get_nodes=lambda: parts)
+
+
+@pytest.mark.parametrize(
+    "strides, dtype, fused",
+    [((128, 1), E4M3, True), ((1, 256), E4M3, False), ((1, 256), E5M2, False), ((1, 256), torch.bfloat16, True)],
+)
+def test_reductions_write_no_transposed_operands(strides, dtype, fused, monkeypatch):
+    monkeypatch.setattr(InductorChoices, "can_fuse", lambda *_: True)
+    choices, plain = parallelize.choose_fusions(), ((128, 1), torch.bfloat16)
+    reduction, cast, other = loops(True, plain), loops(False, plain, (strides, dtype)), loops(False, plain)
+    assert choices.can_fuse(None, reduction, cast, 0) == choices.can_fuse(None, cast, reduction, 0) == fused
+    assert choices.can_fuse(None, other, cast, 0) and choices.can_fuse(None, reduction, other, 0)
+    monkeypatch.setattr(InductorChoices, "can_fuse", lambda *_: False)
+    assert not choices.can_fuse(None, reduction, other, 0)
+
+
+@NEEDS_GPU
+def test_on_a_gpu_a_norm_leaves_the_transposed_operand_to_another_kernel():
+    """The backward pass of a norm beside the operand that is made of the norm's result."""
+    x, gradient = (torch.randn(8192, 1024, device="cuda").bfloat16() for _ in range(2))
+    weight, largest = torch.randn(1024, device="cuda").bfloat16(), torch.tensor(4.0, device="cuda")
+
+    def run() -> tuple[Tensor, Tensor]:
+        scale = (x.float().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+        normalised = (x.float() * scale * weight.float()).bfloat16()
+        product = gradient.float() * weight
+        shared = (product * x.float()).mean(-1, keepdim=True)
+        to_x = product * scale - x.float() * scale**3 * shared
+        return quantise_operand(normalised, 0, E4M3, None, largest)[0], to_x.bfloat16()
+
+    def reductions_with_casts() -> list[str]:
+        torch._dynamo.reset()
+        _, code = run_and_get_code(torch.compile(run, dynamic=False))
+        kernels = code[0].split("async_compile.triton(")[1:]
+        return [
+            one for one in kernels if one[1:].startswith(("triton_red", "triton_per")) and ".to(tl.float8e4nv)" in one
+        ]
+
+    with inductor.patch(fx_graph_cache=False):
+        with V.set_choices_handler(InductorChoices()):
+            assert reductions_with_casts()
+        with V.set_choices_handler(parallelize.choose_fusions()):
+            assert not reductions_with_casts()
 
 
 @NEEDS_GPU
