@@ -327,6 +327,29 @@ def test_a_signal_at_any_moment_ends_a_run_with_a_truthful_status(place, command
     assert late <= {(75, "stopped"), (0, "done")} and late, (SEED, seen)
 
 
+FAILING = """
+import os, signal, sys, threading
+from trainer.commands import train
+
+def fail(config):
+    if sys.argv[1:]:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    raise RuntimeError("Connection reset by peer")
+
+train._train = fail
+os._exit(train.run(train.TrainOptions(overrides=["+config=debug"]), own=True))
+"""
+"""A rank whose peer has left; with an argument, it is itself asked to stop a moment later."""
+
+
+@pytest.mark.parametrize("asked, code, words", [((), 1, "reset by peer"), (("asked",), 75, "SIGTERM before the first")])
+def test_a_rank_whose_peer_was_asked_to_stop_first_is_stopped_and_has_not_failed(asked, code, words):
+    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run([sys.executable, "-c", FAILING, *asked], env=environment, capture_output=True, text=True)
+    assert (ended.returncode, words in ended.stderr) == (code, True), ended.stderr
+    assert not asked or "Traceback" not in ended.stderr
+
+
 def test_ctrl_c_that_also_ends_what_reads_the_output_stops_a_run_in_order(place):
     """As in `trainer train ... 2>&1 | tee log`."""
     reading, writing = os.pipe()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -73,6 +74,10 @@ def run(options: TrainOptions, own: bool = False) -> int:
         print_once("interrupted before a run had started", sys.stderr)
         return INTERRUPTED
     except Exception:
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            # A rank that was asked to stop leaves, and its peers then fail in a collective. The same request may be on
+            # its way to this rank.
+            time.sleep(1.0)
         traceback.print_exc()
         return FAILED
 
