@@ -74,7 +74,7 @@ def run(options: TrainOptions, own: bool = False) -> int:
         print_once("interrupted before a run had started", sys.stderr)
         return INTERRUPTED
     except Exception:
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        if "RANK" in os.environ:
             # A rank that was asked to stop leaves, and its peers then fail in a collective. The same request may be on
             # its way to this rank.
             time.sleep(1.0)
