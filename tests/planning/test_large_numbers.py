@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import io
 import os
 import resource
@@ -46,6 +47,7 @@ def outcome(command, arguments: list[str]) -> str:
             used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY,) * 2)
             signal.signal(signal.SIGPROF, signal.SIG_DFL)
+            faulthandler.register(signal.SIGPROF, 2, chain=True)  # shows where it was
             signal.setitimer(signal.ITIMER_PROF, SECONDS)  # of the processor, which others use too
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(10 * SECONDS)  # for a process that waits and computes nothing
