@@ -202,7 +202,7 @@ def test_compiled_steps_have_the_same_bits(device, recipe, monkeypatch):
     assert all(map(torch.equal, *found))
 
 
-def loops(reduces: bool, *writes: tuple[tuple[int, int], torch.dtype]) -> Any:
+def make_loops(reduces: bool, *writes: tuple[tuple[int, int], torch.dtype]) -> Any:
     """Operations that the compiler may put into one kernel, over 256 rows of 128. writes: strides and type of each
     result."""
     row, column = sympy.symbols("row column")
@@ -223,7 +223,11 @@ def loops(reduces: bool, *writes: tuple[tuple[int, int], torch.dtype]) -> Any:
 def test_reductions_write_no_transposed_operands(strides, dtype, fused, monkeypatch):
     monkeypatch.setattr(InductorChoices, "can_fuse", lambda *_: True)
     choices, plain = parallelize.choose_fusions(), ((128, 1), torch.bfloat16)
-    reduction, cast, other = loops(True, plain), loops(False, plain, (strides, dtype)), loops(False, plain)
+    reduction, cast, other = (
+        make_loops(True, plain),
+        make_loops(False, plain, (strides, dtype)),
+        make_loops(False, plain),
+    )
     assert choices.can_fuse(None, reduction, cast, 0) == choices.can_fuse(None, cast, reduction, 0) == fused
     assert choices.can_fuse(None, other, cast, 0) and choices.can_fuse(None, reduction, other, 0)
     monkeypatch.setattr(InductorChoices, "can_fuse", lambda *_: False)

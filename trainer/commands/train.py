@@ -75,8 +75,8 @@ def run(options: TrainOptions, own: bool = False) -> int:
         return INTERRUPTED
     except Exception:
         if "RANK" in os.environ:
-            # A rank that was asked to stop leaves, and its peers then fail in a collective. The same request may be on
-            # its way to this rank.
+            # Before the first step, a rank that gets a stop signal exits, and a collective then fails on the other
+            # ranks. This rank may be about to get the same signal, which ends it as stopped and not as failed.
             time.sleep(1.0)
         traceback.print_exc()
         return FAILED

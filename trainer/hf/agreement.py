@@ -57,7 +57,8 @@ ROUNDED_AGAIN = 8
 """How many more times our own rounding error is measured, with other roundings of the weights, before a difference
 counts as beyond it: at a single token the error of one rounding may be small by chance."""
 FAR = 0.03
-"""A difference that is beyond three of these roundings by so much is beyond all, where tokens have no experts."""
+"""A relative difference that counts after three of these roundings, in models without experts: no rounding of a
+dense model explains so much."""
 MOST = 1 << 28
 """Parameters of the small model. Of published ones it has fewer than 2e7; a folder can claim anything."""
 TRIES = 3
