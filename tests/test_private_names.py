@@ -129,6 +129,7 @@ PRIVATE = [
         "weights that are cast to fp8 once, when they are gathered",
     ),
     Private("_is_root post_backward", FSDP, FULLY_SHARD, "reducing outside of backward, once FSDP is set up"),
+    Private("_is_hsdp", FSDP, FULLY_SHARD, "whether replicas add up gradients before they are accumulated"),
     Private(
         "_partial_reduce_output _all_reduce_state comm_ctx all_gather_state reduce_scatter_states|reduce_scatter_state",
         FSDP,

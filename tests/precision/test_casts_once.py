@@ -220,16 +220,14 @@ def make_loops(reduces: bool, *writes: tuple[tuple[int, int], torch.dtype]) -> A
     "strides, dtype, fused",
     [((128, 1), E4M3, True), ((1, 256), E4M3, False), ((1, 256), E5M2, False), ((1, 256), torch.bfloat16, True)],
 )
-def test_reductions_write_no_transposed_operands(strides, dtype, fused, monkeypatch):
+def test_transposed_operands_have_kernels_of_their_own(strides, dtype, fused, monkeypatch):
     monkeypatch.setattr(InductorChoices, "can_fuse", lambda *_: True)
     choices, plain = parallelize.choose_fusions(), ((128, 1), torch.bfloat16)
-    reduction, cast, other = (
-        make_loops(True, plain),
-        make_loops(False, plain, (strides, dtype)),
-        make_loops(False, plain),
-    )
-    assert choices.can_fuse(None, reduction, cast, 0) == choices.can_fuse(None, cast, reduction, 0) == fused
-    assert choices.can_fuse(None, other, cast, 0) and choices.can_fuse(None, reduction, other, 0)
+    cast, straight = (make_loops(False, (one, dtype)) for one in (strides, (128, 1)))
+    reduction, other = make_loops(True, plain), make_loops(False, plain)
+    for wide in (reduction, other, make_loops(False, plain, (strides, dtype))):
+        assert choices.can_fuse(None, wide, cast, 0) == choices.can_fuse(None, cast, wide, 0) == fused
+    assert choices.can_fuse(None, straight, cast, 0) and choices.can_fuse(None, reduction, other, 0)
     monkeypatch.setattr(InductorChoices, "can_fuse", lambda *_: False)
     assert not choices.can_fuse(None, reduction, other, 0)
 

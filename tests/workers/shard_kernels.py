@@ -32,22 +32,29 @@ def compare(device: torch.device) -> None:
         source, narrowed = drawn(size + start)[start:], drawn(2, size + start).to(narrow)
         kernels.cast_twice(source, *narrowed[:, start:])
         assert all(torch.equal(one[start:], source.to(narrow)) for one in narrowed), (size, start)
-        for ranks, wide in itertools.product((2, 3, 4), (torch.float32, narrow)):
+        for ranks, wide, adds in itertools.product((2, 3, 4), (torch.float32, narrow), (False, True)):
             parts = drawn(ranks, size + start + 5).to(narrow)  # further apart than they are long
             expected = parts[0].float()
             for part in parts[1:]:
                 expected = expected + part
+            earlier = drawn(len(expected)).to(wide)
+            expected = expected + earlier.float() if adds else expected
             for rank in range(ranks):
                 arrived = torch.stack([parts[(rank + step) % ranks] for step in range(1, ranks)])[:, start:][:, :size]
                 total = torch.full((size + 2,), float("nan"), dtype=wide, device=device)
-                kernels.add_up(parts[rank, start:][:size], arrived, total[1:-1], rank)
+                if adds:
+                    total[1:-1] = earlier[start:][:size]
+                kernels.add_up(parts[rank, start:][:size], arrived, total[1:-1], rank, adds)
                 assert torch.equal(total[1:-1], expected[start:][:size].to(wide)), (size, start, ranks, rank, wide)
                 assert total[[0, -1]].isnan().all(), "writes beside what it adds up"
 
 
 def inspect() -> None:
     types = {"count": "i32", "stride": "i32", "source": "*fp32", "total": "*fp32"}
-    for name, numbers in (("_cast", {}), *(("_add_up", {"RANK": 1, "SIZE": size}) for size in (2, 8))):
+    for name, numbers in (
+        ("_cast", {}),
+        *(("_add_up", {"RANK": 1, "SIZE": size, "ADDS": adds}) for size in (2, 8) for adds in (0, 1)),
+    ):
         numbers = {"TILE": kernels.TILE, **numbers}
         ptx, resources = compile_for_hopper(getattr(kernels, name), numbers, types, whole=("count", "stride"))
         assert re.search(r"STACK:0 .*LOCAL:0", resources), f"{name} spills registers: {resources}"

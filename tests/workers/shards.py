@@ -50,14 +50,15 @@ def results(mine: CopyEngineShards, dtype: torch.dtype, calls: int = CALLS) -> I
             continue
         gradients = [torch.randn(size, count, 3, generator=generator).to(dtype) for count in counts]
         rows = [-(-count // size) for count in counts]
-        total = torch.empty(3 * sum(rows), dtype=alike.choice((torch.float32, dtype)))
-        mine.sum([gradient[rank] for gradient in gradients], total)
+        adds = alike.random() < 0.5
+        total = torch.full((3 * sum(rows),), float(adds), dtype=alike.choice((torch.float32, dtype)))
+        mine.sum([gradient[rank] for gradient in gradients], total, adds)
         there = [max(0, min(count - rank * own, own)) for count, own in zip(counts, rows)]
         yield (
             torch.cat([part.view(-1, 3)[:n].flatten() for n, part in zip(there, total.split([3 * n for n in rows]))]),
             torch.cat(
                 [
-                    gradient.float().sum(0)[rank * own : rank * own + n].flatten()
+                    (gradient.float().sum(0) + adds)[rank * own : rank * own + n].flatten()
                     for gradient, own, n in zip(gradients, rows, there)
                 ]
             ).to(total.dtype),

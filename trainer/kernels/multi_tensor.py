@@ -234,7 +234,9 @@ def _cast(source, first, second, count, TILE: tl.constexpr):
 
 
 @triton.jit
-def _add_up(own, arrived, total, count, stride, RANK: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr):
+def _add_up(
+    own, arrived, total, count, stride, RANK: tl.constexpr, SIZE: tl.constexpr, ADDS: tl.constexpr, TILE: tl.constexpr
+):
     places, inside = _places(count, TILE)
     added = tl.zeros((TILE,), tl.float32)
     for rank in tl.static_range(SIZE):
@@ -244,6 +246,8 @@ def _add_up(own, arrived, total, count, stride, RANK: tl.constexpr, SIZE: tl.con
             row = arrived + (rank + SIZE - RANK - 1) % SIZE * stride
             values = tl.load(row + places, mask=inside, other=0.0)
         added += values.to(tl.float32)
+    if ADDS:
+        added += tl.load(total + places, mask=inside, other=0.0).to(tl.float32)
     tl.store(total + places, added.to(total.dtype.element_ty), mask=inside)
 
 
@@ -265,10 +269,9 @@ def cast_twice(source: Tensor, first: Tensor, second: Tensor) -> None:
     _cast[(triton.cdiv(len(source), TILE),)](source, first, second, len(source), TILE=TILE, num_warps=8)
 
 
-def add_up(own: Tensor, arrived: Tensor, total: Tensor, rank: int) -> None:
+def add_up(own: Tensor, arrived: Tensor, total: Tensor, rank: int, adds: bool) -> None:
     """The sum over ranks, added up in fp32 in their order, of what `rank` has itself and what has arrived from the
     others. own, total: [n]; arrived: [ranks - 1, n], of the ranks behind this one in turn, rows of which are contiguous
-    and equally far apart."""
-    _add_up[(triton.cdiv(len(own), TILE),)](
-        *(own, arrived, total, len(own), arrived.stride(0)), RANK=rank, SIZE=len(arrived) + 1, TILE=TILE, num_warps=8
-    )
+    and equally far apart. adds: to what `total` holds."""
+    sizes = {"RANK": rank, "SIZE": len(arrived) + 1, "ADDS": adds, "TILE": TILE}
+    _add_up[(triton.cdiv(len(own), TILE),)](own, arrived, total, len(own), arrived.stride(0), **sizes, num_warps=8)

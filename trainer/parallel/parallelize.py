@@ -172,24 +172,27 @@ def multiply_in_float8(
 
 
 def choose_fusions() -> Any:
-    """Returns inductor's rules of which operations are fused into one kernel, with one more: a reduction kernel, such
-    as that of a norm's backward pass, does not also write a transposed fp8 operand. It would write single bytes that
-    lie a whole row apart, which took 8% of a step of Llama-3 8B on an H200. A separate kernel works on tiles."""
+    """Returns inductor's rules of which operations are fused into one kernel, with one more: a kernel that writes a
+    transposed fp8 operand writes nothing wider. A kernel of such operands works on tiles. In a reduction kernel, such
+    as that of a norm's backward pass, single bytes would be written that lie a whole row apart, which took 8% of a step
+    of Llama-3 8B on an H200. And the gradient of a norm's input would be computed in another kernel than the sums that
+    it needs, and its operands read twice."""
     from torch._inductor.choices import InductorChoices
     from torch._inductor.dependencies import MemoryDep
 
-    def transposes(node: Any) -> bool:
-        return any(
-            isinstance(write, MemoryDep) and not write.stride1_for_last_dim()
+    def writes(node: Any) -> list[tuple[int, bool]]:
+        """Of each result: the bytes of an element, and whether it is transposed."""
+        return [
+            (one.node.get_dtype().itemsize, isinstance(write, MemoryDep) and not write.stride1_for_last_dim())
             for one in node.get_nodes()
             for write in one.read_writes.writes
-            if one.node.get_dtype().itemsize == 1
-        )
+        ]
 
     class SeparateTransposes(InductorChoices):
         @staticmethod
         def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-            if node1.is_reduction() != node2.is_reduction() and transposes(node2 if node1.is_reduction() else node1):
+            both = writes(node1) + writes(node2)
+            if (1, True) in both and any(size > 1 for size, _ in both):
                 return False
             return InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score)
 

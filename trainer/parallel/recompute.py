@@ -327,7 +327,8 @@ def selective_contexts(rules: Rules) -> Any:
     shared = {operator for name in SHARED for operator in find_operators(name)}
 
     def policy(context: Any, operator: Any, *arguments: Any, **_: Any) -> CheckpointPolicy:
-        saved = False
+        # The largest element of a whole tensor: a scalar, with which fp8 scales an operand in both passes.
+        saved = operator is torch.ops.aten.amax.default and len(arguments) == 1
         for number, every, places in rules.get(operator, ()):
             products = len(arguments[1]) if operator in shared else 1  # they are saved together or not at all
             calls[context.is_recompute, number] += products

@@ -239,10 +239,16 @@ Block = tuple[int, int] | None
 Quantise = Callable[[Tensor, int, torch.dtype, Block, Tensor | None], tuple[Tensor, Tensor]]
 
 
+def make_once(x: Tensor) -> Tensor:
+    """`x` itself. For this view the compiler stores `x`. It would compute it again in each kernel that reads it: the
+    fp64 division of a scale for each element of an operand."""
+    return x.as_strided(x.shape, x.stride())
+
+
 def scale_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
     """The fp32 factor that maps the largest element `largest` to the largest number of `dtype`. Divided in fp64,
     because compiled divisions in fp32 round differently from eager ones."""
-    return (torch.finfo(dtype).max / largest.double().clamp(min=SMALLEST)).float()
+    return make_once((torch.finfo(dtype).max / largest.double().clamp(min=SMALLEST)).float())
 
 
 def quantise_operand(
@@ -254,11 +260,11 @@ def quantise_operand(
     if x is a part of it. Returns [rows, n], row-major, with zeros behind n that fill the last block, and factors in
     fp32: a scalar, or a matrix with one for each block.
     """
-    x = x.t() if summed == 0 else x
-    if block is None:
+    if block is None:  # one largest element serves both ways of x
         scale = scale_of(x.abs().amax() if largest is None else largest, dtype)
-        values = x.float() * scale
+        values = (x.t() if summed == 0 else x).float() * scale
     else:
+        x = x.t() if summed == 0 else x
         width = block[1] or x.shape[1]
         x = F.pad(x, (0, -x.shape[1] % width)) if x.shape[1] % width else x
         blocks = x.unflatten(1, (-1, width)).unflatten(0, (-1, block[0]))
@@ -266,7 +272,7 @@ def quantise_operand(
         # Clearing the mantissa would turn a NaN into an infinity, which kernels cast to fp8 in different ways.
         scale = torch.where(scale.isnan(), scale, (scale.view(torch.int32) & EXPONENT).view(torch.float32))
         values = (blocks.float() * scale[:, None, :, None]).flatten(2).flatten(0, 1)
-    return values.to(dtype).contiguous(), scale.double().reciprocal().float()
+    return make_once(values.to(dtype).contiguous()), scale.double().reciprocal().float()
 
 
 # Weights that are cast once for several products. Functions of autograd and operators take tensors only, so an operand
@@ -422,8 +428,8 @@ class Float8Multiply(Multiply):
             return b
         if self.left_type(role) is None:
             return GEMMOperand(b)
-        # Transposed first. Otherwise the compiler would reuse forward's cast of the weight here, and keep it in memory
-        # for all weights until backward.
+        # Transposed before all else. Otherwise the compiler would share the cast or the largest element with forward,
+        # and keep operands in memory for all weights until backward.
         b = b.t() if role is GEMMRole.INPUT_GRADIENT else b
         if role is GEMMRole.WEIGHT_GRADIENT:
             return GEMMOperand(*self.quantise(b, 0, E4M3, self.block(1), None))

@@ -60,14 +60,15 @@ class CopyEngineShards:
         """Fills `wholes`, [ranks, n] each, with all ranks' `shards`, [n] each, cast to the type of `wholes`."""
         return run_on_side_stream("gathers", wholes[0].device, lambda: self._gather_by_type(shards, wholes))
 
-    def sum(self, gradients: Sequence[Tensor], total: Tensor) -> torch.Event | None:
-        """Writes to `total` this rank's rows of the sum over ranks of each gradient, one after the other.
+    def sum(self, gradients: Sequence[Tensor], total: Tensor, adds: bool = False) -> torch.Event | None:
+        """Writes to `total` this rank's rows of the sum over ranks of each gradient, one after the other, or adds them
+        to what it holds (`adds`).
 
         gradients: contiguous, of one type; the caller keeps them until the event. Their first dimension is split into
         equal numbers of rows, one for each rank. Where it does not divide, the last ranks have fewer rows, and the rest
         of their places in `total` is undefined.
         """
-        return run_on_side_stream("sums", total.device, lambda: self._sum(gradients, total))
+        return run_on_side_stream("sums", total.device, lambda: self._sum(gradients, total, adds))
 
     def _gather_by_type(self, shards: Sequence[Tensor], wholes: Sequence[Tensor]) -> None:
         # A buffer has one type. fp8 travels as bytes.
@@ -98,7 +99,7 @@ class CopyEngineShards:
                 with buffers.label_sends():
                     copy_tensors(into, place_parts(buffers.buffer(source, (1, length)), piece))
 
-    def _sum(self, gradients: Sequence[Tensor], total: Tensor) -> None:
+    def _sum(self, gradients: Sequence[Tensor], total: Tensor, adds: bool) -> None:
         rows = [-(-len(gradient) // self.size) * gradient[0].numel() for gradient in gradients]
         buffers, peers, first = buffers_of("sums", self.group, gradients[0].dtype), other_ranks(self.rank, self.size), 0
         # A sum pushes: each rank writes its rows into the buffer of the rank that sums them, which has a row for each
@@ -124,7 +125,8 @@ class CopyEngineShards:
             arrived = [
                 part[:, : len(own)] for part, own in zip(buffers.buffer(self.rank, shape).split(lengths, dim=1), mine)
             ]
-            add_up(mine, arrived, shorten_places(total[first : first + shape[1]].split(lengths), mine), self.rank)
+            totals = shorten_places(total[first : first + shape[1]].split(lengths), mine)
+            add_up(mine, arrived, totals, self.rank, adds)
             first += shape[1]
 
 
@@ -196,20 +198,20 @@ def cast_tensors(sources: Sequence[Tensor], firsts: Sequence[Tensor], seconds: S
         copy_together(seconds, firsts)
 
 
-def add_up(owns: Sequence[Tensor], arrived: Sequence[Tensor], totals: Sequence[Tensor], rank: int) -> None:
+def add_up(owns: Sequence[Tensor], arrived: Sequence[Tensor], totals: Sequence[Tensor], rank: int, adds: bool) -> None:
     """Sums over ranks in fp32, in the order of ranks, so that the bits do not depend on timing. owns, totals: [n] each;
-    arrived: [ranks - 1, n] each, of the ranks after this one in turn."""
+    arrived: [ranks - 1, n] each, of the ranks after this one in turn. adds: to what `totals` hold."""
     large, small = by_size(owns, arrived, totals)
     if large:
         from trainer.kernels import multi_tensor
 
         for own, rest, total in large:
-            multi_tensor.add_up(own, rest, total, rank)
+            multi_tensor.add_up(own, rest, total, rank, adds)
     if small:
         owns, arrived, totals = zip(*small)
         size = len(arrived[0]) + 1
-        exact = totals[0].dtype is torch.float32
-        wide = totals if exact else [torch.empty_like(total, dtype=torch.float32) for total in totals]
+        in_place = totals[0].dtype is torch.float32 and not adds
+        wide = totals if in_place else [torch.empty_like(total, dtype=torch.float32) for total in totals]
         for source in range(size):
             parts = owns if source == rank else [rest[(source - rank - 1) % size] for rest in arrived]
             if source == 0:
@@ -217,7 +219,9 @@ def add_up(owns: Sequence[Tensor], arrived: Sequence[Tensor], totals: Sequence[T
                 continue
             for added, part in zip(wide, parts):
                 added += part
-        if not exact:
+        for total, added in zip(totals, wide) if adds else ():
+            total += added
+        if not (in_place or adds):
             copy_together(totals, wide)
 
 

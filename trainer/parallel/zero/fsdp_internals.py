@@ -7,6 +7,7 @@ their shards and, within a step, their gathered copies and the gradients accumul
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, partial, wraps
 from types import SimpleNamespace
@@ -326,17 +327,23 @@ class CopyEngineCollectives:
     """FSDP's custom all-gather and reduce-scatter by copies between GPUs (`parallel/zero/copy_engine.py`).
 
     FSDP calls `allocate` for a message, then for its result, and then this object with both. The message here is an
-    empty tensor that carries references to the gradients: they travel from where they are, without a flat copy.
+    empty tensor that carries references to the gradients: they travel from where they are, without a flat copy. The
+    result of a later micro-batch is the memory of the earlier ones' gradients, to which it is added as it is summed.
+
+    group: of the unit.
     """
 
-    def __init__(self, group: dist.ProcessGroup):
-        self.shards = CopyEngineShards(group)
+    def __init__(self, shards: CopyEngineShards, group: Any):
+        self.shards, self.group = shards, group
         self.message: Tensor | None = None
+        self.adds = False
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         # The second call of a pair: the result, which is real memory.
         if self.message is not None:
-            return torch.empty(size, dtype=dtype, device=device)
+            earlier = earlier_gradients(self.group, math.prod(size), dtype)
+            self.adds = earlier is not None
+            return torch.empty(size, dtype=dtype, device=device) if earlier is None else earlier
         self.message = torch.empty(0, dtype=dtype, device=device)
         # FSDP keeps the message until the current stream has waited for its reduction, and with it the gradients in
         # this list. They must not be freed while copy engines read them.
@@ -345,7 +352,20 @@ class CopyEngineCollectives:
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **_: object) -> None:
         self.message = None
-        wait_for_event(self.shards.sum(input_tensor.gradients, output_tensor))
+        for parameter in self.group.fsdp_params if self.adds else ():
+            parameter.sharded_param.grad = None  # FSDP would add the result, whose memory it is, to it
+        wait_for_event(self.shards.sum(input_tensor.gradients, output_tensor, self.adds))
+
+
+def earlier_gradients(group: Any, length: int, dtype: torch.dtype) -> Tensor | None:
+    """The flat tensor of `length` elements that holds the gradients of all parameters of a unit, as an earlier
+    reduction has left them. None without one, and where sums over replicas come in between."""
+    gradients = [parameter.sharded_param.grad for parameter in group.fsdp_params]
+    if group._is_hsdp or any(one is None or one.dtype is not dtype for one in gradients):
+        return None
+    parts = [one.to_local() for one in gradients]
+    memory = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in parts}
+    return parts[0].as_strided((length,), (1,), 0) if [*memory.values()] == [length * dtype.itemsize] else None
 
 
 class WholeShardReduce:
@@ -381,8 +401,9 @@ def copy_shards(units: list[FSDPModule], group: dist.ProcessGroup) -> None:
     """Makes FSDP gather and reduce units by copies between GPUs. Each unit is gathered while the one before it
     computes."""
     patch_collectives()
-    comm = CopyEngineCollectives(group)
+    shards = CopyEngineShards(group)
     for unit, following in zip(units, [*units[1:], None]):
+        comm = CopyEngineCollectives(shards, parameter_group(unit))
         unit.set_custom_all_gather(comm)
         unit.set_custom_reduce_scatter(comm)
         if following is not None:
