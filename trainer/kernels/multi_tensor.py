@@ -247,7 +247,7 @@ def _add_up(
             values = tl.load(row + places, mask=inside, other=0.0)
         added += values.to(tl.float32)
     if ADDS:
-        added += tl.load(total + places, mask=inside, other=0.0).to(tl.float32)
+        added += tl.load(total + places, mask=inside)
     tl.store(total + places, added.to(total.dtype.element_ty), mask=inside)
 
 

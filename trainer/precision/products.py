@@ -397,7 +397,8 @@ class Float8Multiply(Multiply):
         MULTIPLIERS[self.key] = self
 
     def __call__(self, a: Tensor, b: Tensor, role: GEMMRole, add: Tensor | None = None) -> Tensor:
-        return self.product(self.left(a, role), self.right(b, role), role, a.dtype, add)
+        left = self.left(a, role)
+        return self.product(left, self.right(b, role, left.back), role, a.dtype, add)
 
     @property
     def rowwise(self) -> bool:
@@ -422,18 +423,22 @@ class Float8Multiply(Multiply):
         summed = 0 if role is GEMMRole.WEIGHT_GRADIENT else 1
         return GEMMOperand(*self.quantise(a, summed, dtype, self.block(1), largest))
 
-    def right(self, b: Tensor | GEMMOperand, role: GEMMRole) -> GEMMOperand:
-        """b: or the operand that was made of it."""
+    def right(self, b: Tensor | GEMMOperand, role: GEMMRole, after: Tensor | None = None) -> GEMMOperand:
+        """b: or the operand that was made of it. after: `back` of the left operand."""
         if isinstance(b, GEMMOperand):
             return b
         if self.left_type(role) is None:
             return GEMMOperand(b)
-        # Transposed before all else. Otherwise the compiler would share the cast or the largest element with forward,
-        # and keep operands in memory for all weights until backward.
-        b = b.t() if role is GEMMRole.INPUT_GRADIENT else b
         if role is GEMMRole.WEIGHT_GRADIENT:
             return GEMMOperand(*self.quantise(b, 0, E4M3, self.block(1), None))
-        return GEMMOperand(*self.quantise(b, 1, E4M3, self.block(BLOCK), None))
+        largest = None
+        if role is GEMMRole.INPUT_GRADIENT:
+            if after is not None and not self.rowwise:
+                # What forward has found: nothing is below zero. The compiler has to wait for the gradient; otherwise it
+                # would cast in forward, and keep all weights in fp8 until backward.
+                largest = torch.maximum(b.abs().amax(), -after)
+            b = b.t()
+        return GEMMOperand(*self.quantise(b, 1, E4M3, self.block(BLOCK), largest))
 
     def product(
         self, left: GEMMOperand, right: GEMMOperand, role: GEMMRole, dtype: torch.dtype, add: Tensor | None = None

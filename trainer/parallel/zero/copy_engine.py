@@ -209,9 +209,7 @@ def add_up(owns: Sequence[Tensor], arrived: Sequence[Tensor], totals: Sequence[T
             multi_tensor.add_up(own, rest, total, rank, adds)
     if small:
         owns, arrived, totals = zip(*small)
-        size = len(arrived[0]) + 1
-        in_place = totals[0].dtype is torch.float32 and not adds
-        wide = totals if in_place else [torch.empty_like(total, dtype=torch.float32) for total in totals]
+        size, wide = len(arrived[0]) + 1, [torch.empty_like(total, dtype=torch.float32) for total in totals]
         for source in range(size):
             parts = owns if source == rank else [rest[(source - rank - 1) % size] for rest in arrived]
             if source == 0:
@@ -219,10 +217,9 @@ def add_up(owns: Sequence[Tensor], arrived: Sequence[Tensor], totals: Sequence[T
                 continue
             for added, part in zip(wide, parts):
                 added += part
-        for total, added in zip(totals, wide) if adds else ():
-            total += added
-        if not (in_place or adds):
-            copy_together(totals, wide)
+        if adds:
+            wide = [total + added for total, added in zip(totals, wide)]
+        copy_together(totals, wide)
 
 
 def copy_together(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

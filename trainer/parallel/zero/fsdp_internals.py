@@ -7,7 +7,6 @@ their shards and, within a step, their gathered copies and the gradients accumul
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, partial, wraps
 from types import SimpleNamespace
@@ -341,7 +340,7 @@ class CopyEngineCollectives:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         # The second call of a pair: the result, which is real memory.
         if self.message is not None:
-            earlier = earlier_gradients(self.group, math.prod(size), dtype)
+            earlier = earlier_gradients(self.group, size[0], dtype)
             self.adds = earlier is not None
             return torch.empty(size, dtype=dtype, device=device) if earlier is None else earlier
         self.message = torch.empty(0, dtype=dtype, device=device)
