@@ -57,7 +57,7 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
         return Case(name, [*FEW_BUFFERS, *torchrun, str(processes), *worker], limit, processes)
 
     def run(name: str, *settings: str, count: int = pair) -> Case:
-        where = [f"run.name={name}", f"run.dir={scratch / name}", "run.steps=30", f"data.cache={scratch / 'cache'}"]
+        where = [f"run.name={name}", f"run.dir={scratch / name}", "run.steps=20", f"data.cache={scratch / 'cache'}"]
         return Case(name, [*torchrun, str(count), "-m", "trainer", "+config=demo", *where, *settings], 150, count)
 
     def runtime(name: str, mode: str, count: int, limit: float) -> Case:
