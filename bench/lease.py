@@ -166,6 +166,7 @@ def shrink(values: dict[str, Any]) -> None:
 
 EP2 = [*SELECTIVE, "parallel.ep=2"]
 BY_SHARED_MEMORY = ["parallel.ep_dispatch=shared_memory", "parallel.ep_capacity=1.5"]
+IN_TURNS = ["parallel.zero.stage=2", "accumulation=4"]
 EXPERT_RANKS = ["--parallelism.expert_parallel_degree"]
 BALANCED, BALANCED_PEER = ["balanced=true"], ["--debug.moe_force_load_balance"]
 
@@ -193,6 +194,8 @@ def experts(lease: Lease) -> list[Case]:
             own("ep2_shared_memory", [*EP2, *BY_SHARED_MEMORY]),
             peer("torchtitan_ep2", [*EXPERT_RANKS, "2"]),
             own("ep2_alltoall", [*EP2, "parallel.ep_dispatch=alltoall"]),
+            own("ep2_alltoall_of_4", [*EP2, "parallel.ep_dispatch=alltoall", *IN_TURNS]),
+            own("ep2_alltoall_overlap", [*EP2, "parallel.ep_dispatch=alltoall_overlap", *IN_TURNS]),
             own("ep2_allgather", [*EP2, "parallel.ep_dispatch=allgather"]),
         ]
 

@@ -314,7 +314,7 @@ SCHEDULES = {
     "zb_v": "embedding and head on one rank",
     "v_half": "less memory, more bubble",
     "v_min": "least memory",
-    "dualpipe_v": "only the order of DualPipeV, without its overlap of communication",
+    "dualpipe_v": "passes overlap with `parallel.ep_dispatch=alltoall_overlap`",
     "greedy": "planned for the costs of these layers, within `parallel.pipeline.memory_cap`",
 }
 

@@ -74,13 +74,13 @@ def count_loaded() -> list[int]:
 
 
 BUDGETS = {
-    "tokens of trainer/": (lambda: sum(map(count_tokens, FILES)), 417_800),
+    "tokens of trainer/": (lambda: sum(map(count_tokens, FILES)), 419_900),
     "files of trainer/": (lambda: len(FILES), 228),
     "files loaded with trainer.training.run": (lambda: count_loaded()[1], 151),
     "files loaded with trainer.training.step": (lambda: count_loaded()[0], 91),
     "settings": (count_settings, 220),
     "pages of docs/": (lambda: len(list((ROOT / "docs").glob("*.md"))), 16),
-    "words of docs/": (lambda: count_words(*(ROOT / "docs").glob("*.md")), 45_700),
+    "words of docs/": (lambda: count_words(*(ROOT / "docs").glob("*.md")), 45_800),
     "words of README.md": (lambda: count_words(ROOT / "README.md"), 1_700),
     "files of bench/": (lambda: len(list((ROOT / "bench").glob("*.py"))), 17),
 }

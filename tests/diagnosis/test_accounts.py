@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 from functools import partial
 from typing import Any
 
@@ -353,7 +356,25 @@ def test_operations_and_bytes_follow_from_shapes(of):
     assert found["triton_poi_fused_add_0"] == (None, 800)
 
 
-def test_the_command_adds_the_accounts_of_all_ranks_and_prints_their_metrics(tmp_path, capsys):
+def test_the_command_says_nothing_where_no_trace_is_left(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(command, "PATIENCE", 0.0)
+    command.main(tmp_path, 7, [0, 1])
+    assert not list(tmp_path.iterdir()) and capfd.readouterr() == ("", "")
+
+
+def test_the_command_is_quiet_where_nobody_reads_its_metrics(tmp_path):
+    (tmp_path / "traces").mkdir()
+    device(0).nccl("1", 0, 0, 40).write(trace_of(tmp_path, 7, 0))
+    reads, writes = os.pipe()
+    os.close(reads)
+    done = subprocess.run(
+        [sys.executable, "-m", command.__name__, str(tmp_path), "7", "0"], stdout=writes, stderr=subprocess.PIPE
+    )
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (0, b"") and len(contract.read_breakdowns(tmp_path)) == 1
+
+
+def test_the_command_adds_the_accounts_of_all_ranks_and_prints_their_metrics(tmp_path, capfd):
     (tmp_path / "traces").mkdir()
     for rank in range(2):
         written = device(rank).nccl("1", 0, 0, 40).kernel("gemm", 50, 60, 100)
@@ -361,7 +382,7 @@ def test_the_command_adds_the_accounts_of_all_ranks_and_prints_their_metrics(tmp
     command.main(tmp_path, 7, [0, 1])
     found = contract.read_breakdowns(tmp_path)
     assert [account.rank for account in found] == [0, 1]
-    printed = json.loads(capsys.readouterr().out)
+    printed = json.loads(capfd.readouterr().out)
     assert printed == {
         "profiled_step": 7,
         "exposed/data": pytest.approx(0.4),

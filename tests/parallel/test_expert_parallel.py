@@ -12,6 +12,7 @@ from trainer.config import Config, ConfigError, ModelConfig
 from trainer.config.model import ExpertsSpec, FeedForwardSpec, ModelSpec
 from trainer.parallel.experts.plan import choose_dispatch
 from trainer.planning.decide import MemoryLimit, decide
+from trainer.planning.estimate.memory import find_peaks
 from trainer.planning.estimate.plans import rank_plans
 from trainer.planning.estimate.step import estimate_step
 from trainer.planning.features import check_whole_plan, communication_table, resolve_plan
@@ -122,6 +123,14 @@ def test_ranks_that_cannot_share_experts_are_refused(world, experts, changes, wo
         ),
         ({"ep_dispatch": "alltoall", "ep_capacity": 1.5}, ["ep_capacity=1.5", "parallel.ep_dispatch=shared_memory"]),
         (
+            {"ep_dispatch": "alltoall_overlap", "ep_capacity": 1.5},
+            ["ep_capacity=1.5", "parallel.ep_dispatch=shared_memory"],
+        ),
+        (
+            {"ep_dispatch": "alltoall_overlap", "zero__stage": 3},
+            ["ep_dispatch=alltoall_overlap", "parallel.zero.stage=3", "parallel.zero.stage=2"],
+        ),
+        (
             {"grad_comm__inner__codec": "int8", "zero__stage": 1},
             ["parallel.ep=2", "grad_comm.inner.codec", "codec=none"],
         ),
@@ -152,6 +161,57 @@ def test_less_time_decides_how_tokens_travel(top_k, ep, devices):
     faster = min(ways[1:], key=lambda way: found[way].seconds)
     assert found["auto"].config.parallel.ep_dispatch == faster
     assert found["auto"].seconds == found[faster].seconds < found[({*ways[1:]} - {faster}).pop()].seconds
+
+
+@pytest.mark.parametrize(
+    ("changes", "accumulation", "words"),
+    [
+        ({}, 1, ["batch.accumulation=1", "batch.accumulation=2 or more"]),
+        ({"pp": 2}, 8, ["schedule=1f1b", "schedule=dualpipe_v", "ep_dispatch=alltoall"]),
+        ({"pp": 2, "pipeline__schedule": "greedy"}, 8, ["schedule=greedy", "schedule=dualpipe_v"]),
+        ({"pp": 2, "pipeline__schedule": "dualpipe_v"}, 2, ["batch.accumulation=2", "batch.accumulation=5 or more"]),
+    ],
+)
+def test_schedules_without_pairs_of_passes_are_refused(changes, accumulation, words):
+    config, spec = config_of(ep=2, ep_dispatch="alltoall_overlap", **changes), spec_of(count=4)
+    spec.depth, config.batch.accumulation, config.batch.micro_size = 4, accumulation, 1
+    with pytest.raises(ConfigError) as refusal:
+        resolve_layout(config, 4, spec)
+    assert all(word in str(refusal.value) for word in ["parallel.ep_dispatch=alltoall_overlap", *words]), refusal.value
+    config.batch.accumulation = 8
+    config.parallel.pipeline.schedule = "dualpipe_v" if config.parallel.pp > 1 else "1f1b"
+    assert any(action.parts for order in resolve_layout(config, 4, spec).pipeline.schedule.orders for action in order)
+
+
+def test_a_file_whose_pairs_cannot_begin_together_is_refused(tmp_path):
+    """Rank 1 waits for the forward pass of rank 0's pair, and rank 0 for the backward pass of rank 1's."""
+    path = tmp_path / "pairs.csv"
+    path.write_text("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,(1F1;1B0)OVERLAP_F_B,1B1\n")
+    config, spec = config_of(ep=2, ep_dispatch="alltoall_overlap", pp=2, pipeline__schedule=str(path)), spec_of(count=4)
+    config.batch.accumulation, config.batch.micro_size = 2, 1
+    with pytest.raises(ConfigError, match="ranks 0, 1 wait for ever"):
+        resolve_layout(config, 4, spec)
+    config.parallel.ep_dispatch = "alltoall"
+    assert resolve_layout(config, 4, spec).pipeline.schedule.microbatches == 2
+
+
+@pytest.mark.parametrize("changes", [{}, {"pp": 2, "pipeline__schedule": "dualpipe_v"}])
+def test_estimates_hide_what_passes_in_turns_hide(changes):
+    """Less exposed communication of experts, in a step that moves as much and takes hardly more memory: one pass frees
+    a layer where the other one fills one."""
+    spec, found, hardware = spec_of(count=16, top_k=4), {}, load_hardware("h100")
+    spec.width, spec.depth, spec.feed_forward.width = 1024, 8, 512
+    for way in ("alltoall", "alltoall_overlap"):
+        config = config_of(ep=4, ep_dispatch=way, zero__stage=2, **changes)
+        config.model, config.batch.sequence_length = ModelConfig(**vars(spec)), 2048
+        config.batch.micro_size, config.batch.accumulation = 4, 8
+        layout = resolve_layout(config, 8, config.model, 8)
+        found[way] = estimate_step(config, layout, hardware), max(one.reserved for one in find_peaks(config, layout))
+    (plain, held), (turned, more) = found.values()
+    assert turned.seconds < plain.seconds
+    assert turned.exposed["experts"] < 0.7 * plain.exposed["experts"]
+    assert turned.communication["experts"] == pytest.approx(plain.communication["experts"])
+    assert 0.95 * held < more < 1.25 * held
 
 
 def test_experts_of_a_token_decide_between_the_ways():

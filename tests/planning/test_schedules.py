@@ -28,7 +28,14 @@ from trainer.planning.schedules.ir import (
 )
 from trainer.planning.schedules.lower import find_blocked_ranks, input_of, lower_all, lower_schedule, validate_schedule
 from trainer.planning.schedules.simulate import simulate_schedule
-from trainer.planning.schedules.templates import TEMPLATES, build_greedy, build_schedule, forward_only, place_stages
+from trainer.planning.schedules.templates import (
+    TEMPLATES,
+    build_greedy,
+    build_schedule,
+    forward_only,
+    pair_passes,
+    place_stages,
+)
 
 SPLITTING = [name for name, template in TEMPLATES.items() if template.splits]
 V_SHAPED = [name for name, template in TEMPLATES.items() if template.placement == "v"]
@@ -583,6 +590,38 @@ def test_lowered_programs_cannot_deadlock(built, ahead, reduce):
     for rank, program in enumerate(programs):
         assert program == lower_schedule(built, rank, reduce, ahead)
         assert [action for action in program if action.kind in ir.COMPUTE] == list(split_overlaps(built.orders[rank]))
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(2, 6), st.integers(1, 20), st.integers(0, 3), st.sampled_from(("last", "every")))
+def test_passes_that_run_in_turns_cannot_deadlock(ranks, microbatches, ahead, reduce):
+    """Where a pair waits for the inputs of both passes before, and sends both results afterwards."""
+    plan = build_schedule("dualpipe_v", ranks, microbatches)
+    programs = lower_all(plan, reduce, ahead, overlaps=True)
+    assert find_blocked_ranks(programs, plan.placement) == {}
+    for program, order in zip(programs, plan.orders):
+        assert [action for action in program if action.parts or action.kind in ir.COMPUTE] == list(order)
+        received = {(action.kind, action.stage, action.microbatch) for action in program if "RECV" in action.kind}
+        begun: set[tuple] = set()
+        for action in program:
+            if "RECV" in action.kind:
+                begun.add((action.kind, action.stage, action.microbatch))
+            for part in action.computed:
+                kind = "RECV_F" if part.kind == "F" else "RECV_B"
+                if part.kind in "FIB" and (kind, part.stage, part.microbatch) in received:
+                    assert (kind, part.stage, part.microbatch) in begun, f"{action} before its input"
+    # Every REDUCE_GRAD comes after the backward pass that it is for.
+    for program in programs:
+        for place, action in enumerate(program):
+            if action.kind == "REDUCE_GRAD":
+                parts = [part for earlier in program[:place] for part in earlier.computed]
+                assert any(part.kind in "BW" and part.stage == action.stage for part in parts)
+
+
+def test_one_rank_pairs_each_backward_pass_with_the_next_forward_pass():
+    paired = pair_passes(build_schedule("1f1b", 1, 3))
+    assert format_schedule(paired).strip() == "0F0,(0F1;0B0)OVERLAP_F_B,(0F2;0B1)OVERLAP_F_B,0B2"
+    assert not validate_schedule(paired)
 
 
 @settings(max_examples=40, deadline=None)

@@ -414,6 +414,13 @@ EXPERT_PARALLEL = [
         {"cp": 2, "way": "allgather zigzag", "ep_dispatch": "alltoall", "stage": 3, "recompute": "full"}
         | {"precision": "bf16"},
         {"dp": 2, "ep_dispatch": "allgather", "ep_capacity": 2.0, "stage": 1, "recompute": "full"},
+        *(
+            {"dp": 2, "ep_dispatch": way, "stage": 2, "recompute": "selective", "micro_batches": 3, "bits": True}
+            for way in ("alltoall", "alltoall_overlap")
+        ),
+        {"tp": 2, "ep_dispatch": "alltoall_overlap", "family": "two experts", "recompute": "full", "micro_batches": 4},
+        {"cp": 2, "way": "allgather zigzag", "ep_dispatch": "alltoall_overlap", "stage": 1, "micro_batches": 3}
+        | {"precision": "bf16", "recompute": "attention", "family": "balanced experts", "tied": True},
         {"dp": 2, "ep_dispatch": "shared_memory", "stage": 3, "recompute": "full", "micro_batches": 3},
         {"dp": 2, "ep_dispatch": "shared_memory", "ep_capacity": 2.0, "family": "gpt_oss", "recompute": "selective"},
         {
@@ -430,6 +437,11 @@ EXPERT_PARALLEL = [
         {"dp": 2, "tp": 2, "ep": 4, "stage": 1, "micro_batches": 3},
         {"dp": 2, "tp": 2, "stage": 3, "ep_dispatch": "alltoall", "recompute": "full", "optimizer": "muon"},
         {"cp": 2, "tp": 2, "way": "allgather zigzag", "ep": 4, "ep_dispatch": "alltoall", "stage": 2},
+        *(
+            {"dp": 2, "pp": 2, "ep_dispatch": way, "schedule": "dualpipe_v", "micro_batches": 6, "stage": 2}
+            | {"recompute": "selective", "bits": True, "family": "balanced experts"}
+            for way in ("alltoall", "alltoall_overlap")
+        ),
         {"dp": 2, "pp": 2, "stage": 3, "schedule": "zb_v", "ep_dispatch": "alltoall", "micro_batches": 3, "tied": True},
     )
 ]
@@ -524,6 +536,7 @@ COMPILED_EXPERTS = [
 
 
 COMPILED_ON_GPUS = [
+    COMPILED_EXPERTS[0] | {"ep_dispatch": "alltoall_overlap", "stage": 2, "micro_batches": 4, "offload": False},
     PLAIN | {"compile": "graphs", "dp": 2, "stage": 3, "recompute": "selective", "float8": "tensorwise"},
     COMPILED[-1] | {"pp": 2, "schedule": "zb_v"},
     COMPILED[0] | {"cp": 2, "way": "allgather zigzag", "stage": 3},

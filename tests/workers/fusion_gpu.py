@@ -27,8 +27,9 @@ from trainer.distributed import symmetric_memory
 from trainer.distributed.collectives import TensorGroup
 from trainer.distributed.copy_engine import CopyEngineGroup
 from trainer.distributed.mesh import World, join_world
+from trainer.distributed.overlap import wait_for_event
 from trainer.distributed.symmetric_memory import SymmetricMemory, allocate_symmetric
-from trainer.parallel.zero.copy_engine import CopyEngineShards, wait_for_event
+from trainer.parallel.zero.copy_engine import CopyEngineShards
 from trainer.planning.plan import Plan
 from trainer.precision.products import Float8Multiply, GEMMRole, Multiply, matmul
 

@@ -32,6 +32,8 @@ from support.schedules import merge_backward
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from trainer.config import Config, Float8Config
@@ -375,12 +377,28 @@ def measure(chosen: list[Case], worlds: Worlds, device: torch.device, folder: Pa
             added.append(what[-1] is True)
             return really(shards, *what)
 
+        late: set[int] = set()  # groups whose gradients are taken up after a backward pass, and not within
+        ends: list[bool] = []
+
+        def note_end(state: FSDPState, really: Any = FSDPState._root_post_backward_final_callback) -> None:
+            ends.append(True)
+            really(state)
+            ends.pop()
+
+        def note_reduction(group: FSDPParamGroup, *unused: Any, really: Any = FSDPParamGroup.post_backward) -> None:
+            gradients = [getattr(one, "_unsharded_param", None) for one in group.fsdp_params]
+            if ends and any(one is not None and one.grad is not None for one in gradients):
+                late.add(id(group))
+            really(group, *unused)
+
         watch = None if "compile" in case else register_module_forward_pre_hook(note_type)
         try:
             with (
                 patch.object(torch, "compile", partial(compile, backend=GRAPHS)) if graphs else nullcontext(),
                 patch.object(FSDPModule, "set_gradient_divide_factor", set_factor),
                 patch.object(CopyEngineShards, "sum", note_sum),
+                patch.object(FSDPState, "_root_post_backward_final_callback", note_end),
+                patch.object(FSDPParamGroup, "post_backward", note_reduction),
             ):
                 seen = train_plan(config, spec, plan, pipeline, world, own, weights, choices)
         except Exception as error:
@@ -389,6 +407,8 @@ def measure(chosen: list[Case], worlds: Worlds, device: torch.device, folder: Pa
         finally:
             if watch is not None:
                 watch.remove()
+        if plan.overlaps:  # only the embedding's, whose input has no gradient
+            assert len(late) <= len(pipeline.stages(world.place("pp"))), describe(case)
         # Copies add later micro-batches to the sums of earlier ones, as they arrive.
         several = plan.stage > 1 and plan.replicate == 1 and case["micro_batches"] > 1
         if added and "adapter" not in case and config.precision.reduce == "fp32":

@@ -43,7 +43,7 @@ _NAMES = {
     "model.attention.latent.value_dim": "v_head_dim",
     "model.feed_forward.width": "ffn_hidden_size intermediate_size mlp_dim d_ff",
     "parallel.ep": "expert_parallel expert_parallel_degree expert_parallel_size expert_model_parallel_size",
-    "parallel.ep_dispatch": "moe_token_dispatcher_type expert_parallel_comm_backend",
+    "parallel.ep_dispatch": "moe_token_dispatcher_type expert_parallel_comm_backend overlap_moe_expert_parallel_comm",
     "model.feed_forward.experts.count": "moe experts num_experts num_local_experts n_routed_experts",
     "model.feed_forward.experts.top_k": "num_experts_per_tok moe_router_topk",
     "model.feed_forward.experts.bias_rate": "moe_router_bias_update_rate load_balance_coeff",

@@ -14,6 +14,7 @@ import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -42,6 +43,7 @@ from trainer.diagnosis.traces import (
 )
 from trainer.planning.schedules import ir
 from trainer.planning.schedules.costs import StageCosts
+from trainer.planning.schedules.lower import SECONDS
 from trainer.planning.schedules.simulate import simulate_schedule
 from trainer.util.lines import ACCOUNTS, LineFile
 from trainer.util.tables import AWAITS, COLLECTOR, DATA, GROUP, SENDS, STEP, WAIT
@@ -224,9 +226,10 @@ def record_host(trace: StepTrace) -> StepRecording:
         raise ValueError(f"the trace of rank {trace.rank} has no step")
     step = steps[-1]
     found, tally = StepRecording(step.interval), KernelTally()
-    done = list(
-        nest_events(event for event in trace.events if event.thread == step.thread and step.start <= event.start)
-    )
+    events = [event for event in trace.events if step.start <= event.start]
+    # The step's own thread, and that of a pass that runs in turns with another.
+    threads = {event.thread for event in events if _computes(event)}
+    done = [one for thread in threads for one in nest_events(event for event in events if event.thread == thread)]
     forward = forward_products(done)
     for one in done:
         name = one.event.name
@@ -353,7 +356,9 @@ def idle_of(schedule: ir.Schedule, actions: Iterable[tuple[ir.Action, float]]) -
     """By pipeline rank, from the seconds that actions took on all of them; empty where a stage was not seen."""
     times: dict[str, list[list[float]]] = {kind: [[] for _ in schedule.placement] for kind in ir.COMPUTE}
     for action, seconds in actions:
-        times[action.kind][action.stage].append(seconds)
+        whole = sum(SECONDS[part.kind] for part in action.computed)
+        for part in action.computed:
+            times[part.kind][part.stage].append(seconds * SECONDS[part.kind] / whole)
     wanted = {action.kind for order in schedule.orders for action in ir.split_overlaps(order)}
     if not all(times[kind][stage] for kind in wanted for stage in range(schedule.stages)):
         return []
@@ -478,14 +483,18 @@ PATIENCE = 120.0
 
 
 def main(run: Path, step: int, ranks: list[int]) -> None:
-    """Adds the accounts of a step to those of a run, and prints their metrics."""
+    """Adds the accounts of a step to those of a run, and writes their metrics to standard output, unless no rank has
+    left a trace, or the run has ended and nobody reads them."""
     paths, end = [trace_of(run, step, rank) for rank in ranks], time.monotonic() + PATIENCE
     while not all(path.exists() for path in paths) and time.monotonic() < end:
         time.sleep(0.05)
     found = break_down_step([read_trace(path) for path in paths if path.exists()])
+    if not found:
+        return
     with LineFile(run / ACCOUNTS) as file:
         file.append("".join(f"{account.dumps()}\n" for account in found))
-    print(json.dumps(breakdown_metrics(found)))
+    with suppress(BrokenPipeError):
+        os.write(sys.stdout.fileno(), json.dumps(breakdown_metrics(found)).encode())
 
 
 if __name__ == "__main__":

@@ -235,7 +235,7 @@ MOVES: dict[tuple[str, str], tuple[str, ...]] = {
     ("host", ""): ("compile", "cuda graphs", LARGER),
     ("communication", "tensor"): ("overlap by copies", "less tp"),
     ("communication", "context"): ("less cp",),
-    ("communication", "experts"): ("less ep",),
+    ("communication", "experts"): ("overlapped passes", "less ep"),
     ("communication", "pipeline"): ("less pp", "plain schedule"),
     ("communication", "data"): DATA,
     ("communication", "all"): DATA,

@@ -17,12 +17,11 @@ from trainer.config import Config, ConfigError
 from trainer.config.model import ModelSpec
 from trainer.distributed.mesh import World, join_world
 from trainer.distributed.p2p import PipelineChannels
-from trainer.hf.stages import make_stage
 from trainer.model.cache import BLOCK, KVCache
 from trainer.model.experts import cast_model
 from trainer.model.initial import fill_parameters
 from trainer.model.stage import Stage, keep_here
-from trainer.parallel.parallelize import keep_buffers, parallelize
+from trainer.parallel.parallelize import keep_buffers, make_stage, parallelize
 from trainer.parallel.zero.fsdp import FSDP
 from trainer.planning.features import resolve_plan
 from trainer.planning.parameters import router_shapes

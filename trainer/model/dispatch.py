@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.distributed.collectives import GROUPS, GatherTokens, ReduceScatterSum, TensorGroup, register_operator
+from trainer.distributed.overlap import pass_turn, run_on_side_stream
 from trainer.distributed.rows import gather_rows, pull_tokens, push_sums, spread_rows
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -142,8 +143,17 @@ def exchange_counts(ends: Tensor, group: str) -> Tensor:
     """
     ranks = GROUPS[group]
     sent = ends.diff(prepend=ends.new_zeros(1)).long()
-    received = ranks.wait(ranks.exchange(sent))
-    return torch.stack([sent, received]).cpu().view(2, ranks.size, -1)
+    started, counts = ranks.exchange(sent), []
+    # On a stream of its own, the copy does not wait for what another pass launches before this one goes on.
+    arrived = run_on_side_stream(
+        "counts",
+        ends.device,
+        lambda: counts.append(torch.stack([sent, ranks.wait(started)]).to("cpu", non_blocking=True)),
+    )
+    pass_turn()
+    if arrived is not None:
+        arrived.synchronize()
+    return counts[0].view(2, ranks.size, -1)
 
 
 @torch.library.register_fake("trainer::exchange_counts")
@@ -173,7 +183,9 @@ def _(counts: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
 def send_rows(rows: Tensor, counts: Tensor, order: Tensor, group: str) -> Tensor:
     """Rows sorted by expert -> the rows of all ranks for this rank's experts, sorted by expert: [arriving, ...]."""
     ranks, (sent, received) = GROUPS[group], counts.sum(2).tolist()
-    return ranks.wait(ranks.exchange(rows, received, sent))[order]
+    started = ranks.exchange(rows, received, sent)
+    pass_turn()
+    return ranks.wait(started)[order]
 
 
 @torch.library.register_fake("trainer::send_rows")
@@ -187,7 +199,9 @@ def return_rows(rows: Tensor, counts: Tensor, order: Tensor, like: Tensor, group
     ranks, (sent, received) = GROUPS[group], counts.sum(2).tolist()
     arranged = torch.empty_like(rows)
     arranged[order] = rows
-    return ranks.wait(ranks.exchange(arranged, sent, received))
+    started = ranks.exchange(arranged, sent, received)
+    pass_turn()
+    return ranks.wait(started)
 
 
 @torch.library.register_fake("trainer::return_rows")

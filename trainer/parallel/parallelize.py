@@ -13,14 +13,14 @@ import torch._inductor.config as inductor
 from torch import nn
 
 from trainer.config import Config, ConfigError, PrecisionConfig
-from trainer.config.model import ModelSpec
+from trainer.config.model import CodeSpec, ModelSpec
 from trainer.distributed.mesh import World
-from trainer.hf.stages import make_stage
 from trainer.model.experts import WideLinear
 from trainer.model.initial import DeclaredModule, parameter_infos
 from trainer.model.linear import DeferredGrads
 from trainer.model.loss import loss_terms
 from trainer.model.stage import Make, Stage, compile_function
+from trainer.model.transformer import Transformer
 from trainer.parallel.context.apply import share_sequences
 from trainer.parallel.experts.apply import share_experts
 from trainer.parallel.recompute import apply_recompute, check_recompute, recomputes_attention
@@ -31,6 +31,15 @@ from trainer.planning.float8 import float8_linears
 from trainer.planning.parameters import declare_parameters
 from trainer.planning.plan import Plan
 from trainer.precision.products import DTYPES, E4M3, Float8Multiply, Quantise, check_device, quantise_operand
+
+
+def make_stage(spec: ModelSpec, layers: range | None = None) -> Stage:
+    """The pipeline stage with `layers` (None: all of them), in this project's modules or in transformers' own."""
+    if isinstance(spec, CodeSpec):
+        from trainer.hf.code import CodeStage  # imports transformers, which takes seconds
+
+        return CodeStage(spec, layers)
+    return Transformer(spec, layers)
 
 
 def check_compiler(config: Config, device: torch.device) -> None:

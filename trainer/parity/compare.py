@@ -16,14 +16,13 @@ from torch import Tensor
 from trainer.config import Config, GradCommConfig, PrecisionConfig
 from trainer.config.model import ModelSpec
 from trainer.data.batches import MicroBatch
-from trainer.hf.stages import make_stage
 from trainer.model.experts import MARGIN_POINTS, Router, WideLinear
 from trainer.model.initial import InitialWeights, RoundedWeights, Weights, initialize_model, name_seed, parameter_infos
 from trainer.model.loss import loss_terms
 from trainer.model.stage import Stage, split_report
 from trainer.optim.muon import COEFFICIENTS, MOMENTUM
 from trainer.optim.optimizer import learning_rate, parameter_policies
-from trainer.parallel.parallelize import multiply_in_float8
+from trainer.parallel.parallelize import make_stage, multiply_in_float8
 from trainer.parity.routing import Choices, RoutingReplay
 from trainer.planning.parameters import NEWTON_SCHULZ_STEPS, UP, ParameterInfo, float8_settings
 from trainer.util.tables import console_for, print_table, titled_table

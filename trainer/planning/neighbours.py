@@ -14,7 +14,7 @@ from trainer.config import ActivationConfig, BatchConfig, Config, ConfigError
 from trainer.config.compose import gather_values, to_config
 from trainer.config.fields import list_divisors
 from trainer.config.typed import changed_settings
-from trainer.planning.plan import Plan, resolve_batch
+from trainer.planning.plan import OVERLAPPED, Plan, resolve_batch
 from trainer.planning.resolve import Layout
 
 Changes = dict[str, Any]
@@ -81,6 +81,7 @@ def generate_neighbours(config: Config, layout: Layout, moves: Iterable[str], fa
             *values("activation.tile", TILE, where=tokens > TILE and not activation.tile),
         ],
         "overlap by copies": values("parallel.tp_overlap", "copy_engine"),
+        "overlapped passes": values("parallel.ep_dispatch", OVERLAPPED, where=plan.ep > 1 and batch.accumulation > 1),
         "shards by copies": values("parallel.zero.collectives", "copy_engine", where=plan.shard > 1),
         "fewer reductions": larger if zero.stage >= 2 else [],  # one for each micro-batch, and in stage 3 gathers
         "reductions in 16 bits": values("precision.reduce", "bf16", where=precision.compute != "fp32"),

@@ -22,6 +22,10 @@ MOST_PROCESSES = 1 << 16
 memory."""
 
 
+OVERLAPPED = "alltoall_overlap"
+"""The way of `parallel.ep_dispatch` in which a forward and a backward pass run in turns."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """A resolved plan; its mesh says which rank is where.
@@ -29,7 +33,8 @@ class Plan:
     The ranks between `pp` and `tp` have two orders: `replicate` x `shard` says who shares the model's states, and dp x
     `cp`, with `cp` the faster, who shares sequences. Shards may be cut across both.
 
-    casts_once: whether a step casts each weight to fp8 once, where `decide` finds memory for it."""
+    casts_once: whether a step casts each weight to fp8 once, where `decide` finds memory for it. overlaps: whether the
+    forward pass of a micro-batch and the backward pass of another run in turns, where the schedule pairs them."""
 
     pp: int = 1
     replicate: int = 1
@@ -42,6 +47,7 @@ class Plan:
     cp: int = 1
     ep: int = 1
     casts_once: bool = False
+    overlaps: bool = False
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -86,7 +92,7 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """The plan as checkpoints record it, without what changes no number."""
         fields = asdict(self)
-        del fields["casts_once"]
+        del fields["casts_once"], fields["overlaps"]
         return {"world": self.world, **fields}
 
     @property
@@ -216,6 +222,7 @@ def build_plan(parallel: ParallelConfig, world: int) -> Plan:
         nvme=parallel.zero.nvme is not None,
         cp=parallel.cp,
         ep=parallel.ep,
+        overlaps=parallel.ep_dispatch == OVERLAPPED,
     )
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from trainer.config import Config
@@ -28,6 +29,7 @@ from trainer.distributed.mesh import World
 from trainer.observe.report import device_name
 from trainer.observe.slowdown import PauseTimes
 from trainer.parallel.pipeline.runtime import PipelineRuntime
+from trainer.planning.plan import OVERLAPPED
 from trainer.planning.schedules import ir
 from trainer.util.reading import parse_json, replace_file
 from trainer.util.tables import COLLECTOR, GROUP, NOTE, STEP
@@ -45,7 +47,7 @@ class StepProfiler:
 
     def __init__(self, config: Config, world: World, first: int, pauses: PauseTimes):
         """first: step after which this start begins. pauses: of training."""
-        self.every, self.kept = config.logging.profile, set(config.logging.trace)
+        self.config, self.every, self.kept = config, config.logging.profile, set(config.logging.trace)
         self.folder, self.world, self.first, self.last = Path(config.run.dir), world, first, first
         self.cuda = world.device.type == "cuda"
         self.mesh = {name: dimension.size() for name, dimension in world.dimensions.items()}
@@ -91,7 +93,9 @@ class StepProfiler:
         """Begins to record."""
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it says on the terminal that it begins and ends
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.cuda else [])]
-        self.profiler = profile(activities=activities, record_shapes=True)
+        # Of passes that run in turns, one has a thread of its own.
+        threads = _ExperimentalConfig(profile_all_threads=self.config.parallel.ep_dispatch == OVERLAPPED)
+        self.profiler = profile(activities=activities, record_shapes=True, experimental_config=threads)
         self.profiler.start()
         gc.callbacks.append(self.collector)
 
@@ -149,6 +153,9 @@ class StepProfiler:
     def read(self, number: int, ranks: list[int]) -> None:
         """Starts to make the accounts. The traces of earlier steps go, unless they were asked for."""
         self.poll(PATIENCE)
+        if self.reader is not None:  # it would wait for traces that go now
+            self.reader.kill()
+            self.reader.communicate()
         for path in (self.folder / TRACES).glob("step-*-rank-*.json"):
             if int(path.name.split("-")[1]) not in self.kept | {number}:
                 path.unlink(missing_ok=True)
@@ -166,7 +173,7 @@ class StepProfiler:
             out, _ = self.reader.communicate(timeout=patience)
         except subprocess.TimeoutExpired:
             return
-        if self.reader.returncode == 0:
+        if self.reader.returncode == 0 and out:
             self.metrics.update(parse_json(out))
         self.reader = None
 

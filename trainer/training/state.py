@@ -19,7 +19,6 @@ from trainer.config.model import ModelSpec
 from trainer.distributed.mesh import World
 from trainer.distributed.p2p import PipelineChannels, stage_edges
 from trainer.distributed.tensors import Fragment
-from trainer.hf.stages import make_stage
 from trainer.model.experts import RoutedExperts, Router
 from trainer.model.initial import InitialWeights, ParameterInfo, Weights, parameter_infos
 from trainer.model.linear import DeferredGrads
@@ -27,7 +26,7 @@ from trainer.model.loss import loss_terms
 from trainer.model.stage import Make, Stage
 from trainer.optim.optimizer import WeightAverage, parameter_policies
 from trainer.parallel.compress.reduction import Compression, NoCompression
-from trainer.parallel.parallelize import parallelize
+from trainer.parallel.parallelize import make_stage, parallelize
 from trainer.parallel.pipeline.plan import PipelinePlan
 from trainer.parallel.pipeline.runtime import PipelineRuntime
 from trainer.parallel.tensor.apply import SharedParameters
@@ -205,6 +204,7 @@ class TrainState:
             lambda batch: (torch.Size((batch.tokens.numel() // tokens, width)), compute),
             self.world.device,
             reduce="every" if every else "last",
+            overlaps=self.plan.overlaps,
         )
 
     def close(self) -> None:

@@ -13,10 +13,11 @@ from trainer.model.layers import ExpertUnit
 from trainer.model.stage import Stage
 from trainer.parallel.experts.plan import choose_dispatch
 from trainer.parallel.tensor.apply import shard_parameter
-from trainer.planning.plan import Plan
+from trainer.planning.plan import OVERLAPPED, Plan
 
 DISPATCH: dict[str, type[SharedDispatch]] = {
     "alltoall": AllToAll,
+    OVERLAPPED: AllToAll,
     "allgather": AllGather,
     "shared_memory": SharedMemory,
 }

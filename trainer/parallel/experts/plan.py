@@ -13,7 +13,7 @@ from trainer.parallel.compress.plan import enabled_codecs
 from trainer.planning.estimate.rates import RingTimes
 from trainer.planning.hardware import load_hardware
 from trainer.planning.parameters import layer_specs
-from trainer.planning.plan import Feature, Plan
+from trainer.planning.plan import OVERLAPPED, Feature, Plan
 from trainer.planning.states import ELEMENT_BYTES
 
 WEIGHT, INDEX = 4, 8
@@ -87,7 +87,12 @@ def check_expert_plan(config: Config, spec: ModelSpec | None, plan: Plan, node: 
     if plan.ep == 1:
         return
     parallel = config.parallel
-    if parallel.ep_capacity and parallel.ep_dispatch == "alltoall":
+    if plan.overlaps and plan.stage == 3:
+        yield (
+            f"parallel.ep_dispatch={OVERLAPPED}: parallel.zero.stage=3 gathers a layer for one pass and frees it while "
+            "the other one needs it; set parallel.zero.stage=2, or parallel.ep_dispatch=alltoall"
+        )
+    if parallel.ep_capacity and parallel.ep_dispatch in ("alltoall", OVERLAPPED):
         yield (
             f"parallel.ep_capacity={parallel.ep_capacity:g}: an all-to-all has to know on the host how many rows each "
             "rank sends; set parallel.ep_dispatch=shared_memory or allgather, or parallel.ep_capacity=0"
@@ -124,7 +129,10 @@ def dispatch_times(
     """The forward pass of a way of `parallel.ep_dispatch`, where the experts have equal load; backward takes as long.
 
     tokens: of a rank. row: bytes of a token. ring: of the ranks that share experts. memory: bytes/s of a rank's own."""
-    if dispatch != "alltoall":  # tokens, weights and choices; sums of the outputs of each rank's experts
+    if dispatch not in (
+        "alltoall",
+        OVERLAPPED,
+    ):  # tokens, weights and choices; sums of the outputs of each rank's experts
         sizes = [tokens * row, WEIGHT * top_k * tokens, INDEX * top_k * tokens, tokens * row]
         # In shared memory tokens are copied into a rank's own buffer, and sums out of it.
         copied = ring.ranks - 1 if dispatch == "allgather" else ring.ranks + 2

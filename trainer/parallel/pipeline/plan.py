@@ -17,13 +17,13 @@ from trainer.planning.layer import (
     trains_head,
 )
 from trainer.planning.parameters import ParameterInfo, head_rows, layer_tables
-from trainer.planning.plan import BatchPlan, Feature, Plan
+from trainer.planning.plan import OVERLAPPED, BatchPlan, Feature, Plan
 from trainer.planning.recompute import left_by_recompute
 from trainer.planning.schedules import ir
 from trainer.planning.schedules.costs import LayerCosts, even_split, explicit_split, partition_layers
 from trainer.planning.schedules.ir import Schedule
-from trainer.planning.schedules.lower import validate_schedule
-from trainer.planning.schedules.templates import TEMPLATES, build_greedy, build_schedule, place_stages
+from trainer.planning.schedules.lower import find_blocked_ranks, lower_all, validate_schedule
+from trainer.planning.schedules.templates import TEMPLATES, build_greedy, build_schedule, pair_passes, place_stages
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,10 @@ def check_pipeline(config: Config, depth: int, plan: Plan, batch: BatchPlan) -> 
     if problems:
         raise ConfigError(problems)
     if plan.pp == 1:  # the order of one rank's micro-batches is not worth a choice
-        return (0,), build_schedule("1f1b", 1, batch.accumulation)
+        schedule = build_schedule("1f1b", 1, batch.accumulation)
+        if plan.overlaps:
+            check_pairs(schedule := pair_passes(schedule), settings, plan, batch)
+        return (0,), schedule
     if settings.schedule in ("interleaved", "greedy"):  # before all stages are built, which takes long for many
         check_stages(plan.pp * (settings.chunks or 1), plan, depth)
     if settings.schedule == "greedy":
@@ -89,10 +92,33 @@ def check_pipeline(config: Config, depth: int, plan: Plan, batch: BatchPlan) -> 
     else:
         schedule = named_schedule(settings, depth, plan, batch)
         placement = schedule.placement
+    if plan.overlaps:
+        check_pairs(schedule, settings, plan, batch)
     check_stages(len(placement), plan, depth)
     if isinstance(settings.split, list):
         explicit_split(settings.split, depth, len(placement))
     return placement, schedule
+
+
+def check_pairs(schedule: Schedule | None, settings: PipelineConfig, plan: Plan, batch: BatchPlan) -> None:
+    """Raises `ConfigError` where a schedule has no pairs of passes that can run in turns."""
+    way, others = f"parallel.ep_dispatch={OVERLAPPED}", "or parallel.ep_dispatch=alltoall"
+    named = f"{way}: parallel.pipeline.schedule={settings.schedule}"
+    if plan.pp == batch.accumulation == 1:
+        raise ConfigError(
+            f"{way}: batch.accumulation=1 has no second micro-batch, whose forward pass could run beside a backward "
+            f"pass; set batch.accumulation=2 or more, {others}"
+        )
+    if schedule is None or not any(action.parts for order in schedule.orders for action in order):
+        raise ConfigError(
+            f"{named} with batch.accumulation={batch.accumulation} pairs no forward pass with a backward pass; set "
+            f"parallel.pipeline.schedule=dualpipe_v and batch.accumulation={2 * plan.pp + 1} or more, {others}"
+        )
+    if blocked := find_blocked_ranks(lower_all(schedule, overlaps=True), schedule.placement):
+        raise ConfigError(
+            f"{named}: ranks {', '.join(map(str, blocked))} wait for ever where both passes of an OVERLAP_F_B begin "
+            f"together; change the file, {others}"
+        )
 
 
 def check_stages(stages: int, plan: Plan, depth: int) -> None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 import torch
@@ -20,6 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.profiler import record_function
 
 from trainer.config import ConfigError
+from trainer.distributed.overlap import run_in_turns
 from trainer.distributed.p2p import PeerError, PendingTensor, PipelineChannels, PipelineError, TransferError
 from trainer.model.stage import BlockReport, Stage, split_report
 from trainer.parallel.pipeline.timing import LayerProbe, StepTimes
@@ -73,6 +76,9 @@ class StageSharding(Protocol):
     def end(self, stage: int) -> None:
         """After the step's last action."""
 
+    def change_pass(self) -> None:
+        """Where a forward and a backward pass run in turns: the other one goes on from here."""
+
 
 class DeferredGrads(Protocol):
     """Where linear layers leave the computation of their weight gradients. See `model.linear.DeferredGrads`."""
@@ -85,7 +91,7 @@ class DeferredGrads(Protocol):
 
 
 class RankAction(NamedTuple):
-    """An action of this rank. reduces: whether this backward pass also does the reduction that follows it."""
+    """An action of this rank. reduces: whether its backward pass also does the reduction that follows it."""
 
     action: Action
     reduces: bool = False
@@ -98,11 +104,15 @@ def join_reductions(actions: tuple[Action, ...]) -> tuple[RankAction, ...]:
     program: list[RankAction] = []
     latest: dict[int, int] = {}  # stage -> index of its last compute action in the program
     for action in actions:
-        if action.kind == "REDUCE_GRAD" and program[place := latest[action.stage]].action.kind == "B":
-            program[place] = RankAction(program[place].action, reduces=True)
-            continue
-        if action.kind in COMPUTE:
-            latest[action.stage] = len(program)
+        if action.kind == "REDUCE_GRAD":
+            place = latest[action.stage]
+            backward = program[place].action.computed[-1]
+            if backward.kind == "B" and backward.stage == action.stage:
+                program[place] = RankAction(program[place].action, reduces=True)
+                continue
+        for part in action.computed:
+            if part.kind in COMPUTE:
+                latest[part.stage] = len(program)
         program.append(RankAction(action))
     return tuple(program)
 
@@ -114,7 +124,8 @@ class PipelineRuntime:
     is None on all but the last. What is differentiated is the objective that the last stage returns, and the objectives
     that any stage reports. channels: the edges of the pipeline, None on a rank without one. hidden: shape and dtype of
     the activation between two stages for a given micro-batch. reduce, ahead: how `lower_schedule` places reductions
-    ("last" or "every" backward) and how many actions ahead it starts receives and gathers.
+    ("last" or "every" backward) and how many actions ahead it starts receives and gathers. overlaps: whether the two
+    passes of an OVERLAP_F_B run in turns (`distributed/overlap.py`), instead of one after the other.
 
     Memory is bounded by the schedule. A receive buffer exists from the posting of the receive. The input of a
     micro-batch exists until its backward pass (I or B) is done, its output only until it has been sent.
@@ -134,6 +145,7 @@ class PipelineRuntime:
         device: torch.device,
         reduce: str = "last",
         ahead: int = 1,
+        overlaps: bool = False,
     ):
         self.schedule, self.stages, self.channels, self.device = schedule, stages, channels, torch.device(device)
         self.sharding, self.deferred, self.hidden, self.ahead = sharding, deferred, hidden, ahead
@@ -143,7 +155,8 @@ class PipelineRuntime:
             raise ValueError(
                 f"schedule {schedule.name} places stages {sorted(here)} on rank {self.rank}, which has {sorted(stages)}"
             )
-        self._program = join_reductions(lower_schedule(schedule, self.rank, reduce=reduce, ahead=ahead))
+        self._program = join_reductions(lower_schedule(schedule, self.rank, reduce, ahead, overlaps))
+        self._thread = ThreadPoolExecutor(1, "backward") if overlaps else None  # a thread starts with its first work
         self._evaluations: dict[int, tuple[RankAction, ...]] = {}
         self._times: deque[StepTimes] = deque(maxlen=STEPS_TIMED)
         self.probe: LayerProbe | None = None
@@ -251,10 +264,16 @@ class PipelineRuntime:
         action = instruction.action
         stage, key, placement = action.stage, (action.stage, action.microbatch), self.schedule.placement
         match action.kind:
-            case "F":
-                self._forward(stage, action, flight)
-            case "B" | "I":
-                self._backward(stage, action, flight, instruction.reduces)
+            case "F" | "B" | "I" | "OVERLAP_F_B":
+                for part in action.computed:
+                    flight.wait_for_input(part)
+                with flight.timed(action):
+                    passes = [partial(self._pass, part, flight, instruction.reduces) for part in action.computed]
+                    if self._thread is None or len(passes) == 1:
+                        for run in passes:
+                            run()
+                    else:
+                        run_in_turns(*passes, self.sharding.change_pass, self._thread)
             case "W":
                 with flight.timed(action):
                     flight.weights.pop(key)()
@@ -281,16 +300,21 @@ class PipelineRuntime:
             case kind:
                 raise ValueError(f"no rank can perform {kind}")
 
-    def _forward(self, stage: int, action: Action, flight: _Flight) -> None:
-        number, last = action.microbatch, stage == self.schedule.stages - 1
+    def _pass(self, action: Action, flight: _Flight, reduces: bool) -> None:
+        if action.kind == "F":
+            self._forward(action, flight)
+        else:
+            self._backward(action, flight, reduces)
+
+    def _forward(self, action: Action, flight: _Flight) -> None:
+        stage, number, last = action.stage, action.microbatch, action.stage == self.schedule.stages - 1
         batch, hidden = flight.batches[number], None
         if stage > 0:
-            hidden = _wait_received(flight.inputs.pop((stage, number)))
+            hidden = flight.inputs.pop((stage, number))
             # The input is a leaf: each stage has an autograd graph of its own, and `hidden.grad` is what the stage
             # before gets.
             hidden.requires_grad_(flight.training)
-        with flight.timed(action):
-            output = self.stages[stage](batch.tokens, batch.targets if last else None, batch.documents, hidden)
+        output = self.stages[stage](batch.tokens, batch.targets if last else None, batch.documents, hidden)
         output, report = split_report(output)
         if last:
             output, entropy = output
@@ -311,25 +335,24 @@ class PipelineRuntime:
             if report is not None:
                 flight.take((stage, number), report)
 
-    def _backward(self, stage: int, action: Action, flight: _Flight, reduces: bool) -> None:
-        key = stage, action.microbatch
-        gradient = _wait_received(flight.output_gradients.pop(key))
+    def _backward(self, action: Action, flight: _Flight, reduces: bool) -> None:
+        stage, key = action.stage, (action.stage, action.microbatch)
+        gradient = flight.output_gradients.pop(key)
         hidden, output = flight.graphs.pop(key)
         if reduces:
             # This sets FSDP's switches before autograd runs its hooks.
             self.sharding.begin_reducing_backward(stage)
-        with flight.timed(action):
-            self.deferred.active = action.kind == "I"
-            ends = flight.objectives.pop(key, ())
-            if output is not None:  # None on a first stage that has nothing to train
-                ends = ((output, gradient), *ends)
-            if ends:
-                # One call for all ends: the graph is walked, and parameters are reduced, once.
-                torch.autograd.backward(*zip(*ends))
-            self.deferred.active = False
-            if action.kind == "I":
-                # I has computed only the input's gradient. The closure is what the W of this micro-batch runs.
-                flight.weights[key] = self.deferred.take()
+        self.deferred.active = action.kind == "I"
+        ends = flight.objectives.pop(key, ())
+        if output is not None:  # None on a first stage that has nothing to train
+            ends = ((output, gradient), *ends)
+        if ends:
+            # One call for all ends: the graph is walked, and parameters are reduced, once.
+            torch.autograd.backward(*zip(*ends))
+        self.deferred.active = False
+        if action.kind == "I":
+            # I has computed only the input's gradient. The closure is what the W of this micro-batch runs.
+            flight.weights[key] = self.deferred.take()
         if reduces:
             self.sharding.end_reducing_backward(stage)
         if hidden is None:
@@ -408,6 +431,14 @@ class _Flight:
         for name, values in report.statistics.items():
             self.statistics[name] = self.statistics.get(name, 0.0) + values.double()
 
+    def wait_for_input(self, action: Action) -> None:
+        """Waits until what a pass reads from another rank has arrived."""
+        waiting = self.inputs if action.kind == "F" else self.output_gradients
+        key = action.stage, action.microbatch
+        if isinstance(pending := waiting.get(key), PendingTensor):
+            with record_function(WAIT):
+                waiting[key] = pending.wait()
+
     def timed(self, action: Action) -> AbstractContextManager[Any]:
         if self.times is None:
             return nullcontext()
@@ -418,13 +449,6 @@ class _Flight:
             shape = len(self.batches), len(self.batches[0].targets)
             return torch.zeros(shape, dtype=torch.float64, device=device)
         return torch.stack([self.entropies[number] for number in range(len(self.batches))]).double()
-
-
-def _wait_received(tensor: Tensor | PendingTensor) -> Tensor:
-    if not isinstance(tensor, PendingTensor):
-        return tensor
-    with record_function(WAIT):
-        return tensor.wait()
 
 
 def _is_broken_collective(error: Exception) -> bool:
@@ -455,4 +479,6 @@ def _describe(action: Action) -> str:
         "REDUCE_GRAD": "reducing gradients",
     }
     of = "" if action.microbatch is None else f", micro-batch {action.microbatch}"
+    if action.parts:
+        return " beside ".join(map(_describe, action.parts))
     return f"{kinds[action.kind]}, stage {action.stage}{of}"

@@ -54,7 +54,7 @@ class StepTimes:
         seconds = [first.elapsed_time(mark) / 1000 if self._cuda else mark - first for mark in marks]
         return tuple(ActionSpan(action, *seconds[2 * i : 2 * i + 2]) for i, action in enumerate(self._actions))
 
-    def busy(self, kinds: tuple[str, ...] = COMPUTE) -> float:
+    def busy(self, kinds: tuple[str, ...] = (*COMPUTE, "OVERLAP_F_B")) -> float:
         """Seconds within actions of these kinds."""
         return sum(span.end - span.start for span in self.spans() if span.action.kind in kinds)
 

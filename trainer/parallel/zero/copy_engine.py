@@ -10,13 +10,13 @@ does not travel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.distributed.overlap import run_on_side_stream
 from trainer.distributed.symmetric_memory import buffers_of, other_ranks
 from trainer.planning.states import MAX_IN_FLIGHT
 
@@ -128,33 +128,6 @@ class CopyEngineShards:
             totals = shorten_places(total[first : first + shape[1]].split(lengths), mine)
             add_up(mine, arrived, totals, self.rank, adds)
             first += shape[1]
-
-
-@cache
-def side_stream(use: str, device: torch.device) -> torch.cuda.Stream:
-    """The side stream for one use. One stream for each use keeps the epochs of a buffer in order. Its kernels are short
-    and have high priority, because other streams wait for them."""
-    return torch.cuda.Stream(device, priority=-1)
-
-
-def run_on_side_stream(use: str, device: torch.device, work: Callable[[], None]) -> torch.Event | None:
-    """Runs `work` on the side stream, after what the current stream has queued. Returns an event behind it, None on
-    CPUs."""
-    if device.type != "cuda":
-        work()
-        return None
-    side = side_stream(use, device)
-    # The inputs may have been written by kernels that are still queued on the current stream.
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        work()
-    return side.record_event()
-
-
-def wait_for_event(ended: torch.Event | None) -> None:
-    """Makes the current stream wait for an event."""
-    if ended is not None:
-        torch.cuda.current_stream().wait_event(ended)
 
 
 def place_parts(buffer: Tensor, piece: Sequence[Part]) -> list[Tensor]:

@@ -42,6 +42,7 @@ from trainer.parallel.compress.reduction import Compression, NoCompression, comp
 from trainer.parallel.pipeline.runtime import StageSharding
 from trainer.parallel.tensor.apply import SharedParameters
 from trainer.parallel.zero.fsdp_internals import (
+    PassStates,
     accumulate_gradients,
     accumulate_in_one_pass,
     cast_shards,
@@ -255,6 +256,7 @@ class FSDPSharding:
         }
         self.reductions, self.compression = reductions, compression
         self.remaining = dict.fromkeys(stages, 0)
+        self.passes: PassStates | None = None  # created when FSDP has found its roots, in the first forward passes
 
     def begin(self, stage: int) -> None:
         """Before a stage's first action of a step: nothing is reduced yet, and gathered parameters stay or go as the
@@ -313,6 +315,12 @@ class FSDPSharding:
         optimizer's kernels see the gradients."""
         self.stages[stage].set_is_last_backward(True)
         end_backward(self.stages[stage])
+
+    def change_pass(self) -> None:
+        """Where a forward and a backward pass run in turns: the other one goes on from here."""
+        if self.passes is None:
+            self.passes = PassStates([unit for units in self.units.values() for unit in units])
+        self.passes.change()
 
     def _reduce_next(self, stage: int, wanted: bool) -> None:
         # Replicas are summed, and gathered parameters freed (stages 0 to 2), only in the last reduction of a step.

@@ -19,11 +19,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
 from torch.distributed.tensor import DTensor
 
+from trainer.distributed.overlap import wait_for_event
 from trainer.model.layers import AdaptableLinear
 from trainer.model.linear import DeferredGrads
 from trainer.model.stage import Stage, compile_function
 from trainer.model.transformer import Head
-from trainer.parallel.zero.copy_engine import CopyEngineShards, copy_together, wait_for_event
+from trainer.parallel.zero.copy_engine import CopyEngineShards, copy_together
 from trainer.precision.products import E4M3, Float8Multiply, add_weight_gradient, cast_weight, matmul, scale_of
 
 
@@ -315,6 +316,29 @@ def end_reductions_in_forward(model: Stage) -> None:
             context.reduce_scatter_state = None
 
     last.register_forward_pre_hook(end)
+
+
+class PassStates:
+    """FSDP keeps in which pass each unit is. Two passes that run in turns need a value each.
+
+    Otherwise FSDP would take a forward pass for recompute from the layer on where it meets the backward pass. It would
+    then reduce the gradients of these layers after the next backward pass, all at once, instead of behind it."""
+
+    def __init__(self, units: Sequence[FSDPModule]):
+        states = [unit._get_fsdp_state() for unit in units]
+        holders = [*states, *map(parameter_group, units)]
+        roots = {id(state._state_ctx): state._state_ctx for state in states}
+        self.places = [(one, "_training_state") for one in holders] + [
+            (one, "iter_forward_root") for one in roots.values()
+        ]
+        self.other = [type(states[0]._training_state).IDLE] * len(holders) + [None] * len(roots)
+
+    def change(self) -> None:
+        """Puts back what the other pass has left, and keeps the values of this one."""
+        mine = [getattr(*place) for place in self.places]
+        for place, value in zip(self.places, self.other):
+            setattr(*place, value)
+        self.other = mine
 
 
 def end_backward(model: FSDPModule) -> None:

@@ -11,9 +11,10 @@ Gradients of whole shards, which no ranks share, are added up where they are com
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import zip_longest
 from math import prod
 
 from trainer.config import Config
@@ -168,7 +169,11 @@ def find_peaks(config: Config, layout: Layout, lowered: bool = True, node: int |
     """
     model = ModelBytes(config, layout, node or layout.plan.world)
     schedule = layout.pipeline.schedule
-    programs = programs_of(schedule) if lowered else [tuple(split_overlaps(order)) for order in schedule.orders]
+    overlaps = layout.plan.overlaps
+    if lowered:
+        programs = programs_of(schedule, overlaps)
+    else:
+        programs = tuple(order if overlaps else tuple(split_overlaps(order)) for order in schedule.orders)
     return [MemoryReplay(model, rank, programs[rank]).peak() for rank in range(schedule.ranks)]
 
 
@@ -178,9 +183,9 @@ def can_replay(plan: Plan) -> bool:
 
 
 @lru_cache(64)
-def programs_of(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
+def programs_of(schedule: Schedule, overlaps: bool) -> tuple[tuple[Action, ...], ...]:
     """What all ranks execute, transfers included."""
-    return lower_all(schedule)
+    return lower_all(schedule, overlaps=overlaps)
 
 
 class ModelBytes:
@@ -351,12 +356,11 @@ class MemoryReplay:
             self.place, self.action = place, action
             self.look("start", gathered=self.ahead * (action.kind in COMPUTE))
             match action.kind:
-                case "F":
-                    self.forward(action.stage)
-                case "B":
-                    self.backward(action.stage, whole=True)
-                case "I":
-                    self.backward(action.stage, whole=False)
+                case "F" | "B" | "I" | "OVERLAP_F_B":
+                    # Of passes that run in turns, each goes through a layer at a time.
+                    turns = [self.go_through(part, bool(action.parts)) for part in action.computed]
+                    for _ in zip_longest(*turns):
+                        pass
                 case "W":
                     self.weights(action.stage)
                 case "UNSHARD":
@@ -414,15 +418,24 @@ class MemoryReplay:
         """Whether hidden states go between two stages on different ranks, in a program with transfers."""
         return self.lowered and 0 <= other < len(self.placement) and self.placement[other] != self.placement[stage]
 
-    def forward(self, stage: int) -> None:
+    def go_through(self, action: Action, beside: bool) -> Iterator[None]:
+        """A pass, which yields after each layer. beside: whether another pass runs in turns with it."""
+        return (
+            self.forward(action.stage)
+            if action.kind == "F"
+            else self.backward(action.stage, action.kind == "B", beside)
+        )
+
+    def forward(self, stage: int) -> Iterator[None]:
         model, layers = self.model, self.stages[stage]
         self.forget(stage)
+        if layers.start == 0:
+            self.hold("activations", model.activation[0])
         for layer in layers:
             self.hold("activations", model.activation[layer + 1])
             self.host += model.host[layer]
+            yield
         self.most_host = max(self.most_host, self.host)
-        if layers.start == 0:
-            self.hold("activations", model.activation[0])
         if layers.stop == self.depth:
             self.hold("activations", model.activation[-1] - model.logits)
             self.hold("logits and loss", model.logits)
@@ -432,7 +445,7 @@ class MemoryReplay:
         if self.exchanges(stage, stage + 1):
             self.hold("communication buffers", model.stream)
 
-    def backward(self, stage: int, whole: bool) -> None:
+    def backward(self, stage: int, whole: bool, beside: bool) -> Iterator[None]:
         """B, or I, which leaves what W needs. Of embedding and head no part is put off."""
         model, layers, units = self.model, self.stages[stage], self.units[stage]
         outer, new = 0.0, stage not in self.accumulated
@@ -444,7 +457,8 @@ class MemoryReplay:
         mode, last = self.reduction(stage) if whole else "", whole and self.backwards[stage] == 1
         # Of a parameter in the reduction's input, or of its gradients until they are sent.
         buffer = (model.element if model.copied else MASTER_BYTES) * (mode in ("direct", "last"))
-        steady = not whole or (mode == "sum" and stage in self.accumulated)  # whether every layer only frees
+        # Whether every layer only frees.
+        steady = not beside and (not whole or (mode == "sum" and stage in self.accumulated))
         for place in reversed(range(len(layers))):
             layer, size, experts = layers[place], units[1 + place], self.experts[stage][1 + place]
             if not steady or place == len(layers) - 1:
@@ -462,6 +476,7 @@ class MemoryReplay:
                 self.gradients(stage, mode, size, experts)
                 if last and model.plan.stage != 3:
                     self.drop(stage, model.element * size)
+            yield
         if layers.start == 0:
             self.hold("activations", -model.activation[0])
         if whole:

@@ -31,7 +31,6 @@ from trainer.planning.estimate.timing import step_seconds, time_units
 from trainer.planning.layer import Program, model_programs
 from trainer.planning.recompute import ALL, entries_of
 from trainer.planning.resolve import Layout
-from trainer.planning.schedules.ir import split_overlaps
 from trainer.planning.states import ELEMENT_BYTES
 
 SavedOperations = tuple[str, ...]
@@ -296,7 +295,9 @@ def in_flight(layout: Layout) -> dict[int, int]:
         stages = pipeline.stages(rank)
         held, most = dict.fromkeys(stages, 0), 0
         fullest.update(held)
-        for action in split_overlaps(order):
+        # Of passes that run in turns, one frees what the other one takes.
+        turned = layout.plan.overlaps
+        for action in (part for one in order for part in (one.computed[::-1] if turned else one.computed)):
             if action.kind == "F":
                 held[action.stage] += 1
             elif action.kind == ("W" if action.stage in ends else "B"):

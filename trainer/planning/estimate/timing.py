@@ -189,6 +189,10 @@ class _Timer:
         self.grouped = not self.on_cpu and config.precision.compute == "bf16"
         if self.plan.ep > 1:
             self.dispatch = choose_dispatch(config, self.spec, self.plan, hardware, layout.tokens / self.plan.tp)
+        schedule = layout.pipeline.schedule
+        pairs = sum(bool(action.parts) for order in schedule.orders for action in order)
+        # The share of passes that run in turns with another one.
+        self.paired = self.plan.overlaps * pairs / (schedule.microbatches * schedule.stages)
         self.lookup, scatter = embedding_program(self.spec, self.plan.tp, self.element).ops
         self.stream = self.tokens * self.lookup.result  # bytes of a rank's part of the hidden states
         self.ways = cache(partial(self._ways, hardware))
@@ -412,11 +416,13 @@ class _Timer:
         shared_forward, shared_backward, shared = self._shared(spec, attention, left.attends)
         forward, backward = {**forward, **shared_forward}, {**backward, **shared_backward}
         travel, repeated = routed.link, routed.link * repeats
-        forward["expert collectives"], backward["expert collectives"] = travel, travel + repeated
+        computed = sum(forward.values()), sum(backward.values())
+        for terms, sent, other in ((forward, travel, computed[1]), (backward, travel + repeated, computed[0])):
+            terms["expert collectives"] = (1 - self.paired) * sent + self.paired * pace.exposed(sent, other)
         launches = (len(products) + kernels + routing + 1) * self.launch
         forward["launching"] = max(0.0, launches - sum(forward.values()))
         if routed.link:  # the host waits for sizes, and the device then for the host
-            forward["launching"] += pace.kernel + self.launch
+            forward["launching"] += (1 - self.paired) * (pace.kernel + self.launch)
         launches *= 2 + self.repeated * bool(left.again)
         backward["launching"] = max(0.0, launches - sum(backward.values()) - to_weights)
         weight = {"matrix products": to_weights}

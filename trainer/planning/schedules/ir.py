@@ -43,6 +43,11 @@ class Action:
     microbatch: int | None = None
     parts: tuple[Action, ...] = ()
 
+    @property
+    def computed(self) -> tuple[Action, ...]:
+        """The parts of an OVERLAP_F_B, or the action itself."""
+        return self.parts or (self,)
+
     def __str__(self) -> str:
         """torch's notation: `2F0`, `1UNSHARD`, `(0F7;7B3)OVERLAP_F_B`."""
         if self.parts:
@@ -85,7 +90,12 @@ class Schedule:
 def split_overlaps(order: Iterable[Action]) -> Iterator[Action]:
     """The order with each OVERLAP_F_B replaced by its forward and its backward."""
     for action in order:
-        yield from action.parts or (action,)
+        yield from action.computed
+
+
+def pair_actions(forward: Action, backward: Action) -> Action:
+    """The OVERLAP_F_B of two actions of one rank."""
+    return Action(-1, "OVERLAP_F_B", None, (forward, backward))
 
 
 def parse_action(text: str) -> Action:
@@ -94,7 +104,7 @@ def parse_action(text: str) -> Action:
     if match := _OVERLAP.fullmatch(text):
         forward, backward = map(parse_action, match.groups())
         if forward.kind == "F" and backward.kind in ("I", "B"):
-            return Action(-1, "OVERLAP_F_B", None, (forward, backward))
+            return pair_actions(forward, backward)
         raise ConfigError(
             f"'{shorten_foreign(text)}' overlaps {forward.kind} with {backward.kind}; legal: a forward with a "
             "backward, such as "

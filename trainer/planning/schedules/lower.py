@@ -34,13 +34,16 @@ come."""
 
 
 def lower_schedule(
-    schedule: Schedule, rank: int, reduce: Literal["last", "every"] = "last", ahead: int = 1
+    schedule: Schedule, rank: int, reduce: Literal["last", "every"] = "last", ahead: int = 1, overlaps: bool = False
 ) -> tuple[Action, ...]:
     """The rank's program: its computation with sends, receives, and gathers and reductions of parameters.
 
     Actions are torch's. A RECV posts a receive into a new buffer; the computation that reads it waits for it. A SEND
     starts a transfer of what the rank has computed. Sends carry the sender's stage, receives the receiver's; stages on
-    one rank exchange nothing. An OVERLAP_F_B becomes its forward and its backward, one after the other.
+    one rank exchange nothing.
+
+    overlaps: whether an OVERLAP_F_B stays one action, which needs the inputs of both passes before and sends both
+    results afterwards. Otherwise it becomes its forward and its backward, one after the other.
 
     ahead: receives and gathers of the next `ahead` compute actions are started before the current one: gathers always,
     a receive if its data come meanwhile and no more than `ahead` posted buffers wait for a later action. 0 posts a
@@ -50,14 +53,14 @@ def lower_schedule(
     UNSHARD comes before the stage's first action, RESHARD after its last.
     The schedule must be valid (`validate`).
     """
-    return lower_all(schedule, reduce, ahead)[rank]
+    return lower_all(schedule, reduce, ahead, overlaps)[rank]
 
 
 def lower_all(
-    schedule: Schedule, reduce: Literal["last", "every"] = "last", ahead: int = 1
+    schedule: Schedule, reduce: Literal["last", "every"] = "last", ahead: int = 1, overlaps: bool = False
 ) -> tuple[tuple[Action, ...], ...]:
     """The programs of all ranks, see `lower_schedule`."""
-    return tuple(map(tuple, _Order(schedule, reduce, ahead).programs))
+    return tuple(map(tuple, _Order(schedule, reduce, ahead, overlaps).programs))
 
 
 class _Order:
@@ -67,18 +70,20 @@ class _Order:
     transfer waits until its receiver wants it, and its sender with it.
     """
 
-    def __init__(self, schedule: Schedule, reduce: str = "last", ahead: int = 1):
+    def __init__(self, schedule: Schedule, reduce: str, ahead: int, overlaps: bool):
         self.placement, self.ahead = schedule.placement, ahead
-        self.orders = [list(split_overlaps(order)) for order in schedule.orders]
-        self.reads = [[_receive_of_input(action, self.placement) for action in order] for order in self.orders]
-        self.read_at = {receive: place for reads in self.reads for place, receive in enumerate(reads)}
+        self.orders = [list(order if overlaps else split_overlaps(order)) for order in schedule.orders]
+        self.reads = [[self._receives(action) for action in order] for order in self.orders]
+        self.read_at = {
+            receive: place for reads in self.reads for place, receives in enumerate(reads) for receive in receives
+        }
         self.parameters = [_work_on_parameters(order, reduce, ahead) for order in self.orders]
         self.programs: list[list[Action]] = [[] for _ in self.orders]
         self.places = [0] * len(self.orders)  # of the next compute action
         self.clocks = [0.0] * len(self.orders)  # when the last one ended
         self.ends: dict[Action | None, float] = {}  # when a result was there, that of a B also as of an I
         self.unread: list[set[Action]] = [set() for _ in self.orders]  # receives posted, for actions to come
-        self.sending: dict[int, Action] = {}  # by rank that has a result to send, the receive of it
+        self.sending: dict[int, list[Action]] = {}  # by rank that has results to send, the receives of them
         self.held: defaultdict[int, list[int]] = defaultdict(
             list
         )  # by receiver, ranks whose results it does not want yet
@@ -92,12 +97,18 @@ class _Order:
             rank = heapq.heappop(self.events)[-1]
             if rank not in self.sending:
                 self._compute(rank)
-            elif self._wanted(self.sending[rank]):
+            elif self._wanted(receive := self.sending[rank][0]):
                 self._transfer(rank)
             else:
-                self.held[self.placement[self.sending[rank].stage]].append(rank)
+                self.held[self.placement[receive.stage]].append(rank)
         for rank, place in enumerate(self.places):
             self.programs[rank] += self.orders[rank][place:]  # what waits for ever, for `find_blocked_ranks` to find
+
+    def _receives(self, action: Action) -> frozenset[Action]:
+        """The receives that bring what an action reads from other ranks."""
+        return frozenset(
+            receive for part in action.computed if (receive := _receive_of_input(part, self.placement)) is not None
+        )
 
     def _go_on(self, rank: int) -> None:
         """The rank is done with an action."""
@@ -109,11 +120,17 @@ class _Order:
         place = self.places[rank]
         if place == len(self.orders[rank]):
             return
-        action, receive = self.orders[rank][place], self.reads[rank][place]
-        source = input_of(action, len(self.placement))
-        if receive in self.unread[rank] if receive is not None else source is None or source in self.ends:
-            start = max(self.clocks[rank], self.ends.get(source, 0.0))
-            heapq.heappush(self.events, (start + SECONDS[action.kind], self._turn(action), rank))
+        action = self.orders[rank][place]
+        local = [part for part in action.computed if _receive_of_input(part, self.placement) is None]
+        sources = [source for part in local if (source := input_of(part, len(self.placement))) is not None]
+        if self.reads[rank][place] <= self.unread[rank] and all(source in self.ends for source in sources):
+            heapq.heappush(self.events, (self._end(rank, action), min(map(self._turn, action.computed)), rank))
+
+    def _end(self, rank: int, action: Action) -> float:
+        """When the rank's next action ends, whose input is here."""
+        parts = action.computed
+        start = max(self.clocks[rank], *(self.ends.get(input_of(part, len(self.placement)), 0.0) for part in parts))
+        return start + sum(SECONDS[part.kind] for part in parts)
 
     def _turn(self, action: Action) -> int:
         """Of actions that end together, one that sends to another comes first, and its receive before the other."""
@@ -123,62 +140,72 @@ class _Order:
 
     def _compute(self, rank: int) -> None:
         place = self.places[rank]
-        action, source = self.orders[rank][place], input_of(self.orders[rank][place], len(self.placement))
-        end = max(self.clocks[rank], self.ends.get(source, 0.0)) + SECONDS[action.kind]
-        self.clocks[rank] = self.ends[replace(action, kind="I") if action.kind == "B" else action] = end
+        action = self.orders[rank][place]
+        self.clocks[rank] = end = self._end(rank, action)
+        for part in action.computed:
+            self.ends[replace(part, kind="I") if part.kind == "B" else part] = end
         self.programs[rank].append(action)
-        self.unread[rank].discard(self.reads[rank][place])
+        self.unread[rank] -= self.reads[rank][place]
         self.places[rank] += 1
         for sender in self.held.pop(rank, ()):
             heapq.heappush(self.events, (self.clocks[sender], 0, sender))
-        if (receive := _receive_of_result(action, self.placement)) is not None:
-            self.sending[rank] = receive
+        results = (_receive_of_result(part, self.placement) for part in action.computed)
+        if receives := [receive for receive in results if receive is not None]:
+            self.sending[rank] = receives
             heapq.heappush(self.events, (end, 0, rank))
         else:
             self._go_on(rank)
 
     def _transfer(self, sender: int) -> None:
-        receive = self.sending.pop(sender)
+        receive = self.sending[sender].pop(0)
         receiver = self.placement[receive.stage]
         self.programs[receiver].append(receive)
         self.unread[receiver].add(receive)
         self.programs[sender].append(_send_of_receive(receive))
-        if receive == self.reads[receiver][self.places[receiver]] and receiver not in self.sending:
+        if receive in self.reads[receiver][self.places[receiver]] and receiver not in self.sending:
             self._try(receiver)
-        self._go_on(sender)
+        if self.sending[sender]:
+            heapq.heappush(self.events, (self.clocks[sender], 0, sender))
+        else:
+            del self.sending[sender]
+            self._go_on(sender)
 
     def _wanted(self, receive: Action) -> bool:
         rank = self.placement[receive.stage]
         distance = self.read_at[receive] - self.places[rank]
-        later = self.unread[rank] - {self.reads[rank][self.places[rank]]}
+        later = self.unread[rank] - self.reads[rank][self.places[rank]]
         return distance == 0 or distance <= self.ahead and len(later) < self.ahead
 
     def _most_wanted(self) -> int:
         """Of the ranks that hold a result, the one whose receiver needs it soonest; without it no rank goes on."""
 
         def urgency(rank: int) -> tuple[int, float, int]:
-            receive = self.sending[rank]
+            receive = self.sending[rank][0]
             return self.read_at[receive] - self.places[self.placement[receive.stage]], self.clocks[rank], rank
 
         chosen = min((rank for ranks in self.held.values() for rank in ranks), key=urgency)
-        self.held[self.placement[self.sending[chosen].stage]].remove(chosen)
+        self.held[self.placement[self.sending[chosen][0].stage]].remove(chosen)
         return chosen
 
 
 def _work_on_parameters(order: list[Action], reduce: str, ahead: int) -> list[list[Action]]:
     """What a rank does on parameters before each place of its order, and at its end."""
-    last = {action.stage: place for place, action in enumerate(order)}
-    complete = {action.stage: place for place, action in enumerate(order) if action.kind in ("B", "W")}
+    parts = [(place, part) for place, action in enumerate(order) for part in action.computed]
+    last = {part.stage: place for place, part in parts}
+    complete = {part.stage: place for place, part in parts if part.kind in ("B", "W")}
     gathered: set[int] = set()
     work: list[list[Action]] = [[] for _ in range(len(order) + 1)]
     for place, action in enumerate(order):
-        new = dict.fromkeys(later.stage for later in order[place : place + ahead + 1] if later.stage not in gathered)
+        soon = [part.stage for later in order[place : place + ahead + 1] for part in later.computed]
+        new = dict.fromkeys(stage for stage in soon if stage not in gathered)
         work[place] += [Action(stage, "UNSHARD") for stage in new]
         gathered.update(new)
-        if action.kind in ("B", "W") and (reduce == "every" or place == complete[action.stage]):
-            work[place + 1].append(Action(action.stage, "REDUCE_GRAD"))
-        if place == last[action.stage]:
-            work[place + 1].append(Action(action.stage, "RESHARD"))
+        for part in action.computed:
+            if part.kind in ("B", "W") and (reduce == "every" or place == complete[part.stage]):
+                work[place + 1].append(Action(part.stage, "REDUCE_GRAD"))
+        for stage in dict.fromkeys(part.stage for part in action.computed):
+            if place == last[stage]:
+                work[place + 1].append(Action(stage, "RESHARD"))
     return work
 
 
@@ -240,11 +267,13 @@ def find_blocked_ranks(programs: Sequence[Sequence[Action]], placement: Sequence
     while woken:
         rank = woken.popleft()
         while (action := standing(rank)) is not None:
-            if action.kind in COMPUTE:
-                need = _receive_of_input(action, placement) or input_of(action, len(placement))
-                if need is not None and need not in done:
+            if action.parts or action.kind in COMPUTE:
+                parts = action.computed
+                needs = (_receive_of_input(part, placement) or input_of(part, len(placement)) for part in parts)
+                if not all(need is None or need in done for need in needs):
                     break
-                done.update((action, replace(action, kind="I")) if action.kind == "B" else (action,))
+                for part in parts:
+                    done.update((part, replace(part, kind="I")) if part.kind == "B" else (part,))
             elif action.kind.startswith(("SEND", "RECV")):
                 receive = _receive_of_send(action) if action.kind.startswith("SEND") else action
                 other = _send_of_receive(action) if receive is action else receive

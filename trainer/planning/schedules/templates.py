@@ -14,7 +14,7 @@ from typing import Literal
 from trainer.config import ConfigError
 from trainer.planning.schedules.costs import StageCosts
 from trainer.planning.schedules.greedy import Line, fits_cap, least_cap, list_schedule
-from trainer.planning.schedules.ir import Action, Schedule, split_overlaps
+from trainer.planning.schedules.ir import Action, Schedule, pair_actions
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,14 @@ def _lines_for(placement: tuple[int, ...], microbatches: int, backward: str) -> 
         yield _interleave(ranks, microbatches, chunks, max(1, min(ranks, microbatches)), backward)
     if placement == place_stages(ranks, 1, "loop"):
         yield _interleave(ranks, microbatches, 1, 1, backward, warmup=2)
+
+
+def pair_passes(schedule: Schedule) -> Schedule:
+    """1F1B of one stage, with each backward pass beside the forward pass of the next micro-batch."""
+    (order,) = schedule.orders
+    first, *forwards = order[::2]
+    *backwards, last = order[1::2]
+    return replace(schedule, orders=((first, *map(pair_actions, forwards, backwards), last),))
 
 
 def _gpipe(ranks: int, microbatches: int, chunks: int) -> Schedule:
@@ -244,7 +252,7 @@ def _unit_costs(stages: int) -> StageCosts:
 
 def _dualpipe_v(ranks: int, microbatches: int, chunks: int) -> Schedule:
     """DualPipeV (DeepSeek-AI 2024, arXiv 2412.19437, section 3.2.1, halved to a V): forwards paired with backwards of
-    other micro-batches, for models whose two passes overlap; ranks without that run them one after the other.
+    other micro-batches, which run in turns with `parallel.ep_dispatch=alltoall_overlap`, and else one after the other.
 
     It is made for two micro-batches a rank or more. With fewer, the missing ones are left out of the same order.
     """
@@ -260,10 +268,10 @@ def _dualpipe_v(ranks: int, microbatches: int, chunks: int) -> Schedule:
             pair = steps.forward(0), steps.backward(1)
             # On the last rank the forward of this backward's micro-batch has only just ended. Overlapped, both passes
             # would wait for its gradient.
-            order += pair if number == 0 and after == 0 else [_overlap(*pair)]
-            order.append(_overlap(steps.forward(1), steps.backward(0)))
+            order += pair if number == 0 and after == 0 else [pair_actions(*pair)]
+            order.append(pair_actions(steps.forward(1), steps.backward(0)))
         for _ in range(after):
-            order += steps.backward(1), _overlap(steps.forward(1), steps.backward(0))
+            order += steps.backward(1), pair_actions(steps.forward(1), steps.backward(0))
         for number in range(2 * (rank + 1)):
             order.append(steps.backward(1 - number % 2, split=number > rank))
         for _ in range(after):
@@ -296,13 +304,9 @@ class _DualPipeSteps:
         return Action(self.stages[chunk], kind, self.next[counter, chunk] - 1)
 
 
-def _overlap(forward: Action, backward: Action) -> Action:
-    return Action(-1, "OVERLAP_F_B", None, (forward, backward))
-
-
 def _within(action: Action, microbatches: int) -> tuple[Action, ...]:
     """The action, if its micro-batch exists; of an overlapped pair the parts whose micro-batch exists."""
-    kept = tuple(part for part in split_overlaps([action]) if part.microbatch in range(microbatches))
+    kept = tuple(part for part in action.computed if part.microbatch in range(microbatches))
     return (action,) if action.parts and kept == action.parts else kept
 
 
