@@ -268,7 +268,8 @@ def _advice(cost: rules.RunCost, evidence: RunEvidence) -> str:
             f"check=node gpus={evidence.machine.node}"
         )
     if cost.kind == "data":
-        return "a data.cache on a local disk; a download in place of a stream"
+        streams = evidence.config is None or any(one.streaming for one in evidence.config.data.sources.values())
+        return "a data.cache on a local disk" + "; a download in place of a stream" * streams
     if cost.kind == "host" and cost.detail == "synchronisation":
         return "find what reads from the device in a step: .item(), print, callbacks and metrics of one's own"
     return ""

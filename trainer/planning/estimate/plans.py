@@ -122,8 +122,7 @@ def rank_plans(
     search = _Search(config, hardware, world, global_size, kept)
     candidates = sorted(search.candidates(), key=attrgetter("bound"))
     if not search.legal:
-        missing = search.list_missing() if kept else []
-        reasons = missing or search.reasons or [f"every one has more than {MOST_MICRO_BATCHES} micro-batches"]
+        reasons = (search.list_missing() if kept else search.reasons) or ["there are too many micro-batches"]
         raise ConfigError(f"no plan of {world} processes can be run: {reasons[0]}")
     best = more = search.fastest(candidates, most, ("yes", "perhaps"))
     if not best:
