@@ -8,6 +8,14 @@ pages of the site, and to the files themselves. The notebook is run by the build
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.application import Sphinx
+from sphinx.transforms import SphinxTransform
+
 import trainer
 
 project = "trainer"
@@ -32,5 +40,24 @@ nb_execution_timeout = 150
 html_theme = "furo"
 html_title = "trainer"
 html_extra_path = ["site"]
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 html_copy_source = False
 html_show_copyright = False
+
+
+class SettingIndex(SphinxTransform):
+    """Makes the rows of tables of settings entries of the index, by which the search finds them, and links to them."""
+
+    default_priority = 800  # before Sphinx collects the entries
+
+    def apply(self, **more: Any) -> None:
+        for row in self.document.findall(nodes.row):
+            name = next(iter(row.findall(nodes.literal)), nodes.literal()).astext()
+            if self.env.docname == "docs/settings" and re.fullmatch(r"[a-z]+[.\w]*", name):
+                row["ids"].append(name)
+                row[0].insert(0, addnodes.index(entries=[("single", name, name, "", None)]))
+
+
+def setup(app: Sphinx) -> None:
+    app.add_transform(SettingIndex)

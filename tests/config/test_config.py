@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import typing
 from pathlib import Path
@@ -350,6 +351,9 @@ def test_schema_is_documented_and_its_defaults_are_legal():
 def test_intervals(value, low, high, ends):
     legal = (value >= low if ends[0] == "[" else value > low) and (value <= high if ends[1] == "]" else value < high)
     assert (describe_outside("x", value, f"{ends[0]}{low}, {high}{ends[1]}") is None) == legal
+    told = describe_outside("x", value, "[0, inf)")
+    assert told == (None if 0 <= value < math.inf else told)
+    assert told is None or told.endswith("must be at least 0") != (value == math.inf), "which is at least 0"
 
 
 def test_copies_beside_products_go_with_fp8():

@@ -264,3 +264,13 @@ def test_whatever_the_account_the_diagnosis_is_sound(terms, steps, slow, pipelin
     )
     content = json.loads(json.dumps(to_json(diagnosis), allow_nan=False))
     assert sum(content["accounts"][0]["terms"].values()) == pytest.approx(content["accounts"][0]["seconds"], rel=1e-6)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_download_is_advised_where_something_streams(streaming):
+    config = compose(["+config=debug"])
+    config.data.sources["stdlib"].streaming = streaming
+    records = [{"step": step, "step_seconds": 1.0, "data_seconds": 0.5} for step in range(1, 9)]
+    evidence = RunEvidence(Path("runs/x"), config=config, records=records, machine=RunMachine(1, 1, "CPU"))
+    [first] = diagnose_evidence(evidence).findings
+    assert first.cost.kind == "data" and ("stream" in first.advice) == streaming

@@ -15,6 +15,7 @@ import pytest
 from support.launch import warm_python
 
 import trainer
+from trainer.config import typed
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
@@ -73,6 +74,19 @@ def test_links_of_the_site(site: Path):
             if not path.exists() or path in pages and place not in pages[path].places:
                 problems.append(f"{page.name}: {target}")
     assert not problems, "\n".join(problems)
+
+
+def test_the_search_leads_to_every_setting(site: Path):
+    """The search looks a word up in the entries of the index, before the text of pages."""
+    index = json.loads((site / "searchindex.js").read_text().removeprefix("Search.setIndex(").removesuffix(")"))
+    page, entries = index["docnames"].index("docs/settings"), index["indexentries"]
+    places = Links(site / "docs/settings.html").places
+    missing = [
+        one.path
+        for one in typed.list_settings()
+        if [page, one.path, False] not in entries.get(one.path, []) or one.path not in places
+    ]
+    assert not missing
 
 
 def test_every_page_is_in_the_site(site: Path):

@@ -437,7 +437,8 @@ def test_the_bubble_of_a_run_with_accounts_is_that_of_its_accounts(rich):
     assert f"waiting for data {waiting} of the step" in page_of(rich).text
     with patch.object(type(run), "profile", None):
         numbers = {one.name: (one.text, one.note) for one in run_numbers(run)}
-    assert numbers["bubble"] == ("10.0%", "of the step"), "as the finding says"
+    told = f"of the step; {format_percent(logged)} of the schedule"
+    assert numbers["bubble"] == ("10.0%", told), "as the finding says, and as the console says of each step"
     (run,) = open_folders([rich]).runs
     with patch.object(type(run), "profile", None), patch.object(type(run), "diagnosis", None):
         numbers = {one.name: (one.text, one.note) for one in run_numbers(run)}
@@ -463,7 +464,10 @@ def test_numbers_of_a_sweep_s_trials_stand_once(tmp_path):
 
 
 def test_twenty_runs_differ_by_colour_and_dash(tmp_path):
-    page = page_of(*(write_run(tmp_path / f"run{place}", 3) for place in range(20)))
+    page = page_of(*(write_run(tmp_path / f"run{place}", 3, speed=1.0 + (place == 7)) for place in range(20)))
+    differ = page.source[page.source.index('id="differ"') : page.source.index('id="bound"')]
+    assert re.findall(r"<th[^>]*>([^<]*)</th>", differ) == ["run", "lr.peak"], "a row each: columns would not fit"
+    assert re.findall(r"<td[^>]*>([\d.]+)</td>", differ) == ["0.001" if place == 7 else "0.002" for place in range(20)]
     buttons = re.findall(r'data-run="\d+"[^>]*><span class="swatch ([^"]+)"', page.source)
     assert len(buttons) == len(set(buttons)) == 20
     assert {len(panel["names"]) for panel in page.data["panels"]} == {1}, "where dashes tell runs apart"

@@ -14,6 +14,7 @@ from support.schedules import merge_backward, peak_activations
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
+import trainer
 from trainer.config import ConfigError
 from trainer.planning.schedules import ir
 from trainer.planning.schedules.costs import StageCosts
@@ -184,6 +185,17 @@ def test_torch_files_with_and_without_communication(name):
 def test_damaged_files_are_refused_with_line_and_cell(text, message):
     with pytest.raises(ConfigError, match=message):
         parse_schedule(text, name="plan.csv")
+
+
+@pytest.mark.parametrize(
+    "content, told", [(b"1,2", ", line 1, cell 1: '1' is not an action"), (b"\xff", " is not a text file")]
+)
+def test_a_damaged_file_is_refused_by_its_setting(content, told, tmp_path):
+    (path := tmp_path / "plan.csv").write_bytes(content)
+    setting = f"parallel.pipeline.schedule={path}"
+    with pytest.raises(ConfigError) as caught:
+        trainer.compose(["+config=debug", "parallel=pp2", setting], world_size=2)
+    assert caught.value.problems[0].startswith(setting + told)
 
 
 def test_all_damage_is_reported_at_once():

@@ -8,7 +8,6 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from trainer.commands import WORDS, load_command
 from trainer.commands.grammar import Command, RecipeOptions, spell_flag
@@ -125,10 +124,10 @@ def list_choices() -> list[tuple[str, list[str]]]:
     """Every setting, with its values as far as they are a choice."""
     from trainer.config import typed
 
-    def values_of(setting: typed.Setting) -> list[Any]:
-        return ["true", "false"] if isinstance(setting.default, bool) else [*map(str, setting.choices or ())]
-
-    return [(setting.path, values_of(setting)) for setting in typed.list_settings()]
+    return [
+        (one.path, ["true", "false"] if isinstance(one.default, bool) else [*map(str, one.choices or ())])
+        for one in typed.list_settings()
+    ]
 
 
 def next_part(path: str, current: str) -> str:

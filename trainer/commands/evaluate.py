@@ -81,7 +81,10 @@ def run(options: EvalOptions) -> None:
     name = saved.path.name + ("-ema" if options.weights == "ema" else "")
     how = {"limit": options.limit, "dtype": options.dtype} | ({"chat": True} if options.chat else {})
     measured = {
-        task: select_numbers(values) | {"shots": found["n-shot"].get(task, options.shots)} | how
+        # A standard error that does not apply is a text.
+        task: {key: value for key, value in values.items() if isinstance(value, (int, float))}
+        | {"shots": found["n-shot"].get(task, options.shots)}
+        | how
         for task, values in found["results"].items()
     }
     known[name] = known.get(name, {}) | measured
@@ -159,11 +162,6 @@ def export_checkpoint(saved: SavedModel, options: EvalOptions) -> Path:
             begin=saved.begin,
         )
     return folder
-
-
-def select_numbers(values: dict[str, Any]) -> dict[str, float]:
-    """A task's metrics; a standard error that does not apply is a text."""
-    return {key: value for key, value in values.items() if isinstance(value, (int, float))}
 
 
 def read_scores(values: dict[str, Any]) -> dict[str, tuple[float, str]]:

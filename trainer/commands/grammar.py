@@ -316,8 +316,11 @@ class Command:
 
 def missing_folder(name: str, path: str) -> list[str]:
     """What is wrong with an option that names a file to write."""
-    lacks = path and not Path(path).absolute().parent.is_dir()
-    return [f"{name}={path}: there is no folder {Path(path).parent}; make it, or name another"] if lacks else []
+    place = Path(path)
+    if path and place.is_dir():
+        return [f"{name}={path} is a folder; name a file in it"]
+    lacks = path and not place.absolute().parent.is_dir()
+    return [f"{name}={path}: there is no folder {place.parent}; make it, or name another"] if lacks else []
 
 
 def spell_flag(name: str) -> str:

@@ -51,7 +51,7 @@ def describe_outside(path: str, value: float, interval: str) -> str | None:
     if (low < value or interval[0] == "[" and value == low) and (value < high or interval[-1] == "]" and value == high):
         return None
     bound = "at least" if interval[0] == "[" else "above"
-    words = f"lie in {interval}" if high < float("inf") else f"be {bound} {low:g}"
+    words = f"lie in {interval}" if high < math.inf or value == high else f"be {bound} {low:g}"
     return f"{path}={value} must {words}"
 
 

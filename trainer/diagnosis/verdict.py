@@ -268,7 +268,8 @@ def _advice(cost: rules.RunCost, evidence: RunEvidence) -> str:
             f"check=node gpus={evidence.machine.node}"
         )
     if cost.kind == "data":
-        return "a data.cache on a local disk; a download in place of a stream"
+        streams = evidence.config is None or any(one.streaming for one in evidence.config.data.sources.values())
+        return "a data.cache on a local disk" + "; a download in place of a stream" * streams
     if cost.kind == "host" and cost.detail == "synchronisation":
         return "find what reads from the device in a step: .item(), print, callbacks and metrics of one's own"
     return ""
@@ -339,7 +340,20 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console | None = None) -> Non
         steps = f"{format_number(len(profile.steps), 'profiled step')}, the last {profile.steps[-1]}"
         print_rows(f"account of the step ({steps})", _account(profile.ranks), console)
     if diagnosis.points:
-        print_rows("roofline of the run's kernels", [_point(point) for point in diagnosis.points], console)
+        rows = [
+            {
+                "kernels": make_printable(point.name)[:60],
+                "time": format_duration(point.seconds),
+                "calls": point.calls,
+                "FLOP/s": format_count(point.flops),
+                "bytes/s": format_bytes(point.bytes),
+                "FLOP a byte": "-" if point.intensity is None else f"{point.intensity:.3g}",
+                "bound by": point.bound or "-",
+                "of what is reached": format_percent(point.reached),
+            }
+            for point in diagnosis.points
+        ]
+        print_rows("roofline of the kernels of the last profiled step, over the profiled ranks", rows, console)
 
 
 def _sections(diagnosis: Diagnosis) -> dict[str, Rows]:
@@ -353,9 +367,9 @@ def _sections(diagnosis: Diagnosis) -> dict[str, Rows]:
         expected = f", {format_duration(diagnosis.predicted)} predicted" if diagnosis.predicted else ""
         run.append(("step", format_duration(diagnosis.seconds) + expected))
     if memory:
-        used = f" of {memory.capacity:.3g}" if memory.capacity else ""
-        grows = f", {memory.grown:.0%} of it in the second half" if memory.grown >= 0.02 else ""
-        run.append(("memory", f"{memory.peak:.3g}{used} GiB at the peak{grows}"))
+        used = f" of {format_bytes(GIB * memory.capacity)}" if memory.capacity else ""
+        grows = f", {memory.grown:.0%} of it gained in the second half" if memory.grown >= 0.02 else ""
+        run.append(("memory", f"{format_bytes(GIB * memory.peak)}{used} at the peak{grows}"))
     found: dict[str, Rows] = {"run": run, "verdict": [("", make_printable(diagnosis.text))]}
     found["verdict"] = [*found["verdict"], *(("", text) for text in evidence.stalled[1:])]
     for number, finding in enumerate(diagnosis.findings, start=1):
@@ -391,16 +405,3 @@ def _account(ranks: tuple[TimeBreakdown, ...]) -> list[dict[str, Any]]:
         row |= {f"rank {one.rank}": format_duration(spent) for one, spent in zip(ranks[:RANKS], seconds)}
         rows.append(row)
     return rows
-
-
-def _point(point: RooflinePoint) -> dict[str, Any]:
-    return {
-        "kernels": make_printable(point.name)[:60],
-        "time": format_duration(point.seconds),
-        "calls": point.calls,
-        "FLOP/s": format_count(point.flops),
-        "bytes/s": format_bytes(point.bytes),
-        "FLOP a byte": "-" if point.intensity is None else f"{point.intensity:.3g}",
-        "bound by": point.bound or "-",
-        "of what is reached": format_percent(point.reached),
-    }

@@ -123,8 +123,10 @@ class MetricCurves:
         return next((value for value in reversed(self._points(name).values) if not math.isnan(value)), None)
 
     def recent(self, name: str) -> float | None:
-        """The median of the newest `RECENT` numbers of a metric; None where it has none."""
-        found = self._points(name).finite()[-RECENT:]
+        """The median of the newest `RECENT` numbers of a metric, without the first, which is a warm-up; None where it
+        has none."""
+        found = self._points(name).finite()
+        found = found[len(found) > 1 :][-RECENT:]
         return float(numpy.median(found)) if len(found) else None
 
     def best(self, name: str, least: bool) -> float | None:

@@ -270,7 +270,9 @@ def run_context(run: RunFolder, place: int) -> dict[str, Any]:
         "numbers": sections.run_numbers(run),
         "tables": {title: rows for title, rows in table.items() if title not in MEMORY},
         "memory": [table.get(title, []) for title in MEMORY],
-        "settings": sections.all_settings(run),
+        "settings": [
+            (sections.format_value(name), sections.format_value(value)) for name, value in run.settings.items()
+        ],
         "changed": sections.changed_settings(run),
         "starts": sections.list_starts(run),
         "command": sections.format_value(run.start.get("command", "")),
@@ -283,11 +285,6 @@ def run_context(run: RunFolder, place: int) -> dict[str, Any]:
         "timelines": run.timelines,
         "problems": run.problems,
     }
-
-
-def plan_of(run: dict[str, Any]) -> list[tuple[str, str]]:
-    """The rows of a run's tables but for its memory, each with its table's title."""
-    return [(f"{title}: {label}", value) for title, rows in run["tables"].items() for label, value in rows]
 
 
 def content_of(shown: PageRuns, data: dict[str, Any]) -> str:
@@ -304,6 +301,10 @@ def content_of(shown: PageRuns, data: dict[str, Any]) -> str:
     kernels = [found for place, run in enumerate(runs) if (found := sections.kernels_of(run, place))]
     differing, lacking = ([], []) if shown.single else sections.differing_settings(runs)
     columns = [run["numbers"] for run in texts]
+    plans = [
+        [(f"{title}: {label}", value) for title, rows in run["tables"].items() for label, value in rows]
+        for run in texts
+    ]
     groups: dict[str, list[dict[str, Any]]] = {}
     for panel in data["panels"]:
         groups.setdefault(panel["group"], []).append(panel)
@@ -335,7 +336,7 @@ def content_of(shown: PageRuns, data: dict[str, Any]) -> str:
         differing=differing,
         lacking=lacking,
         memory=[*map(sections.merge_tables, zip(*[run["memory"] for run in texts]))],
-        plans=sections.merge_tables([plan_of(run) for run in texts], alike=False),
+        plans=sections.merge_tables(plans, alike=False),
         groups=groups,
         compared=[column[0].name for column in zip(*columns) if any(one.value is not None for one in column)],
         best=sections.best_of(columns),

@@ -103,7 +103,8 @@ def _measure_share(name: str, kind: str, run: RunFolder, logged: float | None) -
     told = [one.get("share") for one in (run.diagnosis or {"findings": []})["findings"] if one["kind"] == kind]
     found = run.profile.share(kind) if run.profile else [*told, logged][0]
     meaning = time_breakdown.TERMS.get(kind) or METRICS[kind]
-    return _number(name, None if logged is None else found, format_percent, "of the step", meaning, True)
+    more = f"; {format_percent(logged)} of the schedule" if kind == "bubble" and found != logged else ""
+    return _number(name, None if logged is None else found, format_percent, f"of the step{more}", meaning, True)
 
 
 def format_exact(value: float | None) -> str:
@@ -147,11 +148,6 @@ def format_value(value: Any) -> str:
     """A setting for people, on one line."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return make_printable(text if len(text) <= VALUE_LETTERS else f"{text[:VALUE_LETTERS]}...")
-
-
-def all_settings(run: RunFolder) -> list[tuple[str, str]]:
-    """All settings of a run."""
-    return [(make_printable(name), format_value(value)) for name, value in run.settings.items()]
 
 
 def changed_settings(run: RunFolder) -> list[tuple[str, str]]:

@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from trainer.config import ConfigError, PrecisionConfig
 from trainer.config.fields import CONFIGS, suggest_nearest
 from trainer.config.hardware import HardwareConfig, build_hardware
-from trainer.util.reading import read_yaml, shorten_foreign
+from trainer.util.reading import Malformed, read_yaml, shorten_foreign
 
 # Peak arithmetic of known devices, the denominator of model FLOP utilisation (MFU). Only exact names are known: a
 # device that is not listed, a MIG slice or a variant with another clock gets None, so that a utilisation is either
@@ -117,6 +117,8 @@ def load_hardware(
         if values and not values.keys() & {field.name for field in fields(HardwareConfig)}:
             raise ConfigError(f"hardware={name}: {path} holds no settings of hardware; name a file of it")
         merged = OmegaConf.to_container(OmegaConf.merge(values, OmegaConf.from_dotlist(list(changes))))
+    except Malformed as error:
+        raise ConfigError(f"hardware={name}: {error}") from None
     except (OSError, OmegaConfBaseException) as error:
         raise ConfigError(f"hardware={name}: cannot read {path} ({shorten_foreign(error)}); mend it") from None
     assert isinstance(merged, dict)

@@ -234,7 +234,7 @@ def build_variant(
 def global_size(batch: BatchConfig, processes: int) -> int:
     """Sequences in an optimizer step, the same under every plan."""
     if batch.global_size or batch.global_tokens:
-        return resolve_batch(dataclasses.replace(batch, micro_size=None, accumulation=None), 1).global_size
+        return resolve_batch(dataclasses.replace(batch, micro_size=None, accumulation=1), 1).global_size
     return resolve_batch(batch, processes).global_size
 
 

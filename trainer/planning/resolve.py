@@ -50,6 +50,17 @@ from trainer.util.objects import check_url, hide_secrets, is_url
 # group, so that every refusal comes before either exists.
 
 
+READ_BY = {
+    "path": ("text", "jsonl", "parquet", "chat", "tokens", "hub"),
+    "field": ("jsonl", "parquet", "hub"),
+    "messages": ("chat",),
+    "subset": ("hub",),
+    "split": ("hub",),
+    "dtype": ("tokens",),
+}
+"""By setting of a corpus, the kinds that read it: another kind would leave out what was asked for."""
+
+
 def config_problems(config: Config) -> list[str]:
     """Everything that is wrong with a typed configuration on any number of processes, one sentence each."""
     model = [] if config.model.from_hf else config.model.check()
@@ -166,17 +177,17 @@ def _contradictions(config: Config) -> Iterator[str]:
     elif all(source.weight == 0 for source in data.sources.values()):
         yield "data.sources: every weight is 0; give at least one corpus a share"
     for name, source in corpora.items():
-        if source.kind in SOURCES.registered:
-            ours = ("path", "field", "messages", "subset", "split", "streaming", "dtype")
-            for field in (field for field in ours if getattr(source, field) != getattr(SourceConfig(), field)):
+        for field, kinds in READ_BY.items():
+            given = getattr(source, field)
+            if source.kind not in kinds and given != getattr(SourceConfig(), field):
                 yield (
-                    f"{name}.{field}={getattr(source, field)} is not read by kind={source.kind}; what it takes is in "
-                    f"{name}.settings.{source.kind}"
+                    f"{name}.{field}={given} is not read by kind={source.kind}; leave it out, or set {name}.kind="
+                    f"{' or '.join(kinds)}"
                 )
-        elif source.kind != "stdlib" and not source.path:
-            yield f"{name}.kind={source.kind} needs {name}.path"
-        if source.streaming and source.kind in ("chat", "tokens"):
+        if source.streaming and source.kind in ("chat", "tokens", *SOURCES.registered):
             yield f"{name}.streaming=true: kind={source.kind} is prepared before the run; set {name}.streaming=false"
+        if source.kind in READ_BY["path"] and not source.path:
+            yield f"{name}.kind={source.kind} needs {name}.path"
         if source.kind not in ("stdlib", "hub") and source.path and is_url(source.path):
             yield from check_url(f"{name}.path", source.path)
     yield from _check_stores(config)

@@ -97,7 +97,9 @@ def draw_schedule(
         edge = min(0.6, 0.12 * min(lengths.values(), default=drawn) / point)
         sizes = _number_sizes(timelines, lengths, point, row)
         shown: dict[str, int] = {}
-        unit, scale = _unit(makespan) if seconds else ("units", 1.0)
+        unit, scale = ("s", 1.0) if makespan >= 2 else ("ms", 1e3) if makespan >= 2e-3 else ("µs", 1e6)
+        if not seconds:
+            unit, scale = "units", 1.0
         for beside, (name, ranks) in zip(panels, timelines.items()):
             total, lowest = measures[name][0], beside[0] is panels[-1, 0]
             for axes, window in zip(beside, [(0, makespan)] if whole else [(0, part), (total - part, total)]):
@@ -234,11 +236,6 @@ def _describe_timeline(
         axes.text(
             1.006, rank, format_percent(share), transform=axes.get_yaxis_transform(), va="center_baseline", **beside
         )
-
-
-def _unit(makespan: float) -> tuple[str, float]:
-    """The unit for a time axis of `makespan` seconds, and how many of that unit a second has."""
-    return ("s", 1.0) if makespan >= 2 else ("ms", 1e3) if makespan >= 2e-3 else ("µs", 1e6)
 
 
 def _legend(figure: Figure, shown: dict[str, int]) -> None:

@@ -165,7 +165,7 @@ def named_schedule(settings: PipelineConfig, depth: int, plan: Plan, batch: Batc
         return build_schedule(name, plan.pp, batch.accumulation, chunks)
     path = Path(name)
     try:
-        schedule = ir.load_schedule(path, name=path.stem)
+        schedule = ir.load_schedule(path, name=f"parallel.pipeline.schedule={name}")
     except OSError as error:
         raise ConfigError(f"parallel.pipeline.schedule={name}: cannot read it ({error.strerror})") from None
     problems = []

@@ -121,9 +121,8 @@ def rank_plans(
             )
     search = _Search(config, hardware, world, global_size, kept)
     candidates = sorted(search.candidates(), key=attrgetter("bound"))
-    if not candidates:
-        missing = search.list_missing() if kept and not search.legal else []
-        reasons = missing or search.reasons or ["every plan needs more memory than a device has"]
+    if not search.legal:
+        reasons = (search.list_missing() if kept else search.reasons) or ["there are too many micro-batches"]
         raise ConfigError(f"no plan of {world} processes can be run: {reasons[0]}")
     best = more = search.fastest(candidates, most, ("yes", "perhaps"))
     if not best:

@@ -131,7 +131,7 @@ def load_schedule(path: Path, name: str) -> Schedule:
     try:
         return parse_schedule(read_bytes(path).decode(), name=name)
     except UnicodeDecodeError:
-        raise Malformed(f"{path} is not a text file; give a schedule in torch's notation") from None
+        raise Malformed(f"{name} is not a text file; give a schedule in torch's notation") from None
 
 
 def parse_schedule(text: str, placement: tuple[int, ...] | None = None, name: str = "csv") -> Schedule:
