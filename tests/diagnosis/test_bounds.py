@@ -7,6 +7,7 @@ import json
 import random
 import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,21 @@ def test_of_forty_undisturbed_or_mixed_runs_at_most_one_is_told_wrong():
         if kind != CAUSES[name][0]:
             wrong[seed, name] = kind
     assert len(CAUSES) == len(steps) == 20 and len(wrong) <= 1, wrong
+
+
+@pytest.mark.parametrize("slower, kind", [(1, "compute"), (2, "compute"), (10, "memory bandwidth")])
+def test_a_busy_host_does_not_make_memory_bound_what_computes(slower, kind):
+    """Other programs make all terms of a step longer, each step by another factor, and page faults `slower` those that
+    touch memory."""
+    steps, draw = recorded(), random.Random(0)
+    for name in (name for name in CAUSES if CAUSES[name][0] == "compute"):
+        load, busy = {one.step: draw.uniform(1, 4) for one in steps[name]}, []
+        for one in steps[name]:
+            touched = {term: slower * one.spent(term) for term in ("memory_bound", "optimizer")}
+            terms = {term: load[one.step] * seconds for term, seconds in (one.terms | touched).items()}
+            busy.append(replace(one, terms=terms, seconds=sum(terms.values())))
+        evidence = RunEvidence(Path("runs/x"), profile=build_profile(busy), machine=RunMachine(2, 2, "CPU"))
+        assert verdict(evidence).kind == kind, name
 
 
 def test_what_is_offered_can_be_pasted(runs):
