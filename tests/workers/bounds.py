@@ -73,9 +73,9 @@ CASES = {
     "host": {"sleep": 0.5},
     "straggler": {"products": 150, "rank": 1},
     "memory bandwidth": {"copies": 200},
-    # Computation bounds it where there is memory enough. Few of the products are a model's: its other kernels touch fresh
-    # memory, and page faults, which count as their time, take several times as long on a busy host. The last: a process's
-    # peak does not fall; stands out by itself too.
+    # Computation bounds it where there is memory enough. Few of the products are a model's: its other kernels touch
+    # fresh memory, and page faults, which count as their time, take several times as long on a busy host. This run is
+    # the last, since a process's peak does not fall; it stands out by itself too.
     "memory capacity": {**WIDE, "batch.micro_size": 2, "products": 100, "size": 768, "held": 1200},
 }
 
