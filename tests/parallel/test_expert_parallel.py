@@ -131,13 +131,19 @@ def test_ranks_that_cannot_share_experts_are_refused(world, experts, changes, wo
             ["ep_dispatch=alltoall_overlap", "parallel.zero.stage=3", "parallel.zero.stage=2"],
         ),
         (
+            {"ep_dispatch": "alltoall_overlap", "terms": {"entropy": {}}},
+            ["ep_dispatch=alltoall_overlap", "loss.terms", "ep_dispatch=alltoall,"],
+        ),
+        (
             {"grad_comm__inner__codec": "int8", "zero__stage": 1},
             ["parallel.ep=2", "grad_comm.inner.codec", "codec=none"],
         ),
     ],
 )
 def test_what_experts_cannot_travel_by_is_refused(changes, words):
-    config, spec = config_of(ep=2, **changes), spec_of(count=4)
+    parallel = {name: value for name, value in changes.items() if name != "terms"}
+    config, spec = config_of(ep=2, **parallel), spec_of(count=4)
+    config.loss.terms = changes.get("terms", {})
     (problem,) = check_whole_plan(config, spec, resolve_plan(config.parallel, 2, spec), 2)
     assert all(word in problem for word in words)
 

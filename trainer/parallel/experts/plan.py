@@ -92,6 +92,12 @@ def check_expert_plan(config: Config, spec: ModelSpec | None, plan: Plan, node: 
             f"parallel.ep_dispatch={OVERLAPPED}: parallel.zero.stage=3 gathers a layer for one pass and frees it while "
             "the other one needs it; set parallel.zero.stage=2, or parallel.ep_dispatch=alltoall"
         )
+    if plan.overlaps and config.loss.terms:
+        # Autograd has one thread for a GPU, which stands still while the forward pass has its turn.
+        yield (
+            f"parallel.ep_dispatch={OVERLAPPED}: loss.terms are differentiated in the forward pass, and autograd is "
+            "busy with the backward pass then; set parallel.ep_dispatch=alltoall, or leave loss.terms out"
+        )
     if parallel.ep_capacity and parallel.ep_dispatch in ("alltoall", OVERLAPPED):
         yield (
             f"parallel.ep_capacity={parallel.ep_capacity:g}: an all-to-all has to know on the host how many rows each "
