@@ -421,8 +421,8 @@ class _Timer:
         forward, backward = {**forward, **shared_forward}, {**backward, **shared_backward}
         travel, repeated = routed.link, routed.link * repeats
         computed = sum(forward.values()), sum(backward.values())
-        for terms, sent, other in ((forward, travel, computed[1]), (backward, travel + repeated, computed[0])):
-            terms["expert collectives"] = sent - self.paired * BEHIND_OTHER_PASS * min(sent, other)
+        for terms, rows, other in ((forward, travel, computed[1]), (backward, travel + repeated, computed[0])):
+            terms["expert collectives"] = rows - self.paired * BEHIND_OTHER_PASS * min(rows, other)
         launches = (len(products) + kernels + routing + 1) * self.launch
         forward["launching"] = max(0.0, launches - sum(forward.values()))
         if routed.link:  # the host waits for sizes, and the device then for the host
