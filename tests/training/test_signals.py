@@ -312,6 +312,8 @@ def test_a_signal_at_any_moment_ends_a_run_with_a_truthful_status(place, command
         status = launch.status if file.exists() else {"status": None, "step": 0}
         if status["status"] == "stopped" and saved[0] != status["step"]:
             return code, f"step {status['step']}, saved {saved}", saved
+        if status["status"] and code not in (0, 75):
+            return code, f"{status}: {launch.text[-2000:]}", saved
         return code, status["status"], saved
 
     start = time.monotonic()
