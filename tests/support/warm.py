@@ -258,4 +258,6 @@ if __name__ == "__main__":
     if sys.argv[1] == "serve":
         serve(sys.argv[2])
     else:
-        sys.exit(client(sys.argv[1], sys.argv[2:]))
+        # Not sys.exit: its tear-down gives signals their defaults back, and one that comes then would change the exit
+        # code of a program that has ended.
+        os._exit(client(sys.argv[1], sys.argv[2:]))
