@@ -327,8 +327,9 @@ class ParallelConfig:
         "auto",
         "how tokens reach their experts: alltoall (a row for each choice of a token), allgather (each token once to "
         "all of these ranks), shared_memory (as allgather, by kernels that read and write the memory of the other GPUs "
-        "of a node), alltoall_overlap (as alltoall, behind the other pass: the forward pass of a micro-batch and the "
-        "backward pass of another run in turns), auto (alltoall or allgather, whichever is predicted to be faster)",
+        "of a node), alltoall_overlap (as alltoall, overlapped with computation: the forward pass of a micro-batch is "
+        "interleaved with the backward pass of another), auto (alltoall or allgather, whichever is predicted to be "
+        "faster)",
         ("auto", "alltoall", "allgather", "shared_memory", "alltoall_overlap"),
     )
     ep_capacity: float = option(

@@ -49,10 +49,10 @@ class OtherPassFailed(RuntimeError):
 
 
 class Turns:
-    """Whose turn it is: pass 0, which begins, or pass 1. exchange: called whenever the turn goes to the other pass."""
+    """Whose turn it is: pass 0, which begins, or pass 1. change_pass: called when the turn goes to the other pass."""
 
-    def __init__(self, exchange: Callable[[], None]):
-        self.exchange = exchange
+    def __init__(self, change_pass: Callable[[], None]):
+        self.change_pass = change_pass
         self.running = 0
         self.failed = False
         self.ended = [False, False]
@@ -75,7 +75,7 @@ class Turns:
             self._start_other()
 
     def _start_other(self) -> None:
-        self.exchange()
+        self.change_pass()
         self.running = 1 - self.running
         self.signals[self.running].release()
 
@@ -90,16 +90,16 @@ def pass_turn() -> None:
 
 
 def run_in_turns(
-    first: Callable[[], None], second: Callable[[], None], exchange: Callable[[], None], thread: ThreadPoolExecutor
+    first: Callable[[], None], second: Callable[[], None], change_pass: Callable[[], None], thread: ThreadPoolExecutor
 ) -> None:
     """Runs two functions in turns, which change at each `pass_turn`. If one of them fails, the other ends at its next
     turn, and the error of the first is raised.
 
     first: runs in the calling thread, and begins. second: runs in `thread`, on the calling thread's CUDA stream.
-    exchange: called whenever the turn goes to the other function, for state that each of them needs its own value of.
+    change_pass: called when the turn goes to the other function, to exchange state of which each has its own.
     """
     global _turns
-    turns = _turns = Turns(exchange)
+    turns = _turns = Turns(change_pass)
     stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
     failures: list[BaseException] = []
 

@@ -47,7 +47,8 @@ class StepProfiler:
 
     def __init__(self, config: Config, world: World, first: int, pauses: PauseTimes):
         """first: step after which this start begins. pauses: of training."""
-        self.config, self.every, self.kept = config, config.logging.profile, set(config.logging.trace)
+        self.every, self.kept = config.logging.profile, set(config.logging.trace)
+        self.overlaps = config.parallel.ep_dispatch == OVERLAPPED
         self.folder, self.world, self.first, self.last = Path(config.run.dir), world, first, first
         self.cuda = world.device.type == "cuda"
         self.mesh = {name: dimension.size() for name, dimension in world.dimensions.items()}
@@ -94,7 +95,7 @@ class StepProfiler:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it says on the terminal that it begins and ends
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.cuda else [])]
         # Of passes that run in turns, one has a thread of its own.
-        threads = _ExperimentalConfig(profile_all_threads=self.config.parallel.ep_dispatch == OVERLAPPED)
+        threads = _ExperimentalConfig(profile_all_threads=self.overlaps)
         self.profiler = profile(activities=activities, record_shapes=True, experimental_config=threads)
         self.profiler.start()
         gc.callbacks.append(self.collector)

@@ -16,6 +16,9 @@ from trainer.planning.parameters import layer_specs
 from trainer.planning.plan import OVERLAPPED, Feature, Plan
 from trainer.planning.states import ELEMENT_BYTES
 
+BY_ALL_TO_ALL = ("alltoall", OVERLAPPED)
+"""The ways of `parallel.ep_dispatch` that send a row for each choice of a token."""
+
 WEIGHT, INDEX = 4, 8
 """Bytes of the weight of an expert's output, and of the number of an expert, as they travel."""
 
@@ -98,7 +101,7 @@ def check_expert_plan(config: Config, spec: ModelSpec | None, plan: Plan, node: 
             f"parallel.ep_dispatch={OVERLAPPED}: loss.terms are differentiated in the forward pass, and autograd is "
             "busy with the backward pass then; set parallel.ep_dispatch=alltoall, or leave loss.terms out"
         )
-    if parallel.ep_capacity and parallel.ep_dispatch in ("alltoall", OVERLAPPED):
+    if parallel.ep_capacity and parallel.ep_dispatch in BY_ALL_TO_ALL:
         yield (
             f"parallel.ep_capacity={parallel.ep_capacity:g}: an all-to-all has to know on the host how many rows each "
             "rank sends; set parallel.ep_dispatch=shared_memory or allgather, or parallel.ep_capacity=0"
@@ -135,10 +138,7 @@ def dispatch_times(
     """The forward pass of a way of `parallel.ep_dispatch`, where the experts have equal load; backward takes as long.
 
     tokens: of a rank. row: bytes of a token. ring: of the ranks that share experts. memory: bytes/s of a rank's own."""
-    if dispatch not in (
-        "alltoall",
-        OVERLAPPED,
-    ):  # tokens, weights and choices; sums of the outputs of each rank's experts
+    if dispatch not in BY_ALL_TO_ALL:  # tokens, weights and choices; sums of the outputs of each rank's experts
         sizes = [tokens * row, WEIGHT * top_k * tokens, INDEX * top_k * tokens, tokens * row]
         # In shared memory tokens are copied into a rank's own buffer, and sums out of it.
         copied = ring.ranks - 1 if dispatch == "allgather" else ring.ranks + 2

@@ -77,7 +77,7 @@ class StageSharding(Protocol):
         """After the step's last action."""
 
     def change_pass(self) -> None:
-        """Where a forward and a backward pass run in turns: the other one goes on from here."""
+        """Called where a forward and a backward pass take turns: the other pass goes on from here."""
 
 
 class DeferredGrads(Protocol):
@@ -156,7 +156,7 @@ class PipelineRuntime:
                 f"schedule {schedule.name} places stages {sorted(here)} on rank {self.rank}, which has {sorted(stages)}"
             )
         self._program = join_reductions(lower_schedule(schedule, self.rank, reduce, ahead, overlaps))
-        self._thread = ThreadPoolExecutor(1, "backward") if overlaps else None  # a thread starts with its first work
+        self._thread = ThreadPoolExecutor(1, "backward")  # for OVERLAP_F_B; the thread starts with its first work
         self._evaluations: dict[int, tuple[RankAction, ...]] = {}
         self._times: deque[StepTimes] = deque(maxlen=STEPS_TIMED)
         self.probe: LayerProbe | None = None
@@ -267,13 +267,12 @@ class PipelineRuntime:
             case "F" | "B" | "I" | "OVERLAP_F_B":
                 for part in action.computed:
                     flight.wait_for_input(part)
+                passes = [partial(self._pass, part, flight, instruction.reduces) for part in action.computed]
                 with flight.timed(action):
-                    passes = [partial(self._pass, part, flight, instruction.reduces) for part in action.computed]
-                    if self._thread is None or len(passes) == 1:
-                        for run in passes:
-                            run()
-                    else:
+                    if action.parts:
                         run_in_turns(*passes, self.sharding.change_pass, self._thread)
+                    else:
+                        passes[0]()
             case "W":
                 with flight.timed(action):
                     flight.weights.pop(key)()

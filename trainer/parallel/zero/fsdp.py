@@ -317,7 +317,7 @@ class FSDPSharding:
         end_backward(self.stages[stage])
 
     def change_pass(self) -> None:
-        """Where a forward and a backward pass run in turns: the other one goes on from here."""
+        """Called where a forward and a backward pass take turns: the other pass goes on from here."""
         if self.passes is None:
             self.passes = PassStates([unit for units in self.units.values() for unit in units])
         self.passes.change()

@@ -420,11 +420,9 @@ class MemoryReplay:
 
     def go_through(self, action: Action, beside: bool) -> Iterator[None]:
         """A pass, which yields after each layer. beside: whether another pass runs in turns with it."""
-        return (
-            self.forward(action.stage)
-            if action.kind == "F"
-            else self.backward(action.stage, action.kind == "B", beside)
-        )
+        if action.kind == "F":
+            return self.forward(action.stage)
+        return self.backward(action.stage, action.kind == "B", beside)
 
     def forward(self, stage: int) -> Iterator[None]:
         model, layers = self.model, self.stages[stage]

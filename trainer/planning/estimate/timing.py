@@ -103,7 +103,7 @@ TILE = 128
 BLOCKS_RATE = 0.82
 """Of GEMMs with a scale for each block, beside other GEMMs in fp8: measured on an H200."""
 
-BEHIND_OTHER_PASS = 0.4
+HIDDEN_BY_OTHER_PASS = 0.4
 """Share of what experts send that passes in turns hide: the time that they saved over the time that was exposed, in a
 trial on two H200 (bench/results/2026-11-h200-h100.md). Kernels of both passes share the multiprocessors."""
 
@@ -422,7 +422,7 @@ class _Timer:
         travel, repeated = routed.link, routed.link * repeats
         computed = sum(forward.values()), sum(backward.values())
         for terms, rows, other in ((forward, travel, computed[1]), (backward, travel + repeated, computed[0])):
-            terms["expert collectives"] = rows - self.paired * BEHIND_OTHER_PASS * min(rows, other)
+            terms["expert collectives"] = rows - self.paired * HIDDEN_BY_OTHER_PASS * min(rows, other)
         launches = (len(products) + kernels + routing + 1) * self.launch
         forward["launching"] = max(0.0, launches - sum(forward.values()))
         if routed.link:  # the host waits for sizes, and the device then for the host
