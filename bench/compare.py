@@ -268,7 +268,7 @@ def table(lines: list[dict[str, Any]]) -> str:
             ]
             best[side] = max(medians, default=(math.nan, "failed", math.nan))
         for side, (speed, name, reserved) in best.items():
-            ratio = best["ours"][0] / speed
+            ratio = best["ours"][0] / speed if "ours" in best else math.nan
             text += f"| {row} | {side} | {name} | {speed:,.0f} | {reserved:.1f} GiB | {ratio:.3f} |\n"
     return text
 

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -29,6 +30,14 @@ AT_ONCE = max(6, min(10, (os.cpu_count() or 1) // 3))
 """Cases: what they wait for most is the compiler, on the host. Programs that share a GPU take turns on it, and a
 collective goes on only while those of all its ranks have theirs: of 21 at once, each on all of four GPUs, most ran out
 of time."""
+AT_ONCE_SHARED = 4
+"""Cases, where the ranks of each share a GPU."""
+SHARE = (
+    "NCCL_HOSTID=$LOCAL_RANK NCCL_SOCKET_IFNAME=lo TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 "
+    'LOCAL_RANK=$((LOCAL_RANK % $0)) exec "$@"'
+)
+"""Starts a rank that shares its GPU with others; $0 is the number of GPUs. NCCL refuses two ranks of a host on one GPU,
+but takes ranks that name different hosts, which then send through sockets. Their times mean nothing."""
 FEW_BUFFERS = ["env", "NCCL_BUFFSIZE=524288", "NCCL_MAX_NCHANNELS=2"]
 """Every plan has process groups of its own. With NCCL's defaults, their buffers fill the memory of a GPU."""
 REPORT = 20
@@ -37,32 +46,41 @@ REPORT = 20
 
 @dataclass
 class Case:
-    """command: run in the repository's root; limit: seconds; gpus: how many it takes; alone: before the others."""
+    """command: run in the repository's root; limit: seconds; ranks: each on a GPU of its own, where there are as many;
+    own: whether it has to be; alone: before the others."""
 
     name: str
     command: list[str]
     limit: float
-    gpus: int = 1
+    ranks: int = 1
+    own: bool = False
     alone: bool = False
 
 
-def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
+def torchrun(count: int, *program: str, gpus: int) -> list[str]:
+    """The command for ranks of a program, of which several take the same GPU where there are fewer GPUs."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    shared = ["--no-python", "bash", "-c", SHARE, str(gpus), sys.executable] if count > gpus else []
+    return [*command, *shared, *program]
+
+
+def cases(logs: Path, scratch: Path, ranks: int, gpus: int) -> list[Case]:
     """All that there is to check, the longest first. logs: for results; scratch: for what is large."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    processes = max(count for count in (1, 2, 4) if count <= gpus)
+    start = partial(torchrun, gpus=gpus)
+    processes = max(count for count in (1, 2, 4) if count <= ranks)
     pair = min(processes, 2)
 
     def plans(name: str, *which: object, limit: float) -> Case:
         worker = ["tests/workers/plans.py", str(logs / f"{name}.json"), *map(str, which)]
-        return Case(name, [*FEW_BUFFERS, *torchrun, str(processes), *worker], limit, processes)
+        return Case(name, [*FEW_BUFFERS, *start(processes, *worker)], limit, processes)
 
     def run(name: str, *settings: str, count: int = pair) -> Case:
         where = [f"run.name={name}", f"run.dir={scratch / name}", "run.steps=20", f"data.cache={scratch / 'cache'}"]
-        return Case(name, [*torchrun, str(count), "-m", "trainer", "+config=demo", *where, *settings], 150, count)
+        return Case(name, start(count, "-m", "trainer", "+config=demo", *where, *settings), 150, count)
 
     def runtime(name: str, mode: str, count: int, limit: float) -> Case:
         worker = ["tests/workers/pipeline_runtime.py", mode, str(logs / f"{name}.json")]
-        return Case(name, [*torchrun, str(count), *worker], limit, count)
+        return Case(name, start(count, *worker), limit, count)
 
     measuring = ["-m", "trainer", "probe", "+config=llama_60m", "precision=bf16", "compile=true", "seconds=20"]
     parts = 8 if processes > 1 else 2
@@ -97,12 +115,18 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
     ]
     return [
         # GPUs that others use are refused.
-        Case("preflight", [*faults, "preflight"], 60, 2, alone=True),
-        Case("faults", [*faults, "calm", "killed", "stopped1", "stopped0"], 420, 2),
+        Case("preflight", [*faults, "preflight"], 60, 2, own=True, alone=True),
+        Case("faults", [*faults, "calm", "killed", "stopped1", "stopped0"], 420, 2, own=True),
         *(plans(f"plans_{part}", part, parts, limit=500) for part in range(parts)),
         runtime("circles", "synchronous", 2, 120),
         plans("deepspeed", "deepspeed", limit=180),
-        *between_ranks(torchrun, logs, gpus),
+        Case("tp_overlap", start(2, "tests/workers/fusion_gpu.py", str(logs / "tp_overlap.json")), 300, 2),
+        Case(
+            "float8_gather",
+            start(2, "tests/workers/float8_gather.py", str(logs / "float8_gather.json"), "cuda"),
+            150,
+            pair,
+        ),
         Case("quantize", [sys.executable, "tests/workers/quantize.py", "cuda"], 180),
         Case("float8", [sys.executable, "tests/workers/float8.py", "cuda"], 120),
         Case("grouped", [sys.executable, "tests/workers/grouped.py", "cuda"], 240),
@@ -112,7 +136,7 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
             "weight_sums", [sys.executable, "tests/workers/weight_sums.py", "cuda", str(logs / "weight_sums.json")], 240
         ),
         Case("multi_tensor", [sys.executable, "tests/workers/multi_tensor.py", "cuda"], 120),
-        Case("probe", [*torchrun, str(gpus), *measuring, f"out={logs / 'probe.yaml'}"], 180, gpus),
+        Case("probe", start(gpus, *measuring, f"out={logs / 'probe.yaml'}"), 180, gpus),
         Case("tests", [sys.executable, "-m", "pytest", "-q", *tests], 120),
         *(
             Case(name, [sys.executable, "-m", "pytest", "-q", *which, *tests[-2:]], limit)
@@ -177,7 +201,7 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
                     *("compile=true", "activation=selective"),
                     count=processes,
                 ),
-                Case("recorded_plans", [*FEW_BUFFERS, *torchrun, "2", "tests/workers/recorded.py"], 200, 2),
+                Case("recorded_plans", [*FEW_BUFFERS, *start(2, "tests/workers/recorded.py")], 200, 2),
             ]
             if pair == 2
             else []
@@ -192,16 +216,6 @@ def cases(logs: Path, scratch: Path, gpus: int) -> list[Case]:
         run("offload", "parallel=zero3_offload"),
         run("fp16", "precision=fp16", "parallel=zero2"),
         run("gemma", *small_gemma),
-    ]
-
-
-def between_ranks(torchrun: list[str], logs: Path, gpus: int) -> list[Case]:
-    """Kernels and copies between two ranks, of which those of ZeRO may share a GPU."""
-    tp_overlap, gather = (["2", f"tests/workers/{name}.py"] for name in ("fusion_gpu", "float8_gather"))
-    name = "float8_gather" + "_shared" * (gpus < 2)
-    return [
-        Case("tp_overlap", [*torchrun, *tp_overlap, str(logs / "tp_overlap.json")], 300, 2),
-        Case(name, [*torchrun, *gather, str(logs / f"{name}.json"), "cuda"], 150, min(gpus, 2)),
     ]
 
 
@@ -242,7 +256,7 @@ class Check:
             why, told = "not started, no time left", {}
         else:
             self.running[case.name] = start
-            with self.taken(case.gpus) as which:
+            with self.taken(min(case.ranks, self.gpus)) as which:
                 why, told = self.outcome(case, min(case.limit, left), which), {}
             del self.running[case.name]
             try:
@@ -358,21 +372,21 @@ def summary(logs: Path, name: str) -> dict:
 
 
 def main(out: Path, wanted: list[str]) -> int:
-    gpus = int(os.environ.get("GPU_CHECK_GPUS") or 0) or len(
-        subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.splitlines()
-    )
-    if not gpus:
+    present = len(subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.splitlines())
+    ranks = int(os.environ.get("GPU_CHECK_GPUS") or present)
+    if not present:
         print("there is no GPU", file=sys.stderr)
         return 2
+    gpus = min(ranks, present)
     logs, scratch = out / "logs", Path(tempfile.mkdtemp(prefix="gpu_check-"))
     logs.mkdir(parents=True, exist_ok=True)
     check, ended = Check(logs, scratch, gpus), threading.Event()
-    chosen = [
-        case
-        for case in cases(logs, scratch, gpus)
-        if case.gpus <= gpus and (not wanted or case.name in wanted or case.name.split("_")[0] in wanted)
-    ]
-    check.say(f"{len(chosen)} cases on {gpus} GPUs, at most {AT_ONCE} at once, {SECONDS:.0f} s")
+    chosen = [case for case in cases(logs, scratch, ranks, gpus) if case.ranks <= (gpus if case.own else ranks)]
+    if wanted:
+        chosen = [case for case in chosen if not {case.name, case.name.split("_")[0]}.isdisjoint(wanted)]
+    at_once = AT_ONCE if ranks == gpus else AT_ONCE_SHARED
+    where = f"{gpus} GPUs" if ranks == gpus else f"{ranks} ranks that share {gpus} GPUs"
+    check.say(f"{len(chosen)} cases on {where}, at most {at_once} at once, {SECONDS:.0f} s")
 
     def reports() -> None:
         while not ended.wait(REPORT):
@@ -382,14 +396,14 @@ def main(out: Path, wanted: list[str]) -> int:
     for case in chosen:
         if case.alone:
             check.run(case)
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+    with ThreadPoolExecutor(at_once) as pool:
         for done in [pool.submit(check.run, case) for case in chosen if not case.alone]:
             done.result()
     ended.set()
     failed = [name for name, result in check.results.items() if not result["ok"]]
     plans = sum(result.get("plans", 0) for result in check.results.values())
     verdict = f"FAIL: {', '.join(failed)}" if failed else "PASS"
-    verdict += f" ({len(check.results) - len(failed)} of {len(check.results)} cases, {plans} plans, {gpus} GPUs"
+    verdict += f" ({len(check.results) - len(failed)} of {len(check.results)} cases, {plans} plans, {where}"
     verdict += f", {check.seconds():.0f} s)"
     for file in scratch.glob("faults/*.log"):
         shutil.copy(file, logs / f"faults_{file.name}")

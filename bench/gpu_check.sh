@@ -5,6 +5,8 @@
 # (tp_overlap), gathers in fp8 (on a machine of one GPU between two ranks that share it), whole runs by the command line,
 # faults.
 # Usage: [GPU_CHECK_GPUS=2] bench/gpu_check.sh OUT_FOLDER [CASE...]
+# More ranks than GPUs share them: GPU_CHECK_GPUS=2 GPU_CHECK_SECONDS=1200 checks two ranks on one GPU over NCCL, without
+# faults, in about 15 minutes.
 # Every case has a time limit and a log in OUT_FOLDER/logs (also packed, as logs.tar.gz); one that hangs says where. The
 # last line is the verdict, and the exit code 0 if all passed; OUT_FOLDER/verdict.json holds the numbers.
 set -u

@@ -13,13 +13,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from support.gpus import shared_device
 from support.launch import fork, leave
 from support.reference import random_batch, rows, settings, tiny_spec
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.config import Float8Config
-from trainer.distributed.mesh import World, join_world
+from trainer.config import Float8Config, RunConfig
+from trainer.distributed.mesh import World, join_world, local_device
 from trainer.distributed.tensors import local_values
 from trainer.parallel.pipeline.plan import resolve_pipeline
 from trainer.planning.features import resolve_plan
@@ -66,7 +65,7 @@ def train(
 
 
 def main(out: str, kind: str = "cpu") -> None:
-    device = torch.device("cpu") if kind == "cpu" else shared_device()
+    device = torch.device("cpu") if kind == "cpu" else local_device(RunConfig())
     world = join_world(resolve_plan(settings(parallel__zero__stage=3).parallel, 2), device)
     found = {}
     for stage, compiled in ((2, False), (3, False), *(((3, True),) if kind == "cuda" else ())):

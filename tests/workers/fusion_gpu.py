@@ -3,8 +3,8 @@ method beside `off`, over many epochs, with memory that is poisoned first and ra
 
     torchrun --nproc-per-node 2 tests/workers/fusion_gpu.py OUT.json [EPOCHS [TOKENS...]]
 
-TOKENS: of all ranks together, in bf16 alone; else those below. Ranks that share a GPU have it in turn, and `off` sends
-by gloo: few tokens and epochs are for that."""
+TOKENS: of all ranks together, in bf16 alone; else those below. Ranks that share a GPU take turns on it: few tokens and
+epochs are for that."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from support.gpus import shared_device
 from torch import Tensor
 
+from trainer.config import RunConfig
 from trainer.distributed import symmetric_memory
 from trainer.distributed.collectives import TensorGroup
 from trainer.distributed.copy_engine import CopyEngineGroup
-from trainer.distributed.mesh import World, join_world
+from trainer.distributed.mesh import World, join_world, local_device
 from trainer.distributed.overlap import wait_for_event
 from trainer.distributed.symmetric_memory import SymmetricMemory, allocate_symmetric
 from trainer.parallel.zero.copy_engine import CopyEngineShards
@@ -128,7 +128,7 @@ def share_states(world: World, epochs: int, late: random.Random) -> None:
 
 
 def main(out: str, epochs: int = 40, *some: int) -> None:
-    size, device = int(os.environ["WORLD_SIZE"]), shared_device()
+    size, device = int(os.environ["WORLD_SIZE"]), local_device(RunConfig())
     world = join_world(Plan(tp=size), device)
     name, rank = world.dimensions["tp"].get_group().group_name, world.place("tp")
     symmetric_memory.allocate_symmetric = poisoned
