@@ -17,6 +17,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -146,7 +147,8 @@ def launched(monkeypatch):
     logging.disable(logging.NOTSET)
 
 
-def test_train_starts_the_processes_that_it_is_told(launched, capsys):
+def test_train_starts_the_processes_that_it_is_told(launched, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert commands.main(["train", "--processes", "2", "+config=debug", "parallel=tp2"]) == 75
     assert commands.main(["train", "--gpus", "2", "+config=debug"]) == 75
     both = ["--standalone", "--nproc-per-node", "2", "-m", "trainer"]
@@ -159,6 +161,8 @@ def test_train_starts_the_processes_that_it_is_told(launched, capsys):
     [
         (["--processes", "4", "+config=debug", "parallel.tp=3"], "start 3 or 6 processes"),
         (["--gpus", "0", "+config=debug"], "gpus=0 must be at least 1"),
+        (["--gpus", "2", "+config=debug"], "this machine has no GPUs that torch can use"),
+        (["--gpus", "2", "+config=debug", "lr.peek=1"], "did you mean 'lr.peak'"),
         (["--gpus", "2", "--processes", "2"], "not allowed with"),
     ],
 )
@@ -174,6 +178,11 @@ def test_the_words_of_the_command_lead_where_they_say(launched, capsys):
     assert commands.main(["sample", "--help"]) == 0 and "usage: trainer sample CHECKPOINT" in capsys.readouterr().out
     assert commands.main(["sweep", "+config=debug", "lr.peek=1,2"]) == 2
     assert "did you mean 'lr.peak'" in capsys.readouterr().err
+    for word in ("sweep", "tune"):
+        for more in (["--processes", "4"], ["--gpus", "4"], ["processes=4"]):
+            assert commands.main([word, "+config=debug", *more]) == 2
+            error = capsys.readouterr().err
+            assert "sweep.processes" in error and len(error.splitlines()) == 1, error
     for nothing in ([], ["sweep"], ["tune"]):
         assert commands.main(nothing) == 2 and "usage: " in capsys.readouterr().err
 
@@ -197,6 +206,7 @@ def test_cfg_job_checks_the_plan_for_the_processes_that_it_is_told(capsys, monke
         (["--cfg", "job", "run.stepz=1"], ["run.stepz", "run.steps"]),
         (["--cfg", "jobb"], ["--cfg", "job"]),
         (["--conf", "x"], ["--conf is no option of trainer train", "did you mean '--cfg'"]),
+        (["--batch-size", "8"], ["--batch-size is no option of trainer train; here it is 'batch.global_size'"]),
         (["lr.peak=1,2"], ["lr.peak=1,2", "--multirun", "lr.peak=[...]"]),
         (["--config-dir", "/not/there"], ["--config-dir /not/there"]),
         (["--resolve", "+config=debug"], ["--resolve goes with --cfg job"]),

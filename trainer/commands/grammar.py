@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import itertools
 import logging
 import os
 import re
@@ -27,6 +28,7 @@ from typing import Any
 from trainer.commands import load_command
 from trainer.config.fields import ConfigError, describe_outside, option, suggest_nearest
 from trainer.config.schema import Config
+from trainer.config.synonyms import find_synonym
 from trainer.util.exit_codes import DONE, REFUSED, process_rank, refuse_config
 
 DTYPES = ("fp32", "bf16", "fp16")
@@ -147,6 +149,8 @@ class Command:
                     options = self.parse(arguments)
                 if (count := options.count()) > 1:
                     self.check(options, count)
+                    if options.gpus:
+                        check_gpus(count)
                     return self.start(count, arguments)
             return self.run(options, **more) or DONE
         except ConfigError as error:
@@ -169,6 +173,8 @@ class Command:
             launch.add_argument(f"--{field.name}")
         _, rest = launch.parse_known_args(arguments)
         module = ["-m", "trainer", *([] if self.word == "train" else [self.word])]
+        if self.word == "train":
+            print(f"starting {processes} processes; Ctrl-C saves and stops them", flush=True)
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun sets with a warning
         logging.disable(logging.CRITICAL)  # torchrun's own lines: the processes have said what there is to say
         return load_command("torchrun").run(
@@ -256,7 +262,13 @@ class Command:
             spelled.append(name + equals + value if name.startswith("--") else word)
         parsed, unknown = self.parser.parse_known_intermixed_args(spelled)
         given = vars(parsed) | switches
-        words, problems = given.pop("arguments", []), [self._unknown(word) for word in unknown]
+        words = given.pop("arguments", [])
+        # A word behind an unknown option is its value.
+        problems = [
+            self._unknown(word)
+            for before, word in itertools.pairwise(["", *unknown])
+            if word.startswith("-") or not before.startswith("-")
+        ]
         if issubclass(self.options, RecipeOptions):
             settings = [field.name for field in dataclasses.fields(Config)]
             for name, equals, _ in (word.partition("=") for word in words):
@@ -273,7 +285,8 @@ class Command:
     def _unknown(self, word: str) -> str:
         name = word.partition("=")[0]
         legal = [*map(spell_flag, self.fields)] if name.startswith("-") else self.keys
-        return f"{name} is no option of {self.parser.prog}; {suggest_nearest(name, legal)}"
+        known = find_synonym(name.lstrip("-")) if issubclass(self.options, RecipeOptions) else None
+        return f"{name} is no option of {self.parser.prog}; {known or suggest_nearest(name, legal)}"
 
     def _place(self, plain: list[str], given: dict[str, Any], problems: list[str]) -> None:
         """Gives arguments without a name to the options that they stand for."""
@@ -356,6 +369,17 @@ def describe_option(name: str, field: dataclasses.Field, required: list[str]) ->
         notes.append(f"default: {field.default}")
     noted = "; ".join(filter(None, notes))
     return (field.metadata["doc"] + f" ({noted})" * bool(noted)).replace("%", "%%")
+
+
+def check_gpus(count: int) -> None:
+    """Raises `ConfigError` where this machine has fewer GPUs."""
+    import torch
+
+    if (present := torch.cuda.device_count()) < count:
+        raise ConfigError(
+            f"--gpus {count}: this machine has {present or 'no'} GPUs that torch can use; start at most as many, or "
+            f"say --processes {count} for processes on the CPU"
+        )
 
 
 def print_once(text: str, stream: typing.TextIO | None = None) -> int:

@@ -46,7 +46,6 @@ def check_plan(options: TrainOptions, processes: int) -> None:
     from trainer.planning.resolve import compose
 
     compose(options.overrides, options.config_dir, processes)
-    print(f"starting {processes} processes; Ctrl-C saves and stops them", flush=True)
 
 
 def run(options: TrainOptions, own: bool = False) -> int:

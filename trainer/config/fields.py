@@ -9,6 +9,7 @@ import difflib
 import math
 from collections.abc import Collection
 from dataclasses import field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,10 @@ def option(
     are the settings of.
     """
     metadata = {"doc": doc, "choices": choices, "unit": unit, "range": range, "registry": registry}
-    if isinstance(default, (list, dict)) or dataclasses.is_dataclass(default):
-        return field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
+    if isinstance(default, (list, dict)) or dataclasses.is_dataclass(default) and not isinstance(default, type):
+        # A search makes hundreds of thousands of these, and a constructor is faster than a deep copy.
+        fresh = type(default) if default == type(default)() else partial(copy.deepcopy, default)
+        return field(default_factory=fresh, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 

@@ -112,6 +112,9 @@ ABSENT = {
         ("launcher", "slurm"),
         "trials are processes of this machine; on Slurm a job array trains a list of runs: docs/cluster.md",
     ),
+    **dict.fromkeys(
+        ("gpus", "processes", "nproc_per_node"), "in trainer sweep and tune it is sweep.processes, elsewhere processes"
+    ),
     "label_smoothing_factor": "there is no label smoothing",
 }
 """Name elsewhere -> what is true here, where there is no such setting."""

@@ -67,6 +67,10 @@ def open_tokenizer(folder: Path) -> tuple[Any, list[str]]:
                 "it brings code of its own (auto_map), which is never run; save it as a tokenizer of transformers' "
                 "own classes"
             )
+        elif not isinstance(error, (ConfigError, PermissionError)):
+            names = sorted(path.name for path in folder.iterdir())
+            if not any(re.search(r"tokenizer\.json|vocab|\.model$|tiktoken", name) for name in names):
+                reason = f"it has no vocabulary, such as tokenizer.json; it holds {', '.join(names[:5]) or 'nothing'}"
         raise Malformed(f"{folder} is not a transformers tokenizer folder: {reason}") from error
 
 

@@ -216,6 +216,18 @@ def local_moments(
     return sum_by_unit(spec, held)
 
 
+@by_value
+def local_sizes(
+    spec: ModelSpec, tp: int, ep: int, compute_bytes: int, updates: UpdateSettings
+) -> tuple[LocalParameters, ...]:
+    """What states need of the above: trained parameters and the experts among them, bytes of moments of other
+    parameters and of experts, bytes of frozen parameters and of the experts among them. A search needs them tens of
+    thousands of times, and finds them all by one key."""
+    moments = (local_moments(spec, tp, updates, experts, ep) for experts in (False, True))
+    frozen = (frozen_bytes(spec, tp, ep, compute_bytes, experts) for experts in (False, True))
+    return local_parameters(spec, tp, ep), shared_experts(spec, ep), *moments, *frozen
+
+
 def shares_frozen(plan: Plan) -> bool:
     """Whether ranks share parameters that are not trained. Where parameters are whole in a step, each rank has them."""
     return plan.stage == 3 and plan.shard > 1
@@ -238,7 +250,10 @@ def state_bytes(
     device_sums: whether those that are reduced every micro-batch and offloaded are added up on the device.
     updates: how parameters are updated; None: by AdamW.
     """
-    tp, ep, updates, layers = plan.tp, plan.ep, updates or UpdateSettings(), [*(layers or [range(spec.depth)])]
+    updates, layers = updates or UpdateSettings(), [*(layers or [range(spec.depth)])]
+    held, held_experts, *kept_moments, fixed_sizes, fixed_experts = local_sizes(
+        spec, plan.tp, plan.ep, compute_bytes, updates
+    )
     shard, expert_shard = plan.shard if plan.stage >= 1 else 1, plan.expert_mesh["expert_shard"]
 
     def sum_layers(sizes: LocalParameters) -> int:
@@ -247,13 +262,13 @@ def state_bytes(
     def share(dense: int, experts: int) -> int:
         return -(-dense // shard) + -(-experts // expert_shard)
 
-    units = [local_parameters(spec, tp, ep).units(part) for part in layers]
-    moments = share(*(sum_layers(local_moments(spec, tp, updates, experts, ep)) for experts in (False, True)))
-    total, experts = sum(map(sum, units)), sum_layers(shared_experts(spec, ep))
+    units = [held.units(part) for part in layers]
+    moments = share(*map(sum_layers, kept_moments))
+    total, experts = sum(map(sum, units)), sum_layers(held_experts)
     # Gathered or unreduced at a time where layers are gathered one by one: each stage's outer unit, the largest layer.
     at_once = sum(unit[0] for unit in units) + max(max(unit[1:]) for unit in units)
-    fixed = [frozen_bytes(spec, tp, ep, compute_bytes).units(part) for part in layers]
-    frozen, frozen_experts = sum(map(sum, fixed)), sum_layers(frozen_bytes(spec, tp, ep, compute_bytes, True))
+    fixed = [fixed_sizes.units(part) for part in layers]
+    frozen, frozen_experts = sum(map(sum, fixed)), sum_layers(fixed_experts)
     gathered = compute_bytes * at_once
     if shares_frozen(plan):
         frozen = share(frozen - frozen_experts, frozen_experts)

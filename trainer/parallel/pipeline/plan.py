@@ -228,12 +228,15 @@ def layer_costs(
     remaining = left_by_recompute(layers, recompute, compiled)
     tiled = recompute is not None and bool(recompute.tile)
     f, i, w, activation = [0.0], [0.0], [0.0], [tokens * embedding.saved]
+    known: dict[tuple, tuple[float, float, float]] = {}  # of layers that are equal
     for layer, left, frozen in zip(layers, remaining, find_frozen_gemms(spec), strict=True):
-        again = sum(share * layer.computed[name].flops for name, share in left.again.items())
-        gemms, attention = layer.total("flops", "gemm"), layer.total("flops", "attention")
-        f.append(tokens * layer.flops)
-        i.append(tokens * (gemms + ATTENTION_BACKWARD * attention + again))
-        w.append(tokens * (gemms - sum(gemm.flops for name, gemm in layer.gemms.items() if name in frozen)))
+        if (key := (id(layer), id(left), frozen)) not in known:
+            again = sum(share * layer.computed[name].flops for name, share in left.again.items())
+            gemms, attention = layer.total("flops", "gemm"), layer.total("flops", "attention")
+            trained = gemms - sum(gemm.flops for name, gemm in layer.gemms.items() if name in frozen)
+            known[key] = layer.flops, gemms + ATTENTION_BACKWARD * attention + again, trained
+        for times, flops in zip((f, i, w), known[key]):
+            times.append(tokens * flops)
         activation.append(tokens * left.saved)
     logits = tokens * head.flops
     tiles = bool(loss_tile)  # with which the gradients are computed in the forward pass
