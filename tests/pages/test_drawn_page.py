@@ -31,7 +31,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A page of one run with everything, whose texts are hostile; and of three runs."""
+    """A page of one run with everything, whose texts are hostile; of three runs, and of twenty."""
     folder = tmp_path_factory.mktemp("pages")
     hostile = "</script><script>window.hit=1</script><img src=x onerror=window.hit=1>"
     names = ("a", "b", f"{'long-' * 12}name")
@@ -41,9 +41,11 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     (runs[0] / "status.json").write_text(json.dumps(status))
     write_page(runs[:1], folder / "one.html")
     write_page(runs, folder / "three.html")
+    many = [write_run(folder / f"many/run-{place}-of-a-sweep", 20, 1 + 0.1 * place) for place in range(20)]
+    write_page(many, folder / "twenty.html")
     search = write_search(folder / "tune", f"{'long_' * 20}{hostile}", best="dp2_full", ended=hostile)
     write_page([search], folder / "search.html")
-    return {name: folder / f"{name}.html" for name in ("one", "three", "search")}
+    return {name: folder / f"{name}.html" for name in ("one", "three", "twenty", "search")}
 
 
 SEEN = """(() => {
@@ -162,6 +164,59 @@ def test_a_reader_chooses(browser, pages):
     light = browser.evaluate(paper), browser.evaluate(ink)
     browser.evaluate("document.getElementById('theme').click()")
     assert browser.evaluate(paper) != light[0] and browser.evaluate(ink) != light[1] and not browser.complaints
+
+
+def test_tables_of_twenty_runs_fit_a_window(browser, pages):
+    wide = "[...document.querySelectorAll('.scroll')].filter((one) => one.scrollWidth > one.clientWidth + 1)"
+    for name in ("three", "twenty"):
+        browser.open(pages[name].as_uri(), 1300)
+        assert browser.evaluate(f"{wide}.map((one) => one.outerHTML.slice(0, 300))") == []
+        assert browser.evaluate("document.querySelectorAll('section .scroll > table').length") > 5
+
+
+def test_names_of_many_runs_stand_once_above_all_charts(browser, pages):
+    """A chart tells apart the run that the reader points at, by its name or its curve, and all others do the same."""
+    named = "[...document.querySelectorAll('figure[data-panel]')].map((one) => one.querySelectorAll('.keys em').length)"
+    browser.open(pages["three"].as_uri(), 1300)
+    assert browser.evaluate(named)[0] == 6, "few runs are named in every chart, beside each metric"
+    browser.open(pages["twenty"].as_uri(), 1300)
+    assert set(browser.evaluate(named)) == {0}
+    place = browser.evaluate("data.panels.findIndex((one) => one.title === `tokens_per_second`)")
+    figure = f'[data-panel="{place}"]'
+    told = "[...new Set([...document.querySelectorAll('.keys em')].map((one) => one.textContent))]"
+    strong = (
+        "[...charts].filter(([figure]) => figure.dataset.panel).map(([_, { chart }]) => "
+        "chart.data.datasets.filter((set) => set.borderColor === colourOf(`c${set.run % 7}`)).map((set) => set.run))"
+    )
+    button = "document.querySelector('[data-run=\"{}\"]')"
+    every = browser.evaluate(strong)
+    assert len(every) > 5 and all(runs == list(range(20)) for runs in every)
+    left, top = browser.evaluate(
+        f"({button.format(11)}.scrollIntoView({{block: 'center'}}), (({{x, y}}) => [x + 5, y + 5])"
+        f"({button.format(11)}.getBoundingClientRect()))"
+    )
+    browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=left, y=top)
+    browser.evaluate("new Promise((done) => setTimeout(done, 50))")
+    assert browser.evaluate(told) == ["run-11-of-a-sweep"] and browser.evaluate(strong) == [[11]] * len(every)
+    point = f"{CHART.format(figure)}.getDatasetMeta({{}}).data[9]"
+    x, y = browser.evaluate(f"(({{x, y}}) => [x, y])({point.format(16)})")
+    move(browser, figure, (x, y))
+    assert browser.evaluate(told) == ["run-16-of-a-sweep"] and browser.evaluate(strong) == [[16]] * len(every)
+    assert browser.evaluate(f"document.querySelector('figure{figure} .readout').textContent") == "step 10"
+    move(browser, figure, (x, -300))
+    assert browser.evaluate(told) == [] and browser.evaluate(strong) == every, "the pointer has left the chart"
+    browser.evaluate(
+        f"document.querySelector('figure{figure} canvas').dispatchEvent("
+        "new KeyboardEvent('keydown', { key: 'Home', bubbles: true }))"
+    )
+    browser.evaluate("new Promise((done) => setTimeout(done, 50))")
+    assert len(browser.evaluate(told)) == 20, "keys point at no run, and so tell all"
+    browser.evaluate("moveCursors(null)")
+    browser.evaluate("new Promise((done) => setTimeout(done, 50))")
+    for hidden in range(13):
+        browser.evaluate(f"{button.format(hidden)}.click()")
+        assert len(browser.evaluate(told)) == (7 if hidden == 12 else 0), "seven that are shown are few again"
+    assert not browser.complaints
 
 
 @given(low=st.floats(-300, 299), decades=st.floats(0, 300))

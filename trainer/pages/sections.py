@@ -363,20 +363,20 @@ def account_of(run: RunFolder) -> dict[str, Any] | None:
 
 def accounts_compared(runs: Sequence[RunFolder]) -> dict[str, Any] | None:
     """The accounts of several runs, a bar for each: the mean over its ranks, as long as its step; None without any."""
-    found = {run.label: mean_terms(run.profile.ranks) for run in runs if run.profile}
-    if not found:
+    found = {run.label: mean_terms(run.profile.ranks) if run.profile else {} for run in runs}
+    if not any(found.values()):
         return None
     rows = [(run.label, f"step {run.profile.steps[-1]}", found[run.label]) for run in runs if run.profile]
     most = {name: max(one.get(name, 0.0) for one in found.values()) for name in set().union(*found.values())}
     terms = [
         (
             TermPart(describe_term(name), 0.0, 0.0, term_colour(name), term_meaning(name)),
-            [one.get(name, 0.0) for one in found.values()],
+            [format_duration(value) if (value := one.get(name)) else NONE for one in found.values()],
         )
         for name in sorted(most, key=lambda name: (-most[name], name))
         if most[name] > 0
     ]
-    return {"bars": term_bars(rows), "labels": list(found), "terms": terms}
+    return {"bars": term_bars(rows), "terms": terms}
 
 
 def kernels_of(run: RunFolder, place: int) -> dict[str, Any] | None:

@@ -124,6 +124,8 @@ function showPoints(figure, key, summary, datasets, scales, { say = (point) => p
 // Curves of metrics: a chart a panel, all over the same x, with one cursor.
 
 const cursors = [];
+const areMany = () => data.runs.length - choice.hidden.size > COLOURS; // their names stand above the charts, not in each
+let near = null; // of many runs the one at the pointer, which all charts tell apart
 
 function linesOf(panel) {
   const several = data.runs.length > 1;
@@ -134,7 +136,7 @@ function linesOf(panel) {
     const points = all.filter(({ x }) => x !== null), held = name.startsWith("eval_loss");
     // Runs, and metrics beside them, that have a colour in common differ by their dashes.
     const dash = DASHES[(Math.floor(look / COLOURS) * (several ? panel.names.length : 1) + (several ? place : 0)) % DASHES.length];
-    return [{ name, run: run.label, look: `c${look % COLOURS}`, dash, held, points, shown: points }];
+    return [{ name, index, run: run.label, look: `c${look % COLOURS}`, dash, held, points, shown: points }];
   })));
 }
 
@@ -156,8 +158,10 @@ function datasetsOf(one) {
   const known = one.points.filter(({ y }) => y !== null).length, rolling = choice.smooth > 1 && !one.held;
   if (rolling) one.shown = smoothed(one.points);
   const dots = known === 1 || (one.held && known <= 80) ? { pointRadius: 3, pointBackgroundColor: colourOf("paper") } : {};
-  const drawn = line(one.shown, one.look, { borderDash: one.dash, ...dots });
-  return rolling ? [drawn, line(one.points, one.look, { borderColor: colourOf(one.look, 0.25) })] : [drawn];
+  const { index: run, dash } = one, faint = colourOf(one.look, 0.2);
+  const borderColor = near === null || near === run ? colourOf(one.look) : faint;
+  const drawn = line(one.shown, one.look, { run, order: near === run ? -1 : 0, borderColor, borderDash: dash, ...dots });
+  return rolling ? [drawn, line(one.points, one.look, { run, borderColor: faint })] : [drawn];
 }
 
 function drawPanel(figure) {
@@ -184,11 +188,16 @@ function drawPanel(figure) {
   button.setAttribute("aria-pressed", String(log));
   button.hidden = !(least > 0);
   button.onclick = () => { choice.log.set(panel.title, !log); drawCurves(); };
-  cursors.push((value) => {
+  cursors.push((value, other) => {
+    if (other) {
+      chart.data.datasets = lines.flatMap(datasetsOf);
+      chart.update();
+    }
     const { x } = chart.scales, shown = value !== null && value >= x.min && value <= x.max;
+    const told = lines.filter(({ index }) => (near === null ? shown || !areMany() : near === index));
     mark.hidden = !shown;
     mark.style.left = `${x.getPixelForValue(value ?? 0)}px`;
-    keys.replaceChildren(...lines.map((one) => keyOf(one, panel, shown ? value : null)));
+    keys.replaceChildren(...told.map((one) => keyOf(one, panel, shown ? value : null)));
     const cutOff = above ? `${above} ${above === 1 ? "point is" : "points are"} above the chart` : "";
     const place = choice.x === "hours" ? number(value) : Math.round(value).toLocaleString("en");
     figure.querySelector(".readout").textContent = shown ? `${choice.x} ${place}` : cutOff;
@@ -209,9 +218,14 @@ function keyOf(one, panel, value) {
 }
 
 let waiting = null;
-function moveCursors(value) {
-  if (waiting === null) requestAnimationFrame(() => { for (const move of cursors) move(waiting.value); waiting = null; });
-  waiting = { value };
+function moveCursors(value, run = null) {
+  if (waiting === null) requestAnimationFrame(() => {
+    const other = near !== waiting.run;
+    near = waiting.run;
+    for (const move of cursors) move(waiting.value, other);
+    waiting = null;
+  });
+  waiting = { value, run };
 }
 
 function drawCurves() {

@@ -11,6 +11,7 @@ document.addEventListener("click", (event) => {
   } else if (button.dataset.run) {
     const run = Number(button.dataset.run);
     if (!choice.hidden.delete(run)) choice.hidden.add(run);
+    moveCursors(null);
   } else if (button.id === "reset") choice.zooms.delete("curves");
   else if (button.id === "theme") return theme();
   else if (button.dataset.copy !== undefined) return copy(button);
@@ -25,12 +26,20 @@ document.addEventListener("dblclick", (event) => {
 
 document.addEventListener("pointermove", (event) => {
   const one = chartAt(event);
-  if (one?.key === "curves") moveCursors(one.chart.scales.x.getValueForPixel(event.offsetX));
+  if (one?.key !== "curves") return;
+  const [found] = areMany() ? one.chart.getElementsAtEventForMode(event, "nearest", { intersect: false }, true) : [];
+  moveCursors(one.chart.scales.x.getValueForPixel(event.offsetX), found && one.chart.data.datasets[found.datasetIndex].run);
+});
+
+for (const kind of ["pointerover", "focusin"]) document.addEventListener(kind, (event) => {
+  const button = event.target.closest("[data-run]");
+  if (button && areMany()) moveCursors(null, Number(button.dataset.run));
 });
 
 for (const kind of ["pointerout", "focusout"]) document.addEventListener(kind, (event) => {
   const one = chartAt(event);
   if (one) one.at = one.go(null) ?? null;
+  else if (event.target.closest("[data-run]")) moveCursors(null);
 });
 
 document.addEventListener("keydown", (event) => {
