@@ -46,8 +46,8 @@ REPORT = 20
 
 @dataclass
 class Case:
-    """command: run in the repository's root; limit: seconds; ranks: each on a GPU of its own, where there are as many;
-    own: whether it has to be; alone: before the others."""
+    """command: runs in the repository's root. limit: seconds. ranks: processes, each on its own GPU where possible.
+    own: whether ranks cannot share a GPU. alone: runs before the others."""
 
     name: str
     command: list[str]
@@ -384,6 +384,9 @@ def main(out: Path, wanted: list[str]) -> int:
     chosen = [case for case in cases(logs, scratch, ranks, gpus) if case.ranks <= (gpus if case.own else ranks)]
     if wanted:
         chosen = [case for case in chosen if not {case.name, case.name.split("_")[0]}.isdisjoint(wanted)]
+    for case in chosen:
+        if case.ranks > gpus:  # which wait for their turns
+            case.limit *= 2
     at_once = AT_ONCE if ranks == gpus else AT_ONCE_SHARED
     where = f"{gpus} GPUs" if ranks == gpus else f"{ranks} ranks that share {gpus} GPUs"
     check.say(f"{len(chosen)} cases on {where}, at most {at_once} at once, {SECONDS:.0f} s")

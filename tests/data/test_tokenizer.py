@@ -73,10 +73,10 @@ def test_what_cannot_be_loaded(tmp_path):
     with pytest.raises(ConfigError, match="is not a tokenizer.json"):
         load_tokenizer(tmp_path / "tokenizer.json")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="no vocabulary, such as tokenizer.json; it holds nothing"):
+    with pytest.raises(ConfigError, match="it holds nothing, and no vocabulary such as tokenizer.json"):
         load_tokenizer(tmp_path / "empty")
     (tmp_path / "empty" / "config.json").write_text('{"model_type": "llama"}')  # a model's folder
-    with pytest.raises(ConfigError, match="no vocabulary, such as tokenizer.json; it holds config.json"):
+    with pytest.raises(ConfigError, match="it holds config.json, and no vocabulary such as tokenizer.json"):
         load_tokenizer(tmp_path / "empty")
     endless = Backend(models.BPE(vocab={"a": 0}, merges=[]))
     endless.save(str(tmp_path / "endless.json"))

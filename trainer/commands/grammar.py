@@ -376,10 +376,8 @@ def check_gpus(count: int) -> None:
     import torch
 
     if (present := torch.cuda.device_count()) < count:
-        raise ConfigError(
-            f"--gpus {count}: this machine has {present or 'no'} GPUs that torch can use; start at most as many, or "
-            f"say --processes {count} for processes on the CPU"
-        )
+        way = f"--gpus {present}" if present else f"--processes {count} to use the CPU"
+        raise ConfigError(f"--gpus {count}: this machine has {present or 'no'} GPUs that torch can use; set {way}")
 
 
 def print_once(text: str, stream: typing.TextIO | None = None) -> int:

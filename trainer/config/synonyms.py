@@ -113,7 +113,8 @@ ABSENT = {
         "trials are processes of this machine; on Slurm a job array trains a list of runs: docs/cluster.md",
     ),
     **dict.fromkeys(
-        ("gpus", "processes", "nproc_per_node"), "in trainer sweep and tune it is sweep.processes, elsewhere processes"
+        ("gpus", "processes", "nproc_per_node"),
+        "the number of processes is sweep.processes in trainer sweep and tune, and processes in other commands",
     ),
     "label_smoothing_factor": "there is no label smoothing",
 }

@@ -70,7 +70,8 @@ def open_tokenizer(folder: Path) -> tuple[Any, list[str]]:
         elif not isinstance(error, (ConfigError, PermissionError)):
             names = sorted(path.name for path in folder.iterdir())
             if not any(re.search(r"tokenizer\.json|vocab|\.model$|tiktoken", name) for name in names):
-                reason = f"it has no vocabulary, such as tokenizer.json; it holds {', '.join(names[:5]) or 'nothing'}"
+                held = ", ".join(names[:5]) or "nothing"
+                reason = f"it holds {held}, and no vocabulary such as tokenizer.json; save a tokenizer into it"
         raise Malformed(f"{folder} is not a transformers tokenizer folder: {reason}") from error
 
 

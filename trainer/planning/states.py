@@ -217,7 +217,7 @@ def local_moments(
 
 
 @by_value
-def local_sizes(
+def find_local_sizes(
     spec: ModelSpec, tp: int, ep: int, compute_bytes: int, updates: UpdateSettings
 ) -> tuple[LocalParameters, ...]:
     """What states need of the above: trained parameters and the experts among them, bytes of moments of other
@@ -251,7 +251,7 @@ def state_bytes(
     updates: how parameters are updated; None: by AdamW.
     """
     updates, layers = updates or UpdateSettings(), [*(layers or [range(spec.depth)])]
-    held, held_experts, *kept_moments, fixed_sizes, fixed_experts = local_sizes(
+    held, held_experts, *kept_moments, fixed_sizes, fixed_experts = find_local_sizes(
         spec, plan.tp, plan.ep, compute_bytes, updates
     )
     shard, expert_shard = plan.shard if plan.stage >= 1 else 1, plan.expert_mesh["expert_shard"]
