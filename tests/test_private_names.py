@@ -139,6 +139,12 @@ PRIVATE = [
     Private("_is_root post_backward", FSDP, FULLY_SHARD, "reducing outside of backward, once FSDP is set up"),
     Private("_is_hsdp", FSDP, FULLY_SHARD, "whether replicas add up gradients before they are accumulated"),
     Private(
+        "all_reduce_grads _orig_dtype",
+        FSDP,
+        FULLY_SHARD,
+        "whether parameters keep the result of a reduction, or FSDP adds or casts it on a stream of its own",
+    ),
+    Private(
         "_partial_reduce_output _all_reduce_state comm_ctx all_gather_state reduce_scatter_states|reduce_scatter_state",
         FSDP,
         FULLY_SHARD,

@@ -225,6 +225,8 @@ def data_parallel(processes: int) -> Iterator[Case]:
     ]
     if processes == 1:
         yield from (base | {"stage": 3 - index % 4} | feature for index, feature in enumerate(features))
+    if processes == 2:
+        yield base | {"stage": 3, "shard": 1, "micro_batches": 3}
     yield from (base | {"offload": True} | more for more in OFFLOADED[processes])
     yield base | {"stage": 2, "precision": "bf16", "reduce": "bf16", "micro_batches": 1}
 

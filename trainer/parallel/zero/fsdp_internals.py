@@ -394,9 +394,8 @@ def earlier_gradients(group: Any, length: int, dtype: torch.dtype) -> Tensor | N
 class WholeShardReduce:
     """FSDP's custom reduce-scatter of a rank whose shards are whole parameters. FSDP calls `allocate` for a message and
     then for its result, on a stream of its own, and copies one to the other. Both calls return the same tensor, so that
-    copy is onto itself, but where the result is added to the gradients of an earlier micro-batch: FSDP guards the
-    message until the copy only, and what it adds afterwards has to be memory of that stream. FSDP does not call the
-    object itself: one rank needs no collective.
+    copy is onto itself, where parameters keep the result as their gradients. FSDP does not call the object itself: one
+    rank needs no collective.
 
     group: of the unit.
     """
@@ -409,15 +408,23 @@ class WholeShardReduce:
         result, self.message = self.message, None
         if result is None:
             result = self.message = torch.empty(size, dtype=dtype, device=device)
-        elif result.is_cuda and self.adds:
+        elif result.is_cuda and not self.becomes_gradient(dtype):
             result = torch.empty_like(result)
         return result
 
-    @property
-    def adds(self) -> bool:
-        """Whether earlier micro-batches have left gradients."""
-        earlier = self.group._partial_reduce_output is not None
-        return earlier or any(parameter.sharded_param.grad is not None for parameter in self.group.fsdp_params)
+    def becomes_gradient(self, dtype: torch.dtype) -> bool:
+        """Whether parameters keep a result of this type as their gradients.
+
+        Any other result is freed when FSDP's stream may still have to read it: FSDP casts it, or adds it to the result
+        of another micro-batch. So it has to be memory of that stream, on which later results come after. The message
+        is memory of the current stream, and FSDP guards it until the copy only.
+        """
+        group = self.group
+        added = group._partial_reduce_output is not None or any(
+            one.sharded_param.grad is not None for one in group.fsdp_params
+        )
+        partial = group._is_hsdp and not group.all_reduce_grads
+        return dtype is group._orig_dtype and not added and not partial
 
 
 def copy_shards(units: list[FSDPModule], group: dist.ProcessGroup) -> None:
