@@ -137,7 +137,7 @@ def cases(logs: Path, scratch: Path, ranks: int, gpus: int) -> list[Case]:
         ),
         Case("multi_tensor", [sys.executable, "tests/workers/multi_tensor.py", "cuda"], 120),
         Case("probe", start(gpus, *measuring, f"out={logs / 'probe.yaml'}"), 180, gpus),
-        Case("tests", [sys.executable, "-m", "pytest", "-q", *tests], 120),
+        Case("tests", [sys.executable, "-m", "pytest", "-q", *tests], 200),
         *(
             Case(name, [sys.executable, "-m", "pytest", "-q", *which, *tests[-2:]], limit)
             for name, which, limit in (
@@ -201,7 +201,7 @@ def cases(logs: Path, scratch: Path, ranks: int, gpus: int) -> list[Case]:
                     *("compile=true", "activation=selective"),
                     count=processes,
                 ),
-                Case("recorded_plans", [*FEW_BUFFERS, *start(2, "tests/workers/recorded.py")], 200, 2),
+                Case("steps", [*FEW_BUFFERS, *start(2, "tests/workers/steps.py")], 300, 2),
             ]
             if pair == 2
             else []

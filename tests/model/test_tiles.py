@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from trainer.config import ActivationConfig
-from trainer.config.model import ModelSpec
+from trainer.config.model import AdapterSpec, ModelSpec
 from trainer.model.initial import initialize_model
 from trainer.model.linear import DeferredGrads
 from trainer.model.transformer import Transformer
@@ -166,6 +166,28 @@ def test_inputs_leave_the_device_and_come_back_in_time(schedule, monkeypatch):
         gc.collect()
         assert not [ref for ref in alive if ref()]
     assert len(alive) == 4 * spec.depth and max(on_device) <= 2
+
+
+@pytest.mark.parametrize("tile", [0, 8])
+@pytest.mark.parametrize(
+    "targets", [["*"], ["layers.0.*"], ["layers.2.*", "layers.3.*"], ["*.feed_forward.*"], ["*.q"], ["layers.1.*.v"]]
+)
+def test_nothing_is_fetched_that_backward_does_not_take(targets, tile, monkeypatch):
+    """Where layers are frozen. On a GPU the copy would go on while other tensors have its memory."""
+    in_flight: list[bool] = []
+
+    def freed(kept: recompute.HostTensor) -> None:
+        in_flight.append(kept.on_device is not None)
+
+    monkeypatch.setattr(recompute.HostTensor, "__del__", freed, raising=False)
+    spec = tiny_spec(depth=5)
+    spec.adapter = AdapterSpec(rank=4, targets=targets)
+    model = built(spec)
+    apply_recompute(model, ActivationConfig(mode="full", tile=tile, offload=True))
+    for step in range(2):
+        batch = random_batch(step, 2, 16, spec.vocab_size, False)
+        model(batch.tokens, batch.targets)[0].backward()
+    assert in_flight and not any(in_flight)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -497,6 +497,7 @@ ADAPTERS = [
         {"tp": 2, "tp_overlap": "copy_engine", "recompute": "selective", "adapter": "some"},
         {"cp": 2, "way": "allgather zigzag", "stage": 3, "recompute": "full", "attention": "documents"},
         {"pp": 2, "schedule": "zb_h1", "adapter": "first layer", "recompute": "selective", "tied": True},
+        {"adapter": "last layer", "recompute": "tiles"},
         {"float8": "rowwise", "tp": 2, "bias": False},
         {"float8": "tensorwise", "dp": 2, "stage": 3, "bias": False, "adapter": "some", "gather": True},
         {"family": "eight experts", "dp": 2, "ep": 2, "stage": 3, "adapter": "dense", "recompute": "full"},

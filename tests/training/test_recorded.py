@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from support.recorded import compare_replayed
 from support.reference import settings, tiny_spec
+from support.steps import compare_steps
 
 import trainer
 from trainer.config import ConfigError
@@ -32,7 +32,7 @@ def test_replayed_steps_on_a_gpu_train_alike(process: None, compute: str, stage:
     device, spec = torch.device("cuda", 0), tiny_spec(vocab_size=1029, max_length=64)
     config = settings(precision__compute=compute, parallel__zero__stage=stage, optimizer__ema__decay=0.9)
     config.precision.loss_scale = 2.0**23
-    plain = compare_replayed(config, spec, device, 1)
+    plain = compare_steps(config, spec, device, 1)
     if compute == "fp16":
         assert {loss[3] for loss in plain[WARM:]} == {0, 1}, "of the replayed steps, not some overflow"
 
@@ -52,7 +52,7 @@ def test_replayed_steps_of_transformers_code_on_a_gpu_train_alike(process: None,
         pytest.skip("the host waits for routers")
     spec = code_spec(plain_values(small_values(name, hidden_size=64, head_dim=16)))
     config = settings(precision__compute="bf16", run__cuda_graphs=True)
-    compare_replayed(config, spec, device, 1, drawn_weight)
+    compare_steps(config, spec, device, 1, drawn_weight)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from support.reference import random_batch, settings, tiny_spec
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
+import trainer
 import trainer.precision.scaler
 from trainer.config import Float8Config
 from trainer.distributed.mesh import join_world
@@ -21,6 +22,7 @@ from trainer.planning.states import state_bytes
 from trainer.training.out_of_memory import memory_breakdown
 from trainer.training.state import TrainState
 from trainer.training.step import train_step
+from trainer.training.trainer import Trainer
 
 
 @pytest.fixture
@@ -124,6 +126,26 @@ def test_the_host_does_not_wait_for_the_gpu_in_a_step(step, recipe):
         train()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_host_queues_a_step_of_a_run_while_the_gpu_computes_the_one_before(tmp_path, monkeypatch):
+    """With all that a run records of a step, which is read a step later."""
+    one_step, watched = Trainer.one_step, []
+
+    def watch(run: Trainer) -> None:
+        warm = run.state.step > 2
+        watched.append(warm)
+        torch.cuda.set_sync_debug_mode("error" if warm else "default")
+        try:
+            one_step(run)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(Trainer, "one_step", watch)
+    overrides = ["+config=debug", "run.steps=6", "lr.warmup=1", "checkpoint=never", f"run.dir={tmp_path}"]
+    trainer.run(trainer.compose(overrides, world_size=1))
+    assert sum(watched) == 3
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

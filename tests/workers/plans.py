@@ -158,6 +158,7 @@ ADAPTERS = {
         "trained": ["*.experts.up.weight"],
     },
     "first layer": {"rank": 4, "alpha": 6.0, "targets": ["layers.0.*"]},
+    "last layer": {"rank": 4, "alpha": 6.0, "targets": ["layers.2.*"]},
     "trained": {
         "rank": 4,
         "alpha": 6.0,

@@ -24,7 +24,7 @@ from trainer.model.attention import causal_attention, first_seen, kernel_priorit
 from trainer.model.experts import cast_model
 from trainer.model.initial import initialize_model, parameter_infos
 from trainer.model.loss import loss_terms
-from trainer.model.stage import split_report
+from trainer.model.stage import capture_graph, split_report
 from trainer.model.transformer import Transformer
 from trainer.observe.deferred import TimePoint
 from trainer.optim.optimizer import Optimizer, parameter_policies
@@ -392,10 +392,8 @@ def computed_in(mask: Any, length: int) -> float:
 def capture_kernels(work: Callable[[], None]) -> Callable[[], None]:
     """The kernels of `work` as a CUDA graph, which the host launches at once."""
     beside = torch.cuda.Stream()
+    torch.cuda.synchronize()
     with torch.cuda.stream(beside):  # what a first call allocates is not captured
         work()
     beside.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's threads may go on meanwhile
-        work()
-    return graph.replay
+    return capture_graph(work, beside)[0].replay

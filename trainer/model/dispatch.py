@@ -167,7 +167,7 @@ def order_arrivals(counts: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
     """For rows that arrive sorted by rank and then by expert: their order by expert and then by rank, int64 [rows], and
     the ends of the experts' rows, int32 [experts / ranks]. counts: from `exchange_counts`. like: a tensor on the
     device of the results."""
-    received, rows = counts[1].to(like.device), int(counts[1].sum())
+    received, rows = counts[1].to(like.device, non_blocking=True), int(counts[1].sum())
     experts = torch.arange(received.shape[1], device=like.device).expand_as(received).flatten()
     order = torch.repeat_interleave(experts, received.flatten(), output_size=rows).argsort(stable=True)
     return order, received.sum(0).cumsum(0, dtype=torch.int32)

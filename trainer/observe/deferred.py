@@ -79,10 +79,7 @@ class DeferredScalars:
     def push(self, step: int, tensors: dict[str, Tensor], host: dict[str, Any] | None = None) -> None:
         """Adds a step: its tensors (0-d or 1-D, on the device, already reduced over ranks) and the host's data."""
         values = torch.cat([tensor.detach().reshape(-1).to(torch.float64) for tensor in tensors.values()])
-        if values.is_cuda:
-            pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            pinned.copy_(values, non_blocking=True)
-            values = pinned
+        values = values.to("cpu", non_blocking=True)  # pinned, where it comes from a GPU
         began, self._last = self._last, TimePoint(self.device)
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         self._pending.append(_Pending(step, shapes, values, began or self._last, self._last, dict(host or {})))

@@ -8,6 +8,7 @@ sharding).
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -84,13 +85,14 @@ def unpack_host(packed: Any) -> Tensor:
 class HostTensor:
     """A tensor in host memory. on_device: the tensor on the device, as long as it is still or again there. uses: how
     often backward will take it. previous: the tensor that was saved before it in the same forward pass, which backward
-    needs after it."""
+    needs after it; a weak reference, because autograd keeps no input of a layer that needs no gradient."""
 
     def __init__(self, x: Tensor, place: tuple[int, int], newest: HostTensor | None, store: HostStore):
         self.place, self.store, self.uses = place, store, 1
         # A `place` that does not rise means that a new forward pass has begun: the other micro-batch's tensor is not
         # the next one.
-        self.previous = newest if newest is not None and newest.place < place else None
+        # Of a frozen layer nothing is fetched: without a `take`, its memory would be freed before the copy has ended.
+        self.previous = weakref.ref(newest) if newest is not None and newest.place < place else None
         self.on_device: Tensor | None = x.contiguous()
         self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
         self.piece_elements = PIECE // x.element_size()
@@ -140,8 +142,8 @@ class HostTensor:
             self.on_device = None
             if self.store.newest is self:
                 self.store.newest = None
-        if self.previous is not None:
-            self.previous.fetch()
+        if (previous := self.previous and self.previous()) is not None:
+            previous.fetch()
         return x
 
 

@@ -9,7 +9,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import deepspeed
 import torch
@@ -26,10 +26,6 @@ from trainer.parallel.tensor.apply import SharedParameters
 from trainer.planning.parameters import ParameterInfo, moment_count
 from trainer.precision import scaler
 from trainer.precision.scaler import BACKOFF, GROWTH
-
-if TYPE_CHECKING:
-    import torch
-
 
 # DeepSpeed's configuration from ours.
 

@@ -23,7 +23,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -62,10 +62,6 @@ from trainer.planning.plan import Plan
 from trainer.planning.states import sums_on_device
 from trainer.precision.products import DTYPES, E4M3
 from trainer.precision.scaler import GradScaler, LossScale
-
-if TYPE_CHECKING:
-    import torch
-
 
 # ZeRO by DeepSpeed: its engine, imported only where `parallel.zero.engine=deepspeed` asks for it.
 

@@ -420,11 +420,9 @@ class WholeShardReduce:
         is memory of the current stream, and FSDP guards it until the copy only.
         """
         group = self.group
-        added = group._partial_reduce_output is not None or any(
-            one.sharded_param.grad is not None for one in group.fsdp_params
-        )
+        earlier = [group._partial_reduce_output, *(one.sharded_param.grad for one in group.fsdp_params)]
         partial = group._is_hsdp and not group.all_reduce_grads
-        return dtype is group._orig_dtype and not added and not partial
+        return dtype is group._orig_dtype and not partial and all(one is None for one in earlier)
 
 
 def copy_shards(units: list[FSDPModule], group: dist.ProcessGroup) -> None:
