@@ -165,17 +165,19 @@ def main() -> None:
         shares = profile(train, profiled, own["trace"] if world.rank == 0 else "") if device.type == "cuda" else {}
         # Two bounds from above: the profiler slows down the host, and a GPU that has more to do has a lower clock.
         without = min(1 - shares.pop("busy_seconds") / unread, shares["idle"]) if shares else 0.0
-    median = statistics.median(seconds)
-    speed = micro * accumulation * length * plan.dp / world_size / median
+    read = statistics.median(seconds)
+    # A run reads the numbers of a step when it has queued the next one, but where steps may have to be run again.
+    took = read if config.parallel.ep_capacity else unread
+    speed = micro * accumulation * length * plan.dp / world_size / took
     causal, full = (cost.flops_per_token(spec, length, causal) for causal in (True, False))
     result: dict[str, Any] = {
         "case": own["case"],
         "ranks": world_size,
         "plan": plan.describe(),
         "tokens_per_second_per_gpu": round(speed, 1),
-        "seconds": round(median, 4),
+        "seconds": round(took, 4),
+        "seconds_read": round(read, 4),  # of a step whose loss the host waits for
         "spread": [round(min(seconds), 4), round(max(seconds), 4)],
-        "seconds_unread": round(unread, 4),  # of a step whose loss the host does not wait for
         "first_step": round(warm[0], 1),
         "parameters": cost.parameter_counts(spec)["total"],
         "host_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 1),

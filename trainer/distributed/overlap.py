@@ -39,7 +39,7 @@ def run_on_side_stream(use: str, device: torch.device, work: Callable[[], None])
     return side.record_event()
 
 
-def upload(values: Tensor, device: torch.device) -> Tensor:
+def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
     """A copy of small values on the device. The host does not wait, as it would if their memory were not pinned: for
     all that the current stream has queued."""
     return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 from trainer.data.batches import BatchLoader, MicroBatch, source_of
 from trainer.data.corpus import Corpus
 from trainer.diagnosis.time_breakdown import peer_ratios
-from trainer.distributed.overlap import upload
+from trainer.distributed.overlap import copy_to_device
 from trainer.observe.deferred import DeferredScalars
 from trainer.observe.hardware import HardwareSampler, Reading, over_ranks
 from trainer.observe.report import peak_memory_gib, step_meter
@@ -103,7 +103,7 @@ class MetricsTracker:
         peaks = {"memory_gib": peak_memory_gib(self.world.device)} | {
             f"comm/bytes_{kind}": count for kind, count in state.compression.sent.items()
         }
-        values = upload(torch.tensor([*peaks.values()], dtype=torch.float64), self.world.device)
+        values = copy_to_device(torch.tensor([*peaks.values()], dtype=torch.float64), self.world.device)
         if (fullest := scalars.get("fullest_rank")) is not None:
             peaks["fullest_rank"], values = 0.0, torch.cat([values, fullest[None]])
         if self.world.size > 1:

@@ -34,7 +34,7 @@ from trainer.checkpointing.chunks import TensorPart
 from trainer.checkpointing.manifest import list_checkpoints
 from trainer.config import Config
 from trainer.data.batches import MicroBatch
-from trainer.distributed.overlap import upload
+from trainer.distributed.overlap import copy_to_device
 from trainer.distributed.tensors import Fragment, digest_rows, elements_of_rows, local_values, row_sums, tensor_words
 from trainer.model.initial import name_seed
 from trainer.observe.deferred import Ready
@@ -138,7 +138,7 @@ class ReplicaComparison:
         found = torch.full((2, len(self.sets) + 1), torch.iinfo(torch.int64).min, dtype=torch.int64)
         found[0, -1] = name_seed(0, str(sorted(counters.items())))
         found[1, -1] = ~found[0, -1]
-        found = upload(found, device)
+        found = copy_to_device(found, device)
         for (place, _), rows in sums.items():
             value = digest_rows(rows, device)
             both = torch.stack([value, ~value])  # of both the maximum: the largest and, inverted, the smallest
