@@ -17,7 +17,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from support.launch import fork, leave
-from support.shared import Without, error_of, late, late_first, one_half, poisoned
+from support.shared import Without, error_of, error_of_late_ranks, late, late_first, one_half, poisoned
 from tensor_parallel import LLAMA, model_of, spec_of
 from torch import Tensor
 
@@ -138,10 +138,15 @@ def main(out: str) -> None:
             with patch.object(SymmetricBuffers, "buffer", one_half(SymmetricBuffers.buffer)):
                 found["without"] = {"halves": calls.worst(copied, "float32", seeds)}
         for left_out, (numbers, kind) in wait.seen.items():
-            symmetric_memory.ALL_BUFFERS.clear()
-            late_send, without = late_first(CopyStream.send, rank), Without(SymmetricBuffers.wait, left_out)
-            with patch.object(CopyStream, "send", late_send), patch.object(SymmetricBuffers, "wait", without):
-                found["without"][left_out] = calls.worst(copied, numbers, range(kind, 20, KINDS))
+            without = Without(SymmetricBuffers.wait, left_out)
+
+            def measure(seconds: float) -> float:
+                symmetric_memory.ALL_BUFFERS.clear()
+                late_send = late_first(CopyStream.send, rank, seconds)
+                with patch.object(CopyStream, "send", late_send), patch.object(SymmetricBuffers, "wait", without):  # noqa: B023
+                    return calls.worst(copied, numbers, range(kind, 20, KINDS))  # noqa: B023
+
+            found["without"][left_out] = error_of_late_ranks(measure)
         found["errors"] = {}
         for left_out, (numbers, kind) in signal.seen.items():
             symmetric_memory.ALL_BUFFERS.clear()

@@ -19,7 +19,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from support.launch import fork, leave
-from support.shared import Without, error_of, late, late_first, one_half, poisoned
+from support.shared import Without, error_of, error_of_late_ranks, late, late_first, one_half, poisoned
 from torch import Tensor
 
 from trainer.config import RunConfig
@@ -109,11 +109,17 @@ def main(out: str) -> None:
             symmetric_memory.ALL_BUFFERS.clear()
             with patch.object(SymmetricBuffers, "buffer", one_half(SymmetricBuffers.buffer)):
                 found["without"]["halves"] = worst(mine, torch.float32)
+        copies = copy_engine.copy_together
         for left_out in wait.seen:
-            symmetric_memory.ALL_BUFFERS.clear()
-            late_copies = patch.object(copy_engine, "copy_together", late_first(copy_engine.copy_together, mine.rank))
-            with late_copies, patch.object(SymmetricBuffers, "wait", Without(SymmetricBuffers.wait, left_out)):
-                found["without"][left_out] = worst(mine, torch.float32, CALLS // 4)
+            without = Without(SymmetricBuffers.wait, left_out)
+
+            def measure(seconds: float) -> float:
+                symmetric_memory.ALL_BUFFERS.clear()
+                late_copies = patch.object(copy_engine, "copy_together", late_first(copies, mine.rank, seconds))
+                with late_copies, patch.object(SymmetricBuffers, "wait", without):  # noqa: B023
+                    return worst(mine, torch.float32, CALLS // 4)
+
+            found["without"][left_out] = error_of_late_ranks(measure)
         for left_out in signal.seen:
             symmetric_memory.ALL_BUFFERS.clear()
             with (
