@@ -166,7 +166,7 @@ def main() -> None:
         # Two bounds from above: the profiler slows down the host, and a GPU that has more to do has a lower clock.
         without = min(1 - shares.pop("busy_seconds") / unread, shares["idle"]) if shares else 0.0
     read = statistics.median(seconds)
-    # A run reads the numbers of a step when it has queued the next one, but where steps may have to be run again.
+    # A run reads the numbers of a step when it has queued the next one, except a step that may have to run again.
     took = read if config.parallel.ep_capacity else unread
     speed = micro * accumulation * length * plan.dp / world_size / took
     causal, full = (cost.flops_per_token(spec, length, causal) for causal in (True, False))
