@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 from support.reference import random_batch
-from support.streams import delayed_streams
+from support.streams import delay_streams
 
 from trainer.config import Config
 from trainer.config.model import ModelSpec
@@ -47,7 +47,7 @@ def compare_steps(
         state = TrainState.build(config, spec, plan, pipeline, world, weights)
         step = CUDAGraphStep(state) if way == REPLAYED else partial(train_step, state)
         numbers, asked = [], []
-        with delayed_streams(world.rank) if way == AHEAD and device.type == "cuda" else nullcontext():
+        with delay_streams(world.rank) if way == AHEAD and device.type == "cuda" else nullcontext():
             for number, batches in enumerate(steps):
                 asks = number == STEPS - 2 and world.rank == world_size - 1
                 scalars = step(batches, ControlFlag.SAVE if asks else ControlFlag(0))

@@ -15,7 +15,7 @@ CYCLES = 400_000
 
 
 @contextmanager
-def delayed_streams(seed: int) -> Iterator[None]:
+def delay_streams(seed: int) -> Iterator[None]:
     """Lets a stream fall behind by a random time wherever it waits for another one and wherever another one may wait
     for it. Work that another stream queues without waiting then meets memory that is not ready, or is in use."""
     choose = random.Random(seed)

@@ -29,7 +29,7 @@ from support.launch import CAN_COMPILE, fork, leave
 from support.matrix import PLAIN, SEQUENCES, Case, cases, deepspeed, depth, parts, sample
 from support.reference import random_batch, rows, settings, tiny_spec
 from support.schedules import merge_backward
-from support.streams import delayed_streams
+from support.streams import delay_streams
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule
@@ -565,8 +565,8 @@ def main(out: str, *which: str) -> None:
     # differently. Stages of a pipeline do: their buffers do not grow equally often. These cases come last.
     shares = {"collectives": "copy_engine", "tp_overlap": "copy_engine"}.items()
     chosen = sorted(chosen, key=lambda case: case["pp"] > 1 and ("ep" in case or not shares.isdisjoint(case.items())))
-    own_streams = device.type == "cuda" and which != ("deepspeed",)
-    with delayed_streams(dist.get_rank()) if own_streams else nullcontext():
+    delays = device.type == "cuda" and which != ("deepspeed",)  # whose engine has streams of its own
+    with delay_streams(dist.get_rank()) if delays else nullcontext():
         results = {
             "cases": measure(chosen, worlds, device, Path(out).parent),
             "overflow": overflow(worlds, device) if processes == 4 and not which else [],

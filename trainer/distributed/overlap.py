@@ -40,8 +40,8 @@ def run_on_side_stream(use: str, device: torch.device, work: Callable[[], None])
 
 
 def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
-    """A copy of small values on the device. The host does not wait, as it would if their memory were not pinned: for
-    all that the current stream has queued."""
+    """A copy of small values on the device, by way of pinned memory. To copy from pageable memory, the host would wait
+    until the current stream has done all queued work."""
     return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
 
 

@@ -84,14 +84,14 @@ def unpack_host(packed: Any) -> Tensor:
 
 class HostTensor:
     """A tensor in host memory. on_device: the tensor on the device, as long as it is still or again there. uses: how
-    often backward will take it. previous: the tensor that was saved before it in the same forward pass, which backward
-    needs after it; a weak reference, because autograd keeps no input of a layer that needs no gradient."""
+    often backward will take it. previous: a weak reference to the tensor that was saved before it in the same forward
+    pass, which backward needs after it."""
 
     def __init__(self, x: Tensor, place: tuple[int, int], newest: HostTensor | None, store: HostStore):
         self.place, self.store, self.uses = place, store, 1
         # A `place` that does not rise means that a new forward pass has begun: the other micro-batch's tensor is not
-        # the next one.
-        # Of a frozen layer nothing is fetched: without a `take`, its memory would be freed before the copy has ended.
+        # the next one. The reference is weak because autograd does not keep the input of a frozen layer. Backward does
+        # not take that input: if it were fetched, its memory would be freed while the copy is still running.
         self.previous = weakref.ref(newest) if newest is not None and newest.place < place else None
         self.on_device: Tensor | None = x.contiguous()
         self.shape, self.dtype, self.device = x.shape, x.dtype, x.device

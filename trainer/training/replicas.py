@@ -129,8 +129,8 @@ class ReplicaComparison:
     @torch.no_grad()
     def compare(self, counters: Mapping[str, int], on_host: bool = False) -> dict[str, Tensor]:
         """In how many sets of ranks the holders differ: a scalar on the device, the same on all ranks, by the name that
-        `judge` knows. Nothing is waited for, unless `on_host`: then ranks reduce over gloo, which fails at once if
-        one has died. counters: numbers of the host on which all ranks have to agree."""
+        `judge` knows. Nothing is waited for, unless states are in host memory, or `on_host`: then ranks reduce over
+        gloo, which fails at once if one has died. counters: numbers of the host on which all ranks have to agree."""
         device = self.world.device
         sums: dict[tuple[int, Seat], list[Tensor]] = {}
         for seat, key, values in self.shared():

@@ -415,9 +415,9 @@ class WholeShardReduce:
     def becomes_gradient(self, dtype: torch.dtype) -> bool:
         """Whether parameters keep a result of this type as their gradients.
 
-        Any other result is freed when FSDP's stream may still have to read it: FSDP casts it, or adds it to the result
-        of another micro-batch. So it has to be memory of that stream, on which later results come after. The message
-        is memory of the current stream, and FSDP guards it until the copy only.
+        FSDP casts any other result, or adds it to the result of another micro-batch, and frees it before its stream has
+        done so. Such a result has to be allocated on that stream, which reuses memory in its own order. The message is
+        allocated on the current stream, and FSDP keeps it until the copy has ended, not longer.
         """
         group = self.group
         earlier = [group._partial_reduce_output, *(one.sharded_param.grad for one in group.fsdp_params)]
