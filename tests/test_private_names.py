@@ -139,7 +139,7 @@ PRIVATE = [
     Private("_is_root post_backward", FSDP, FULLY_SHARD, "reducing outside of backward, once FSDP is set up"),
     Private("_is_hsdp", FSDP, FULLY_SHARD, "whether replicas add up gradients before they are accumulated"),
     Private(
-        "all_reduce_grads _orig_dtype",
+        "_orig_dtype",
         FSDP,
         FULLY_SHARD,
         "whether parameters keep the result of a reduction, or FSDP adds or casts it on a stream of its own",

@@ -96,6 +96,12 @@ class Plan:
         return {"world": self.world, **fields}
 
     @property
+    def reduces_each(self) -> bool:
+        """Whether gradients are reduced in each micro-batch, and kept as this rank's shards. A shard of one rank takes
+        as much memory as gradients that are not reduced yet."""
+        return self.stage >= 2 and (self.engine != "torch" or self.offload or self.shard * self.shards(True)[0] > 1)
+
+    @property
     def token_ranks(self) -> int:
         """Ranks that share the tokens of a micro-batch between the products of a layer: each holds an equal run."""
         return self.tp * self.cp

@@ -53,7 +53,7 @@ class GEMMOperand:
 
 
 class Multiply:
-    """One product, of operands as they lie in memory; `add` is added to it.
+    """One product, of operands as they lie in memory; `add` is added to it, and of an input's gradient overwritten.
 
     | role | a | b | result | add |
     |---|---|---|---|---|
@@ -71,7 +71,8 @@ class Multiply:
         if role is GEMMRole.OUTPUT:
             return F.linear(a, b, add)
         if role is GEMMRole.INPUT_GRADIENT:
-            return a @ b if add is None else torch.addmm(add, a, b)
+            # torch would copy `add` to the result first. The compiler gives each result memory of its own.
+            return a @ b if add is None else torch.addmm(add, a, b, out=None if torch.compiler.is_compiling() else add)
         return a.t() @ b
 
     def largest(self, a: Tensor, role: GEMMRole) -> Tensor | None:

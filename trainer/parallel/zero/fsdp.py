@@ -8,7 +8,7 @@
 | 3 | as 1 | for each layer's forward and backward | every micro-batch, kept sharded |
 
 With fewer shards than data-parallel ranks (HSDP), the sharded gradients are also all-reduced over the replicas, once a
-step.
+step. What a rank holds whole (one shard, experts that no other rank has) is reduced once a step in every stage.
 
 Offload: gradients that are reduced every micro-batch are accumulated on the device and copied to host memory once a
 step. FSDP keeps partial sums on the device only if its mesh has a replica dimension. Offloaded plans therefore get one,
@@ -53,7 +53,6 @@ from trainer.parallel.zero.fsdp_internals import (
     gather_in_float8,
     is_set_up,
     keep_wide,
-    parameter_group,
     reduce_accumulated,
     unit_tensors,
 )
@@ -117,8 +116,9 @@ class FSDP:
         `precision.reduce`.
         """
         plan, compute, reduce = self.plan, DTYPES[self.config.precision.compute], DTYPES[self.config.precision.reduce]
-        replicas = plan.replicate > 1 or sums_on_device(plan, reduce is torch.float32)
-        names = ("replicate", "shard") if replicas and not self.compression.adds_replicas else ("shard",)
+        sums = sums_on_device(plan, reduce is torch.float32)
+        replicas = (plan.replicate > 1 or sums) and not self.compression.adds_replicas
+        names = ("replicate", "shard") if replicas else ("shard",)
         # Hidden states are in the compute type already and token numbers are integers, so FSDP has no inputs to cast.
         policy = MixedPrecisionPolicy(
             param_dtype=None if compute is torch.float32 else compute, reduce_dtype=reduce, cast_forward_inputs=False
@@ -128,12 +128,12 @@ class FSDP:
         experts = [module for module in model.modules() if isinstance(module, ExpertUnit)]
         folded = plan.expert_mesh
         alike = {True: folded["expert_replicate"] * folded["expert_shard"], False: plan.replicate * plan.shard}
-        more = ("expert_replicate",) * (folded["expert_replicate"] > 1 or sums_on_device(plan, reduce is torch.float32))
+        more = ("expert_replicate",) * (folded["expert_replicate"] > 1 or sums)
         inside = {one for unit in experts for one in unit.parameters()}
         # Where parameters are whole during a step anyway, frozen ones stay whole on each rank: they have no optimizer
         # state to share, and FSDP would only copy them. Elsewhere they are gathered with the others, and not reduced.
-        holders = {one: folded["expert_shard"] if one in inside else plan.shard for _, one in model.named_parameters()}
-        self.whole = {one for one, count in holders.items() if not one.requires_grad and (plan.stage < 3 or count == 1)}
+        frozen = (one for one in model.parameters() if not one.requires_grad)
+        self.whole = {one for one in frozen if plan.stage < 3 or plan.shards(one in inside)[0] == 1}
         # Layers come before the stage: a call on it takes all parameters that are not in a unit yet.
         for module in [*experts, *model.layers.values(), model]:
             fully_shard(
@@ -156,22 +156,18 @@ class FSDP:
             for one in module.parameters(recurse=False)
             if isinstance(module, WideLinear) or one.dtype is E4M3
         }
+        units = fsdp_units(model)
         if compute is not torch.float32:
-            keep_wide(fsdp_units(model), wide)
-        accumulate_in_one_pass(fsdp_units(model))
+            keep_wide(units, wide)
+        accumulate_in_one_pass(units)
         if experts and plan.stage == 3:
             # The host waits for the router in every layer. A gather that it started afterwards would not overlap.
             for some in (list(model.layers.values()), experts):
                 for unit, following in zip(some, some[1:]):
                     unit.set_modules_to_forward_prefetch([following])
-        shards, units = self.world.mesh["shard"].get_group(), [model, *model.layers.values()]
-        # Without communication, parameters skip FSDP's flat buffers.
-        if folded["expert_shard"] == 1 and not plan.offload:
-            cast_shards(experts)
-        if shards.size() == 1 and not plan.offload:
-            cast_shards(units)
-        elif self.config.parallel.zero.collectives == "copy_engine":
-            copy_shards([unit for unit in units if parameter_group(unit) is not None], shards)
+        cast_shards(whole_units(plan, units))
+        if self.config.parallel.zero.collectives == "copy_engine" and plan.shard > 1:
+            copy_shards([unit for unit in units if unit not in experts], self.world.mesh["shard"].get_group())
         if self.config.precision.float8.gather and plan.shard > 1:
             gather_in_float8(model, compute, wide, self.config.compile)
         for module in model.modules():
@@ -229,6 +225,11 @@ class FSDP:
         return FSDPSharding(self.modules, self.plan, reductions, self.compression)
 
 
+def whole_units(plan: Plan, units: Iterable[FSDPModule]) -> set[FSDPModule]:
+    """The units whose parameters this rank shares with no other."""
+    return {unit for unit in units if plan.shards(isinstance(unit, ExpertUnit))[0] == 1 and not plan.offload}
+
+
 class FSDPSharding:
     """When FSDP gathers, reduces and frees, as the pipeline schedule requires it for each stage of this rank.
 
@@ -242,14 +243,12 @@ class FSDPSharding:
         self.stages, self.gather_again = stages, plan.stage == 3
         self.units = {stage: fsdp_units(model) for stage, model in stages.items()}
         self.first_units: dict[int, list[FSDPModule]] = {}
-        # Whether FSDP's mesh of a unit has a replica dimension, so that it may accumulate reduced gradients (partial
-        # sums) until the last reduction of the step.
+        # Whether FSDP's mesh of a unit has a replica dimension, so that it may keep partial sums until the step's last
+        # reduction.
         replicas = {True: plan.expert_mesh["expert_replicate"], False: plan.replicate}
-        self.partial_sums = {
-            unit: replicas[isinstance(unit, ExpertUnit)] > 1 or plan.offload
-            for units in self.units.values()
-            for unit in units
-        }
+        units = [unit for units in self.units.values() for unit in units]
+        self.partial_sums = {unit: replicas[isinstance(unit, ExpertUnit)] > 1 or plan.offload for unit in units}
+        self.whole = whole_units(plan, units)
         self.reductions, self.compression = reductions, compression
         self.remaining = dict.fromkeys(stages, 0)
         self.passes: PassStates | None = None  # created when FSDP has found its roots, in the first forward passes
@@ -315,7 +314,7 @@ class FSDPSharding:
     def change_pass(self) -> None:
         """Called where a forward and a backward pass take turns: the other pass goes on from here."""
         if self.passes is None:
-            self.passes = PassStates([unit for units in self.units.values() for unit in units])
+            self.passes = PassStates([*self.partial_sums])
         self.passes.change()
 
     def _reduce_next(self, stage: int, wanted: bool) -> None:
@@ -323,7 +322,7 @@ class FSDPSharding:
         last = wanted and self.remaining[stage] == 1
         self.compression.last = last
         for unit in self.units[stage]:
-            unit.set_requires_gradient_sync(wanted, recurse=False)
+            unit.set_requires_gradient_sync(last if unit in self.whole else wanted, recurse=False)
             unit.set_requires_all_reduce(last, recurse=False)
             # Stage 3 frees after every backward. The other stages keep what they have gathered for the next
             # micro-batch.

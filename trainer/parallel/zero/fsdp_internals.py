@@ -413,16 +413,11 @@ class WholeShardReduce:
         return result
 
     def becomes_gradient(self, dtype: torch.dtype) -> bool:
-        """Whether parameters keep a result of this type as their gradients.
-
-        FSDP casts any other result, or adds it to the result of another micro-batch, and frees it before its stream has
-        done so. Such a result has to be allocated on that stream, which reuses memory in its own order. The message is
-        allocated on the current stream, and FSDP keeps it until the copy has ended, not longer.
-        """
-        group = self.group
-        earlier = [group._partial_reduce_output, *(one.sharded_param.grad for one in group.fsdp_params)]
-        partial = group._is_hsdp and not group.all_reduce_grads
-        return dtype is group._orig_dtype and not partial and all(one is None for one in earlier)
+        """Whether parameters keep a result of this type as their gradients. FSDP casts any other result, or adds it to
+        gradients that are there already, and frees it before its stream has done so: such a result needs memory of that
+        stream, and the message has memory of the current one."""
+        earlier = [one.sharded_param.grad for one in self.group.fsdp_params]
+        return dtype is self.group._orig_dtype and all(one is None for one in earlier)
 
 
 def copy_shards(units: list[FSDPModule], group: dist.ProcessGroup) -> None:
@@ -440,15 +435,15 @@ def copy_shards(units: list[FSDPModule], group: dist.ProcessGroup) -> None:
             unit.set_modules_to_forward_prefetch([following])
 
 
-def cast_shards(units: list[FSDPModule]) -> None:
-    """For a rank whose shards are whole parameters: makes FSDP cast parameters directly to where they are used, and
-    gradients directly to where they are accumulated. FSDP's own code copies through a flat buffer each time."""
-    patch_collectives()
+def cast_shards(units: Collection[FSDPModule]) -> None:
+    """For units whose shards are whole parameters: makes FSDP cast parameters directly to where they are used, and
+    gradients directly to where they stay. FSDP's own code copies through a flat buffer each time."""
     for unit in units:
-        if (group := parameter_group(unit)) is not None:
-            unit.set_custom_reduce_scatter(WholeShardReduce(group))
-            # An attribute of the instance hides the method of the class for this group alone.
-            group.wait_for_unshard = partial(cast_parameters, group)
+        patch_collectives()
+        group = parameter_group(unit)
+        unit.set_custom_reduce_scatter(WholeShardReduce(group))
+        # An attribute of the instance hides the method of the class for this group alone.
+        group.wait_for_unshard = partial(cast_parameters, group)
 
 
 @cache

@@ -257,9 +257,8 @@ class ModelBytes:
         self.states: list[StateBytes] = rank_states(
             spec, plan, self.element, layout.pipeline.split, placement, once, sums, UpdateSettings.of(config)
         )
-        self.shard = plan.shard if plan.stage else 1
-        self.expert_shard = plan.expert_mesh["expert_shard"]
-        self.every = plan.stage >= 2 and not once  # whether each micro-batch's gradients are reduced
+        self.shard = plan.shard
+        self.every = plan.reduces_each and not once  # whether each micro-batch's gradients are reduced
         self.copied = config.parallel.zero.collectives == "copy_engine"
         self.boxes = symmetric_buffer_bytes(config.parallel.tp_overlap, self.stream * plan.tp)
         if config.parallel.ep_dispatch == "shared_memory" and has_experts(spec):  # tokens, and sums from each rank
@@ -307,7 +306,7 @@ class MemoryReplay:
     def __init__(self, model: ModelBytes, rank: int, program: Sequence[Action]):
         self.model, self.rank, self.program = model, rank, program
         layout, states = model.layout, model.states[rank]
-        self.shards = model.shard, model.expert_shard
+        self.shards = model.shard, model.plan.expert_mesh["expert_shard"]
         # Whether gradients, and those of shared experts, are sent in messages: that of whole shards is what stays.
         self.sends = [ranks > 1 or states.offloaded for ranks in self.shards]
         self.stages = layout.pipeline.stages(rank)
