@@ -132,7 +132,7 @@ class FSDP:
         inside = {one for unit in experts for one in unit.parameters()}
         # Where parameters are whole during a step anyway, frozen ones stay whole on each rank: they have no optimizer
         # state to share, and FSDP would only copy them. Elsewhere they are gathered with the others, and not reduced.
-        frozen = (one for one in model.parameters() if not one.requires_grad)
+        frozen = (one for _, one in model.named_parameters() if not one.requires_grad)
         self.whole = {one for one in frozen if plan.stage < 3 or plan.shards(one in inside)[0] == 1}
         # Layers come before the stage: a call on it takes all parameters that are not in a unit yet.
         for module in [*experts, *model.layers.values(), model]:
