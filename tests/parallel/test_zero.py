@@ -37,6 +37,8 @@ def share(result, kind: str, of: float = 1.0) -> float:
         ((3, 4), 1 / 4, 1 / 4, 1 / 4),
         ((1, 2), 1 / 2, 1, 1 / 2),
         ((3, 2), 1 / 2, 1 / 2, 1 / 2),
+        ((2, 1), 1, 1, 1),
+        ((3, 1), 1, 1, 1),
     ],
 )
 def test_bytes_held(stages, key, parameters, accumulated, gradients):
@@ -60,6 +62,7 @@ def test_collectives_per_step(stages):
     # HSDP: the replicas are summed once a step, whatever the stage.
     assert stages[1, 2]["collectives"] == {"gather": units, "scatter": units, "reduce": units}
     assert stages[3, 2]["collectives"] == {"gather": gathers, "scatter": units * MICRO_BATCHES, "reduce": units}
+    assert stages[2, 1]["collectives"] == stages[3, 1]["collectives"] == {"reduce": units}  # as without ZeRO
 
 
 def test_collectives_and_their_bytes_are_those_that_are_planned(results):
@@ -70,7 +73,7 @@ def test_collectives_and_their_bytes_are_those_that_are_planned(results):
         kinds = result["collectives"].keys() - alone
         seen = {kind: [result["collectives"][kind], result["moved"][kind]] for kind in kinds}
         assert seen == result["planned"], result
-    assert len(plain) == 10
+    assert len(plain) == 12
     for result in results:
         if result not in plain:
             assert result["collectives"]["gather"] == result["planned"]["gather"][0]

@@ -6,15 +6,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.reference import random_batch, settings, tiny_spec
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
 
 import trainer
 import trainer.precision.scaler
 from trainer.config import Float8Config
 from trainer.distributed.mesh import join_world
 from trainer.distributed.tensors import local_values
+from trainer.model.layers import AdaptableLinear
 from trainer.model.loss import IGNORE
 from trainer.parallel.pipeline.plan import resolve_pipeline
+from trainer.parallel.zero.fsdp_internals import UnshardedSum
 from trainer.planning.features import resolve_plan
 from trainer.planning.layer import parameter_counts
 from trainer.planning.plan import BatchPlan
@@ -50,6 +52,18 @@ def test_losses_of_repeated_batches_fall(step):
     train, *_ = step(torch.device("cpu"))
     losses = [train()["loss"].item() for _ in range(4)]
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_one_process_adds_up_gradients_in_gemms_and_reduces_once(step, monkeypatch, stage):
+    reduced, added, reduce, add = [], [], _fsdp_param_group.foreach_reduce, UnshardedSum.add
+    monkeypatch.setattr(_fsdp_param_group, "foreach_reduce", lambda *given: reduced.append(1) or reduce(*given))
+    monkeypatch.setattr(UnshardedSum, "add", lambda *given: added.append(1) or add(*given))
+    train, state, batches = step(torch.device("cpu"), parallel__zero__stage=stage)
+    train()
+    linears = sum(isinstance(one, AdaptableLinear) for one in state.stages[0].modules())
+    assert len(reduced) == len(state.stages[0].layers) + 1 and linears > 6
+    assert len(added) == (linears + (not state.spec.tied)) * len(batches)
 
 
 @pytest.mark.parametrize("ema", [0.0, 0.9])

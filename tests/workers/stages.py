@@ -38,6 +38,8 @@ PLANS = [
     (3, -1, {}),
     (1, 2, {}),
     (3, 2, {}),
+    (2, 1, {}),
+    (3, 1, {}),
     *((stage, -1, {"zero__offload": True}) for stage in (1, 2, 3)),
     (3, 2, {"zero__offload": True}),
     (2, -1, CODEC),
@@ -134,7 +136,8 @@ def planned_collectives(spec: ModelSpec, plan: Plan, once: bool) -> dict[str, li
     found: dict[str, list[float]] = {}
     for place, size in enumerate(sent_parameters(spec, 1, plan.shard).units(range(spec.depth))):
         for kind, moved in of_states(plan, 4 * size, 4 * size, outer=place == 0, once=once).items():
-            if calls := moved.calls(ACCUMULATION):
+            calls = 0 if kind != "reduce" and plan.shard == 1 else moved.calls(ACCUMULATION)
+            if calls:
                 before = found.get(kind, [0, 0])
                 found[kind] = [before[0] + calls, before[1] + calls * moved.size]
     return found
