@@ -90,6 +90,7 @@ PLANS: dict[str, Case] = {
     "hsdp2_3": case(2, stage=2, shard=2, **outer(**INT8), micro_batches=3),
     "hsdp3_3": case(2, stage=3, shard=2, **inner(**INT8), **outer(**INT4), micro_batches=3),
     "hsdp3_1": case(1, stage=3, shard=2, **outer(**CLASSIC), micro_batches=1),
+    "whole3_3": case(2, stage=3, shard=1, **outer(**CLASSIC), micro_batches=3),
     # Beside other parallelisms; a stage's shards are those of zero3 whatever orders the micro-batches.
     "tp2_nodes": case(2, **TP, **outer(**INT8), micro_batches=3),
     "pp2_1f1b_dp": case(**PP, schedule="1f1b", tied=True, **outer(**INT8)),
