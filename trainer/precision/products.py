@@ -53,7 +53,7 @@ class GEMMOperand:
 
 
 class Multiply:
-    """One product, of operands as they lie in memory; `add` is added to it, and of an input's gradient overwritten.
+    """One product, of operands as they lie in memory. `add` is added to it; other terms of a gradient are overwritten.
 
     | role | a | b | result | add |
     |---|---|---|---|---|

@@ -226,7 +226,7 @@ class FSDP:
 
 
 def whole_units(plan: Plan, units: Iterable[FSDPModule]) -> set[FSDPModule]:
-    """The units whose parameters this rank shares with no other."""
+    """The units whose parameters are whole on this rank's device between steps."""
     return {unit for unit in units if plan.shards(isinstance(unit, ExpertUnit))[0] == 1 and not plan.offload}
 
 
