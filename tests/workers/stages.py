@@ -136,6 +136,7 @@ def planned_collectives(spec: ModelSpec, plan: Plan, once: bool) -> dict[str, li
     found: dict[str, list[float]] = {}
     for place, size in enumerate(sent_parameters(spec, 1, plan.shard).units(range(spec.depth))):
         for kind, moved in of_states(plan, 4 * size, 4 * size, outer=place == 0, once=once).items():
+            # Where no ranks share states, a unit's gather is a cast, and its reduce-scatter a copy.
             calls = 0 if kind != "reduce" and plan.shard == 1 else moved.calls(ACCUMULATION)
             if calls:
                 before = found.get(kind, [0, 0])

@@ -83,7 +83,7 @@ def generate_neighbours(config: Config, layout: Layout, moves: Iterable[str], fa
         "overlap by copies": values("parallel.tp_overlap", "copy_engine"),
         "overlapped passes": values("parallel.ep_dispatch", OVERLAPPED, where=plan.ep > 1 and batch.accumulation > 1),
         "shards by copies": values("parallel.zero.collectives", "copy_engine", where=plan.shard > 1),
-        "fewer reductions": larger if plan.reduces_each else [],  # one for each micro-batch, and in stage 3 gathers
+        "fewer reductions": larger if plan.reduces_each_micro_batch else [],  # and in stage 3 fewer gathers
         "reductions in 16 bits": values("precision.reduce", "bf16", where=precision.compute != "fp32"),
         "quantised gradients": values(
             f"parallel.grad_comm.{hop}.codec", "int8", where=hop == "outer" or plan.shard > 1

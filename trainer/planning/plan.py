@@ -96,9 +96,9 @@ class Plan:
         return {"world": self.world, **fields}
 
     @property
-    def reduces_each(self) -> bool:
-        """Whether gradients are reduced in each micro-batch, and kept as this rank's shards. A shard of one rank takes
-        as much memory as gradients that are not reduced yet."""
+    def reduces_each_micro_batch(self) -> bool:
+        """Whether the gradients of each micro-batch are reduced, so that a rank keeps its shards of them only. Where no
+        ranks share gradients (one GPU, `parallel.shard=1`), this would save no memory: they are reduced once a step."""
         return self.stage >= 2 and (self.engine != "torch" or self.offload or self.shard * self.shards(True)[0] > 1)
 
     @property

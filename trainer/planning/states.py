@@ -41,7 +41,7 @@ def of_states(
     gathered, reduced: bytes of a unit's parameters, and of its gradients, as they travel. outer: whether it is that of
     embedding and head, which ZeRO-3 keeps gathered between the passes of a micro-batch. once: whether gradients are
     reduced once a step whatever the ZeRO stage."""
-    every, again = plan.reduces_each and not once, plan.stage == 3
+    every, again = plan.reduces_each_micro_batch and not once, plan.stage == 3
     return {
         "gather": StateCollective(again * (1 if outer else 2), plan.stage in (1, 2), gathered),
         "scatter": StateCollective(every, plan.stage >= 1 and not every, reduced),
@@ -273,7 +273,7 @@ def state_bytes(
         frozen = share(frozen - frozen_experts, frozen_experts)
         both = [[compute_bytes * one + other for one, other in zip(*pair)] for pair in zip(units, fixed)]
         gathered = sum(unit[0] for unit in both) + max(max(unit[1:]) for unit in both)
-    kept, whole = share(total - experts, experts), not plan.reduces_each or once
+    kept, whole = share(total - experts, experts), not plan.reduces_each_micro_batch or once
     shares_copies = (
         plan.engine == "deepspeed" and plan.stage == 3
     )  # which are kept in the compute type, beside the masters
@@ -358,7 +358,7 @@ def sums_in_gemms(config: Config, spec: ModelSpec, plan: Plan, microbatches: int
     gradients on each rank, in fp32, until it reduces them once a step. With adapters most matrices are frozen."""
     return (
         microbatches > 1
-        and not plan.reduces_each
+        and not plan.reduces_each_micro_batch
         and plan.engine == "torch"
         and config.precision.reduce == "fp32"
         and not enabled_codecs(config.parallel.grad_comm)

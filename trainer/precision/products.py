@@ -53,7 +53,7 @@ class GEMMOperand:
 
 
 class Multiply:
-    """One product, of operands as they lie in memory. `add` is added to it; other terms of a gradient are overwritten.
+    """One product, of operands as they lie in memory; `add` is added to it.
 
     | role | a | b | result | add |
     |---|---|---|---|---|
@@ -61,8 +61,8 @@ class Multiply:
     | INPUT_GRADIENT | dy [tokens, outputs] | W [outputs, inputs] | dy W [tokens, inputs] | other terms of it |
     | WEIGHT_GRADIENT | dy [tokens, outputs] | x [tokens, inputs] | dy^T x [outputs, inputs] | none |
 
-    Differentiable here, in the type of the operands. Whoever uses an operand twice, or sends it, makes it himself
-    (`left`, `right`)."""
+    Differentiable here, in the type of the operands, except a sum of input gradients, which may overwrite `add`.
+    Whoever uses an operand twice, or sends it, makes it himself (`left`, `right`)."""
 
     key = "matmul"
     """By which `MULTIPLIERS` knows it."""

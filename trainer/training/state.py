@@ -191,7 +191,7 @@ class TrainState:
         self.pipeline = PipelinePlan(schedule, self.pipeline.split)
         tokens, width = self.plan.token_ranks, self.spec.width
         compute = DTYPES[self.config.precision.compute]
-        every = self.plan.reduces_each and not self.compression.once
+        every = self.plan.reduces_each_micro_batch and not self.compression.once
         # Tensor- and context-parallel ranks hold different tokens between layers, so a stage sends only its
         # 1/`token_ranks` of a micro-batch's hidden states.
         self.runtime = PipelineRuntime(

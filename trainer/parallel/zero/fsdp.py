@@ -314,7 +314,7 @@ class FSDPSharding:
     def change_pass(self) -> None:
         """Called where a forward and a backward pass take turns: the other pass goes on from here."""
         if self.passes is None:
-            self.passes = PassStates([*self.partial_sums])
+            self.passes = PassStates([*self.partial_sums])  # of all units
         self.passes.change()
 
     def _reduce_next(self, stage: int, wanted: bool) -> None:

@@ -258,7 +258,7 @@ class ModelBytes:
             spec, plan, self.element, layout.pipeline.split, placement, once, sums, UpdateSettings.of(config)
         )
         self.shard = plan.shard
-        self.every = plan.reduces_each and not once  # whether each micro-batch's gradients are reduced
+        self.every = plan.reduces_each_micro_batch and not once
         self.copied = config.parallel.zero.collectives == "copy_engine"
         self.boxes = symmetric_buffer_bytes(config.parallel.tp_overlap, self.stream * plan.tp)
         if config.parallel.ep_dispatch == "shared_memory" and has_experts(spec):  # tokens, and sums from each rank
