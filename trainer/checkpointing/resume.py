@@ -133,12 +133,7 @@ def find_changed_data(saved: dict[str, Any], data: dict[str, Any]) -> list[str]:
 
 
 def fitting_manifest(
-    path: Path,
-    config: Config,
-    spec: ModelSpec,
-    batch: BatchPlan,
-    data: dict[str, Any],
-    base: dict[str, Any] | None = None,
+    path: Path, config: Config, spec: ModelSpec, batch: BatchPlan, data: dict[str, Any], base: dict[str, Any] | None
 ) -> dict[str, Any]:
     """The manifest of the checkpoint `path`, if the run may resume from it; raises `ConfigError` if not.
 

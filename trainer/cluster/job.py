@@ -125,14 +125,7 @@ def next_record(before: JobRecord | None, progress: bool) -> JobRecord:
 
 
 def decide_restart(
-    status: str | None,
-    code: int,
-    told: bool,
-    state: str,
-    record: JobRecord,
-    progress: bool,
-    retries: int,
-    reason: str = "",
+    status: str | None, code: int, told: bool, state: str, record: JobRecord, progress: bool, retries: int, reason: str
 ) -> str:
     """What to do after a start has ended.
 

@@ -80,7 +80,7 @@ def every_setting() -> list[typed.Setting]:
     return found
 
 
-def format_overview(config_dir: str | None = None) -> str:
+def format_overview(config_dir: str | None) -> str:
     """The page of `trainer --help`."""
     groups = list_groups(config_dir)
     groups.pop("hardware")

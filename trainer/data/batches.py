@@ -250,7 +250,7 @@ def eval_batches(
     dp_rank: int,
     dp_size: int,
     *,
-    mask_documents: bool = False,
+    mask_documents: bool,
     device: torch.device | str = "cpu",
 ) -> Iterator[MicroBatch]:
     """One rank's batches of an evaluation.

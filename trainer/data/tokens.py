@@ -212,7 +212,7 @@ def check_vocabulary(tokens: np.ndarray, vocab_size: int, place: str) -> None:
         )
 
 
-def number_documents(tokens: np.ndarray, end_id: int, starts: np.ndarray | None = None) -> np.ndarray:
+def number_documents(tokens: np.ndarray, end_id: int, starts: np.ndarray | None) -> np.ndarray:
     """The number of each token's document, from 0, int32; an end mark belongs to the document that it ends.
 
     starts: bool as `tokens`, further places where a document is known to start.

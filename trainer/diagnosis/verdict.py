@@ -333,7 +333,7 @@ LEAST = 0.0005
 """Share of the step of a term that is shown."""
 
 
-def print_diagnosis(diagnosis: Diagnosis, console: Console | None = None) -> None:
+def print_diagnosis(diagnosis: Diagnosis, console: Console | None) -> None:
     """Prints a diagnosis: the verdict, the account of the step, the costs, the roofline."""
     print_sections(_sections(diagnosis), console)
     if profile := diagnosis.evidence.profile:

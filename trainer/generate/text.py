@@ -165,7 +165,7 @@ def print_continuations(
     stops: list[str],
     stop_ids: Collection[int],
     numbered: bool,
-    chat: bool = False,
+    chat: bool,
 ) -> None:
     """Prints each prompt and what follows it, as it comes; of several prompts, which are computed together, one behind
     the other. numbered: with a line before each. chat: each prompt is a user's message, which the chat template

@@ -214,7 +214,7 @@ def build_code(spec: CodeSpec) -> PreTrainedModel:
     return build_model(spec.transformers["config"], spec.transformers.get("masks", False))
 
 
-def build_model(values: dict[str, Any], masks: bool = False) -> PreTrainedModel:
+def build_model(values: dict[str, Any], masks: bool) -> PreTrainedModel:
     """The model of a complete config.json on the meta device. masks: whether its code computes attention itself and
     reads dense masks. Code of the folder is never run."""
     values = {key: value for key, value in values.items() if key not in ("dtype", "torch_dtype", "auto_map")}

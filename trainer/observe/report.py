@@ -220,7 +220,7 @@ def predict_run(config: Config, layout: Layout, corpus: Any, world: World, node:
         return None
 
 
-def peak_rows(moment: MemoryPeak, ranks: int, found: StepEstimate | None = None) -> list[tuple[str, str]]:
+def peak_rows(moment: MemoryPeak, ranks: int, found: StepEstimate | None) -> list[tuple[str, str]]:
     """The fullest moment of the fullest rank, predicted by category, as `trainer estimate` has it. ranks: of the
     pipeline; found: the estimate that it is from, whose band is told."""
     labels, values = zip(*moment.rows())

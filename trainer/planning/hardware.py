@@ -129,7 +129,7 @@ def load_hardware(
         raise ConfigError([named + problem for problem in error.problems[:MAX_PROBLEMS]]) from None
 
 
-def hardware_folders(config_dir: str | os.PathLike | None = None) -> list[Path]:
+def hardware_folders(config_dir: str | os.PathLike | None) -> list[Path]:
     """Where files of hardware are looked for: the user's own folder, then the shipped one."""
     own = [] if config_dir is None else [Path(config_dir).expanduser() / "hardware"]
     return [*own, CONFIGS / "hardware"]

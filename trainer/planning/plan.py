@@ -165,7 +165,7 @@ def can_divide(parallel: ParallelConfig, world: int) -> bool:
     return world <= MOST_PROCESSES and min(degrees) >= 1 and parallel.dp >= -1
 
 
-def check_mesh(parallel: ParallelConfig, world: int, node: int | None = None) -> list[str]:
+def check_mesh(parallel: ParallelConfig, world: int, node: int | None) -> list[str]:
     """What keeps legal degrees from making a mesh of `world` processes.
 
     node: processes on a machine, all of them if None."""

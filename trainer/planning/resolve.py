@@ -386,7 +386,7 @@ def check_config(config: Config, world_size: int, node: int | None = None) -> li
 
 
 def _decide(
-    config: Config, world_size: int, spec: ModelSpec | None, node: int | None = None
+    config: Config, world_size: int, spec: ModelSpec | None, node: int | None
 ) -> tuple[Layout | None, list[str]]:
     """The layout, or None where the model is unknown or something is wrong; and what is wrong."""
     layout, node = None, node or node_size(world_size)

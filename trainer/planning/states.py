@@ -200,9 +200,7 @@ def sent_parameters(
 
 
 @by_value
-def local_moments(
-    spec: ModelSpec, tp: int, updates: UpdateSettings, experts: bool = False, ep: int = 1
-) -> LocalParameters:
+def local_moments(spec: ModelSpec, tp: int, updates: UpdateSettings, experts: bool, ep: int) -> LocalParameters:
     """Bytes of what the optimizers of a model keep on each of `tp` tensor-parallel ranks: for the experts that `ep`
     ranks share, or for all other parameters."""
 

@@ -191,7 +191,7 @@ def upload_rest(config: Config, start: RunStart, world: World, watchdog: Watchdo
         world.agree(lambda: write_status(folder, "done", start.step, config.run.steps, uploader.failure))
 
 
-def with_total_steps(config: Config, batch: BatchPlan, start: RunStart | None = None) -> Config:
+def with_total_steps(config: Config, batch: BatchPlan, start: RunStart | None) -> Config:
     """The configuration with the number of steps that `run.tokens` means, counted from `start` on."""
     done = (start.step, start.tokens) if start else ()
     return replace(config, run=replace(config.run, steps=training_steps(config.run, batch, *done)))

@@ -154,7 +154,7 @@ DROPPED = ("MFU", "bubble", "exposed", "device hours", "batch")
 """Columns that a table leaves out where it is too wide otherwise, the first first. The page of one plan has them."""
 
 
-def show_plans(found: Sequence[StepEstimate], title: str, tokens: float = 0.0) -> None:
+def show_plans(found: Sequence[StepEstimate], title: str, tokens: float) -> None:
     """Prints a table of several plans. tokens: a budget whose days and device hours are wanted."""
     rows = [_row(number, one, tokens) for number, one in enumerate(found, start=1)]
     if all(one.layout.plan.pp == 1 for one in found):
