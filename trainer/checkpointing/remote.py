@@ -76,10 +76,6 @@ class StoredCheckpoints:
         self.store.fetch(files[MANIFEST], folder / MANIFEST)
         return read_manifest(folder)
 
-    def check_writable(self) -> None:
-        """Raises `StoreError` where nothing can be written."""
-        self.store.put_bytes(b"", f"{self.store.root}/.writable")
-
     def remove(self, files: Files) -> None:
         """Removes a checkpoint, of which the manifest goes first."""
         if MANIFEST in files:
@@ -161,7 +157,7 @@ class StoreAtStart:
         try:
             if self.own:
                 self.found = self.own.list_complete()
-                self.own.check_writable()
+                self.own.store.put_bytes(b"", f"{self.own.store.root}/.writable")  # raises where nothing can be written
         except StoreDown as error:
             if not list_checkpoints(folder):
                 raise ConfigError(f"{error}, or set {SETTING}=null to start without it") from None

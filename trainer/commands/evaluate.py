@@ -54,7 +54,12 @@ def run(options: EvalOptions) -> None:
     manager = TaskManager(include_path=options.include or None)
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device=cuda, but torch sees no GPU; use device=cpu or device=auto")
-    check_tasks(options.tasks, manager.all_tasks)
+    if problems := [
+        f"tasks: lm-eval knows no {task}; `lm-eval ls tasks` lists what there is, and include=FOLDER adds your own"
+        for task in options.tasks
+        if task not in manager.all_tasks
+    ]:
+        raise ConfigError(problems)
     saved = open_saved(options.checkpoint, options.weights)
     folder = saved.run or saved.path
     known = known_results(folder)
@@ -114,16 +119,6 @@ def text_arguments(model: Path, chat: bool, begin: list[int] | None = None) -> d
     begin = tokenizer.begin if begin is None else begin
     first = (begin or [tokenizer.end_id])[0]  # before a text of which every token is scored
     return {"add_bos_token": bool(begin) and not chat, "prefix_token_id": first}
-
-
-def check_tasks(tasks: list[str], known: list[str]) -> None:
-    """Raises `ConfigError` for tasks that lm-eval does not have."""
-    if problems := [
-        f"tasks: lm-eval knows no {task}; `lm-eval ls tasks` lists what there is, and include=FOLDER adds your own"
-        for task in tasks
-        if task not in known
-    ]:
-        raise ConfigError(problems)
 
 
 def known_results(folder: Path) -> dict[str, Any]:

@@ -249,7 +249,7 @@ class ConfigLoader(ConfigLoaderImpl):
 SWEEP = "several values are a sweep, which --multirun runs, a trial each"
 
 
-def gather_values(overrides: Sequence[str], config_dir: str | os.PathLike | None = None) -> tuple[dict, typed.Problems]:
+def gather_values(overrides: Sequence[str], config_dir: str | os.PathLike | None) -> tuple[dict, typed.Problems]:
     """Plain values of all settings, interpolations unresolved, and the overrides that had to be left out. What
     `imports` names has then been imported.
 
@@ -257,7 +257,7 @@ def gather_values(overrides: Sequence[str], config_dir: str | os.PathLike | None
     """
     problems: typed.Problems = {}
     with hydra_over(config_dir) as loader:
-        groups = groups_of(loader)
+        groups = [group for group in loader.names("", ObjectType.GROUP) if group not in ("hydra", "hardware")]
         accepted = [text for override in overrides if (text := _accept(override, loader, groups, problems))]
         try:
             composed = loader.compose(accepted)
@@ -286,11 +286,6 @@ def hydra_over(config_dir: str | os.PathLike | None) -> Iterator[ConfigLoader]:
         yield ConfigLoader(folder)
     finally:
         base.version_base = before
-
-
-def groups_of(loader: ConfigLoader) -> list[str]:
-    """The groups that a run can choose from."""
-    return [group for group in loader.names("", ObjectType.GROUP) if group not in ("hydra", "hardware")]
 
 
 def _accept(override: str, loader: ConfigLoader, groups: list[str], problems: typed.Problems) -> str | None:

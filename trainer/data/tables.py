@@ -178,8 +178,9 @@ def as_lines(setting: str, path: str, folder: Path) -> str:
             folder.mkdir(parents=True, exist_ok=True)
             with replace_file(lines) as part:
                 _decompress(path, kind, part, named)
-        if not _is_array(lines):
-            return lines
+        with open(lines, "rb") as file:
+            if file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] != b"[":
+                return lines
         rows = parse_json(read_bytes(lines, ARRAY), exact=True)
         lines = str(folder / f"{key}.array.jsonl")
         folder.mkdir(parents=True, exist_ok=True)
@@ -212,11 +213,6 @@ def open_compressed(path: str, kind: str) -> BinaryIO:
 
         return pyarrow.CompressedInputStream(pyarrow.OSFile(path), "zstd")
     return {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}[kind](path)
-
-
-def _is_array(path: str) -> bool:
-    with open(path, "rb") as file:
-        return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
 
 
 class ParquetRows(DamagedRows):

@@ -62,9 +62,8 @@ class ShardedModel:
     @property
     def reach(self) -> float:
         """The length behind which rotated positions are others: what is kept of shorter sequences is then of no use."""
-        return min(
-            (rotary.reach for stage in self.stages.values() for rotary in list_rotaries(stage)), default=math.inf
-        )
+        modules = (module for stage in self.stages.values() for module in stage.modules())
+        return min((module.reach for module in modules if hasattr(module, "reach")), default=math.inf)
 
     def cache(self, rows: int, capacity: int) -> KVCache:
         """For so many sequences, with rows that tensor-parallel ranks can share."""
@@ -120,11 +119,6 @@ class ShardedModel:
                 layer.run, layer.run_tile, layer.recompute, layer.keep = kept
             for stage, training in modes.items():
                 stage.train(training)
-
-
-def list_rotaries(stage: nn.Module) -> Iterator[nn.Module]:
-    """The modules of a stage, or of what an engine has around it, that know of rotated positions."""
-    return (module for module in stage.modules() if hasattr(module, "reach"))
 
 
 def place_saved(saved: SavedModel, device: torch.device, dtype: str, tp: int = 1, processes: int = 1) -> ShardedModel:

@@ -352,13 +352,10 @@ no rectangles, and where outputs are gathered inside of a block, each rank needs
 
 
 def style_of(plan: dict[str, str], name: str) -> str | None:
-    """What the plan says of a module, or of a parameter outside of linear layers."""
-    return next((style for pattern, style in plan.items() if re.fullmatch(plan_pattern(pattern), name)), None)
-
-
-def plan_pattern(pattern: str) -> str:
-    """A name of a plan as a regular expression; * stands for the number of a layer."""
-    return re.escape(pattern).replace(r"\*", r"\d+")
+    """What the plan says of a module, or of a parameter outside of linear layers. In its names, * stands for the number
+    of a layer."""
+    patterns = {re.escape(pattern).replace(r"\*", r"\d+"): style for pattern, style in plan.items()}
+    return next((style for pattern, style in patterns.items() if re.fullmatch(pattern, name)), None)
 
 
 def block_styles(layer: nn.Module, path: str, plan: dict[str, str]) -> dict[str, set[str]]:

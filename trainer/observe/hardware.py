@@ -7,6 +7,7 @@ import contextlib
 import functools
 import math
 import operator
+import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -113,7 +114,7 @@ class HostReader:
         return {
             "host_cpu": (self.ticks[0] - before[0]) / passed if passed > 0 else None,
             "host_memory": machine.used_memory() / machine.host_memory(),
-            "disk_free_gib": machine.free_disk(self.folder) / 2**30,
+            "disk_free_gib": shutil.disk_usage(self.folder).free / 2**30,
         }
 
 

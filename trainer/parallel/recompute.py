@@ -208,9 +208,9 @@ def policy_of(
     if not entries:
         return recompute_unrouted(routing)
     rules: Rules = dict(ROUTING) if routing else {}
-    for number, (operators, every, places) in enumerate(
-        [*(rule_of(entry, names) for entry in entries), recompute_reductions(backend)]
-    ):
+    # Sums over ranks are saved: recomputing them would communicate again.
+    sums = list(backend.reductions), 1, ()
+    for number, (operators, every, places) in enumerate([*(rule_of(entry, names) for entry in entries), sums]):
         for operator in operators:
             rules[operator] = (*rules.get(operator, ()), (number, every, places))
     return save_by_rules(rules, routing)
@@ -297,11 +297,6 @@ def rule_of(entry: SaveEntry, names: Sequence[str]) -> tuple[list[Any], int, tup
         f"{', '.join(names[:1])}, or a torch operator such as 'aten.mm', each also as NAME/2 for every second call, "
         "and as NAME@4-31 for some layers"
     )
-
-
-def recompute_reductions(backend: type[TensorGroup]) -> tuple[list[Any], int, tuple[int, ...]]:
-    """The rule that saves sums over ranks: recomputing them would communicate again."""
-    return list(backend.reductions), 1, ()
 
 
 def operators_of(name: str) -> list[Any]:

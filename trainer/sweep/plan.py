@@ -19,7 +19,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from trainer.config import Config, ConfigError, ParallelConfig, typed
+from trainer.config import Config, ConfigError, typed
 from trainer.config.compose import gather_values, hydra_over, quote_value, read_override, to_config
 from trainer.config.fields import option
 from trainer.planning.resolve import check_config
@@ -234,14 +234,11 @@ def check_on(config: Config, processes: int, gpus: int) -> list[str]:
 
 def _processes(config: Config, sweep: SweepConfig, gpus: int) -> int:
     """How many processes a trial has where the sweep does not say."""
-    fewest = fewest_processes(config.parallel)
-    if config.parallel.dp > 0:
+    parallel = config.parallel
+    fewest = parallel.tp * parallel.pp * max(max(parallel.dp, 1) * parallel.cp, parallel.shard)
+    if parallel.dp > 0:
         return fewest
     return gpus // sweep.parallel if config.run.device != "cpu" and gpus >= sweep.parallel else fewest
-
-
-def fewest_processes(parallel: ParallelConfig) -> int:
-    return parallel.tp * parallel.pp * max(max(parallel.dp, 1) * parallel.cp, parallel.shard)
 
 
 def setting_of(override: str) -> tuple[str, str]:

@@ -226,16 +226,12 @@ def transfer_seconds(state: TrainState, batch: BatchPlan, repeats: int = 5) -> f
             started = 0.0
             for number in range(repeats):
                 channels.recv(shape, dtype, edge[0]).wait()
-                synchronize_device(device)
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
                 if number == 0:
                     started = time.perf_counter()
             taken = (time.perf_counter() - started) / (repeats - 1)
     return taken
-
-
-def synchronize_device(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def peak_bytes(device: torch.device) -> float:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from trainer.config import Config, ConfigError
-from trainer.config.hardware import HardwareConfig
 from trainer.diagnosis.oom_report import NOTHING, OUTSIDE, POOLS, REST, MemoryOverride, OOMReport
 from trainer.distributed.mesh import World
 from trainer.distributed.tensors import Fragment, local_values
@@ -106,7 +105,7 @@ def report_oom(
     memory: MachineMemory,
     step: int,
     missing: str,
-    states: Sequence[Callable[[], TrainState]] = (),
+    states: Sequence[Callable[[], TrainState]],
 ) -> list[str]:
     """The lines that are to be said of memory that has run out, which are left in the run's folder."""
     node, device = node_size(world.size), device_name(world.device)
@@ -140,15 +139,11 @@ def make_suggestions(config: Config, layout: Layout, machine: RunMachine, memory
     from trainer.diagnosis.suggestions import Suggestions
 
     lacking = {"status": "failed", "reason": "MemoryError"}
-    hardware = with_memory(load_hardware(shipped_for(machine.device)), memory, machine)
+    here = (memory.device or memory.host / machine.node) / 2**30  # of a process
+    hardware = replace(load_hardware(shipped_for(machine.device)), memory=here)
     folder = Path(config.run.dir)
     known = RunEvidence(folder, config=config, layout=layout, machine=machine, hardware=hardware, status=lacking)
     return Suggestions(known, None, memory.host)
-
-
-def with_memory(hardware: HardwareConfig, memory: MachineMemory, machine: RunMachine) -> HardwareConfig:
-    """A kind of machine with the memory that a process has here."""
-    return replace(hardware, memory=(memory.device or memory.host / machine.node) / 2**30)
 
 
 def suggest_overrides(config: Config, layout: Layout, machine: RunMachine, memory: MachineMemory) -> str:
@@ -185,7 +180,7 @@ def check_decision(asked: Config, decision: Decision, memory: MachineMemory, nod
 
 
 def measured_memory(
-    device: torch.device, states: Sequence[Callable[[], TrainState]] = ()
+    device: torch.device, states: Sequence[Callable[[], TrainState]]
 ) -> tuple[dict[str, float], dict[str, float], tuple[str, ...]]:
     """Bytes that are taken by category, which add up to what is taken of a GPU, or of a CPU by this process; counts
     beside them; and the categories of which nothing is known, which are part of the rest.

@@ -7,7 +7,6 @@ import ctypes
 import os
 import re
 import select
-import shutil
 import signal
 import threading
 from collections.abc import Callable
@@ -46,11 +45,6 @@ def processor_ticks() -> tuple[int, int]:
     ticks = list(map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]))
     idle = ticks[3] + ticks[4]  # idle, and waiting for disks
     return sum(ticks) - idle, sum(ticks)
-
-
-def free_disk(folder: Path) -> int:
-    """Bytes that are free where `folder` lies."""
-    return shutil.disk_usage(folder).free
 
 
 def _lines(path: Path) -> list[tuple[str, str]]:
@@ -122,9 +116,6 @@ class KnownProcess:
         """The process `pid`; None where it has ended."""
         known = _stat(pid)
         return KnownProcess(pid, known[19]) if known and known[0] not in "ZX" else None
-
-    def lives(self) -> bool:
-        return KnownProcess.of(self.pid) == self
 
 
 def find_launcher() -> KnownProcess | None:
@@ -261,7 +252,7 @@ class SignalHandlers:
                     return
                 for number in come:
                     self._take(number)
-            elif launcher and not launcher.lives():
+            elif launcher and KnownProcess.of(launcher.pid) != launcher:
                 launcher = None
                 self.stop(LAUNCHER_ENDED)
 

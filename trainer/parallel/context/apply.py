@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import torch.distributed as dist
 
 from trainer.config import Config
@@ -14,8 +12,6 @@ from trainer.model.context_attention import ContextGroup
 from trainer.model.stage import Stage
 from trainer.parallel.context.plan import resolve_context
 from trainer.planning.plan import Plan, node_size
-
-Member = TypeVar("Member", bound=TensorGroup)
 
 
 def share_sequences(model: Stage, config: Config, spec: ModelSpec, plan: Plan, world: World) -> None:
@@ -36,6 +32,6 @@ def share_sequences(model: Stage, config: Config, spec: ModelSpec, plan: Plan, w
     model.context = ContextGroup(context, world.context.get_local_rank(), make_member(heads), make_member(keys))
 
 
-def make_member(group: dist.ProcessGroup | None, kind: type[Member] = TensorGroup) -> Member | None:
-    """This rank as a member of a process group, None without one. kind: the implementation of the communication."""
-    return None if group is None else kind(group.group_name, dist.get_rank(group), dist.get_world_size(group))
+def make_member(group: dist.ProcessGroup | None) -> TensorGroup | None:
+    """This rank as a member of a process group, None without one."""
+    return None if group is None else TensorGroup(group.group_name, dist.get_rank(group), dist.get_world_size(group))

@@ -192,7 +192,8 @@ def _fit_device(found: HardwareConfig, measured: DeviceMeasurements, config: Con
     bandwidth = found.bandwidth * 1e9 if published else 100 * max(rates)
     found.bandwidth, reached = bandwidth / 1e9, found.achieved
     reached.memory, reached.optimizer, reached.copy = (achieved_share(rate, bandwidth) for rate in rates)
-    cuts, depth = cuts_of(measured.passes, config), config.model.depth
+    cuts = [truncate_model(config, one.depth, one.length, one.sequences) for one in measured.passes]
+    depth = config.model.depth
 
     def products(part: float) -> float:
         reached.product = part
@@ -261,11 +262,6 @@ def scale_to_depth(passes: Sequence[MeasuredPass], seconds: Sequence[float], dep
         return seconds[0]
     few, many = (one.depth for one in passes)
     return seconds[0] + (depth - few) * max(0.0, seconds[1] - seconds[0]) / (many - few)
-
-
-def cuts_of(passes: Sequence[MeasuredPass], config: Config) -> list[tuple[Config, Layout]]:
-    """What passes went through."""
-    return [truncate_model(config, one.depth, one.length, one.sequences) for one in passes]
 
 
 def truncate_model(config: Config, depth: int, length: int, sequences: int) -> tuple[Config, Layout]:
