@@ -86,7 +86,7 @@ ROWS = {
     "best_2": Row(
         2, [KEPT, [*KEPT, COPIED]], [[*BUDGET, "0.7"], [*BUDGET, "0.85"], [*OPERATIONS, "2"], [*OPERATIONS, "4"]]
     ),
-    "decided_2": Row(2, [DECIDED], [[*BUDGET, "0.7", *THEIRS]]),
+    "decided_2": Row(2, [DECIDED, [*DECIDED, "parallel.zero.stage=3"]], [[*BUDGET, "0.7", *THEIRS]]),
     "decided_fp8_2": Row(2, [[*DECIDED, *FP8]], [[*BUDGET, "0.7", *THEIRS, *FP8_PEER]]),
     "decided_2x8": Row(2, [DECIDED], [[*BUDGET, "0.7", *THEIRS]], accumulation=8),
     "decided_fp8_2x8": Row(2, [[*DECIDED, *FP8]], [[*BUDGET, "0.7", *THEIRS, *FP8_PEER]], accumulation=8),

@@ -10,13 +10,16 @@ from support.launch import launch
 
 from trainer.config import Config, ConfigError, ModelConfig
 from trainer.config.model import ExpertsSpec, FeedForwardSpec, ModelSpec
+from trainer.config.schema import ActivationConfig
 from trainer.parallel.experts.plan import choose_dispatch
 from trainer.planning.decide import MemoryLimit, decide
-from trainer.planning.estimate.memory import find_peaks
+from trainer.planning.estimate.memory import count_turns, find_peaks
 from trainer.planning.estimate.plans import rank_plans
 from trainer.planning.estimate.step import estimate_step
 from trainer.planning.features import check_whole_plan, communication_table, resolve_plan
 from trainer.planning.hardware import load_hardware
+from trainer.planning.layer import model_programs
+from trainer.planning.recompute import recompute_effect
 from trainer.planning.resolve import resolve_layout
 from trainer.planning.states import state_bytes
 
@@ -51,6 +54,18 @@ def test_recompute_asks_for_no_sizes_again(measured):
     for result in (result for results in measured for result in results):
         name = SIZES[result["case"].split()[0]]
         assert result["calls"][name] == 1, result
+
+
+def test_estimates_know_how_often_a_layer_exchanges_rows(measured):
+    """Each exchange gives the turn to the pass that overlaps. Recompute sends rows again, but not their numbers."""
+    (program, *_) = model_programs(spec_of(count=8), 64, 1, 4)
+    seen = {False: set(), True: set()}
+    for result in (result for results in measured for result in results if result["case"].startswith("alltoall")):
+        calls = sum(result["calls"][name] for name in ("exchange_counts", "send_rows", "return_rows"))
+        seen["recomputed" in result["case"]].add(calls)
+    for recomputed, calls in seen.items():
+        policy = ActivationConfig(mode="full" if recomputed else "none")
+        assert calls == {sum(count_turns(program, recompute_effect(program, 0, policy, False), False))}
 
 
 def test_choices_without_room_are_counted(measured):

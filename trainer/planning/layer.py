@@ -129,6 +129,11 @@ class Program:
         return MappingProxyType({op.name: op for op in self.select("gemm")})
 
     @cached_property
+    def experts(self) -> frozenset[str]:
+        """The names of the experts' GEMMs."""
+        return frozenset(name for name, gemm in self.gemms.items() if gemm.matrices > 1)
+
+    @cached_property
     def computed(self) -> Mapping[str, Op]:
         """What recompute can keep: the GEMMs in the order in which they run, then the attention kernel."""
         return MappingProxyType({**self.gemms, **{op.name: op for op in self.select("attention")}})

@@ -200,7 +200,7 @@ def recompute_effect(layer: Program, index: int, config: ActivationConfig | None
     if config.offload:  # a byte is left, of which what W needs can be a multiple
         saved, host = max(1.0, saved - inputs), inputs
     # An eager layer repeats experts to get to the permutation behind them, which keeps its order.
-    eagerly = [name for name in again if layer.computed[name].matrices > 1 and not compiled]
+    eagerly = frozenset() if compiled else layer.experts
     repeated = {name: 1.0 for name in again if layer.computed[name].read or name in eagerly}
     return RecomputeEffect(saved, repeated | dict.fromkeys(tiled, 1.0), host, 1.0, eager)
 

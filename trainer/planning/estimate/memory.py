@@ -161,6 +161,14 @@ def decoded_at_once(spec: ModelSpec, tp: int) -> list[float]:
     return [float(sum(sorted(some)[-2:])) for some in sizes]
 
 
+def count_turns(layer: Program, left: RecomputeEffect, compiled: bool) -> tuple[int, int]:
+    """How often each pass of a layer gives the turn to the pass that it overlaps with: at every exchange of
+    `model.dispatch.AllToAll`. Recompute sends rows and weights again, and eager layers send rows back again too."""
+    if not layer.experts:
+        return 0, 0
+    return 4, 3 + (2 if compiled else 3) * (not layer.experts.isdisjoint(left.again))
+
+
 def find_peaks(config: Config, layout: Layout, lowered: bool = True, node: int | None = None) -> list[MemoryPeak]:
     """The fullest moment of each pipeline rank.
 
@@ -231,6 +239,9 @@ class ModelBytes:
             )
         )
         self.host = tuple(self.tokens * rest.host for rest in left)
+        self.turns = [count_turns(program, rest, config.compile) for program, rest in zip(programs, left)]
+        # What a layer computes forward and does not keep.
+        self.dropped = [self.tokens * (program.saved - rest.saved - rest.host) for program, rest in zip(programs, left)]
         # The newest input that went to the host, and the one that is coming back.
         self.passing = 2 * self.stream * any(self.host)
         head = head_program(spec, plan.tp, self.element)
@@ -352,13 +363,11 @@ class MemoryReplay:
 
     def peak(self) -> MemoryPeak:
         for place, action in enumerate(self.program):
-            self.place, self.action = place, action
+            self.place, self.action, self.overlaps = place, action, bool(action.parts)
             self.look("start", gathered=self.ahead * (action.kind in COMPUTE))
             match action.kind:
                 case "F" | "B" | "I" | "OVERLAP_F_B":
-                    # Of passes that run in turns, each goes through a layer at a time.
-                    turns = [self.go_through(part, bool(action.parts)) for part in action.computed]
-                    for _ in zip_longest(*turns):
+                    for _ in zip_longest(*map(self.go_through, action.computed)):
                         pass
                 case "W":
                     self.weights(action.stage)
@@ -417,11 +426,16 @@ class MemoryReplay:
         """Whether hidden states go between two stages on different ranks, in a program with transfers."""
         return self.lowered and 0 <= other < len(self.placement) and self.placement[other] != self.placement[stage]
 
-    def go_through(self, action: Action, beside: bool) -> Iterator[None]:
-        """A pass, which yields after each layer. beside: whether another pass runs in turns with it."""
-        if action.kind == "F":
-            return self.forward(action.stage)
-        return self.backward(action.stage, action.kind == "B", beside)
+    def take_turns(self, category: str, size: float, turns: int) -> Iterator[None]:
+        """Holds bytes of a layer while the pass beside this one has its turns, if there is one."""
+        self.hold(category, size * self.overlaps)
+        for _ in range(turns):
+            yield
+        self.hold(category, -size * self.overlaps)
+
+    def go_through(self, part: Action) -> Iterator[None]:
+        """A pass, which yields where it gives the turn to the pass beside it."""
+        return self.forward(part.stage) if part.kind == "F" else self.backward(part.stage, part.kind == "B")
 
     def forward(self, stage: int) -> Iterator[None]:
         model, layers = self.model, self.stages[stage]
@@ -431,7 +445,7 @@ class MemoryReplay:
         for layer in layers:
             self.hold("activations", model.activation[layer + 1])
             self.host += model.host[layer]
-            yield
+            yield from self.take_turns("activations", model.dropped[layer], model.turns[layer][0])
         self.most_host = max(self.most_host, self.host)
         if layers.stop == self.depth:
             self.hold("activations", model.activation[-1] - model.logits)
@@ -442,7 +456,7 @@ class MemoryReplay:
         if self.exchanges(stage, stage + 1):
             self.hold("communication buffers", model.stream)
 
-    def backward(self, stage: int, whole: bool, beside: bool) -> Iterator[None]:
+    def backward(self, stage: int, whole: bool) -> Iterator[None]:
         """B, or I, which leaves what W needs. Of embedding and head no part is put off."""
         model, layers, units = self.model, self.stages[stage], self.units[stage]
         outer, new = 0.0, stage not in self.accumulated
@@ -455,7 +469,7 @@ class MemoryReplay:
         # Of a parameter in the reduction's input, or of its gradients until they are sent.
         buffer = (model.element if model.copied else MASTER_BYTES) * (mode in ("direct", "last"))
         # Whether every layer only frees.
-        steady = not beside and (not whole or (mode == "sum" and stage in self.accumulated))
+        steady = not self.overlaps and (not whole or (mode == "sum" and stage in self.accumulated))
         for place in reversed(range(len(layers))):
             layer, size, experts = layers[place], units[1 + place], self.experts[stage][1 + place]
             if not steady or place == len(layers) - 1:
@@ -467,13 +481,13 @@ class MemoryReplay:
                 self.look(f"layer {layer}", 0.0, gradients, buffer * size, self.ahead)
                 if mode in ("direct", "last"):
                     self.forget(stage)
+            yield from self.take_turns("backward of a layer", model.working[layer], model.turns[layer][1])
             self.hold("activations", (0.0 if whole else model.deferred[layer]) - model.activation[layer + 1])
             self.host -= model.host[layer]
             if whole:
                 self.gradients(stage, mode, size, experts)
                 if last and model.plan.stage != 3:
                     self.drop(stage, model.element * size)
-            yield
         if layers.start == 0:
             self.hold("activations", -model.activation[0])
         if whole:
