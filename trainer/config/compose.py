@@ -345,10 +345,9 @@ def _word(word: str, loader: ConfigLoader, groups: list[str]) -> str:
 
 def _path(given: str, group: str, groups: list[str]) -> str:
     """What to say of a path where the name of a recipe, or of a group's option, is expected."""
-    path = Path(given)
-    group = path.parent.name if path.parent.name in ("config", *groups) else group
-    folder = path.parent.parent if path.parent.name == group else Path("FOLDER")
-    put = "" if path.parent.name == group else f"put it into {folder / group}/ and "
+    path, folder, put = Path(given), Path("FOLDER"), f"put it into FOLDER/{group}/ and "
+    if path.parent.name in ("config", *groups):
+        group, folder, put = path.parent.name, path.parent.parent, ""
     plus, kind = ("+", "a recipe") if group == "config" else ("", f"an option of {group}")
     return f"{given}: {kind} is named, not given as a path; {put}say --config-dir {folder} {plus}{group}={path.stem}"
 
