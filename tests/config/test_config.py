@@ -220,6 +220,7 @@ WRONG = [  # overrides, what the one problem must say
     (["lr.peak=1e-3,1e-4"], ["lr.peak=1e-3,1e-4", "--multirun", "lr.peak=[...]"]),
     (["hydra.run.dir=x"], ["hydra.run.dir=x", "--config-dir"]),
     (["steps"], ["'steps'", "SETTING=VALUE"]),
+    (["=5"], ["'=5'", "SETTING=VALUE"]),
     (["run.name=a b=c"], ["'run.name=a b=c'", "quote"]),
     (["parallel@x=ddp"], ["parallel@x"]),
     (["hydra/job_logging=none"], ["hydra/job_logging", "--config-dir"]),

@@ -295,7 +295,7 @@ def groups_of(loader: ConfigLoader) -> list[str]:
 
 def _accept(override: str, loader: ConfigLoader, groups: list[str], problems: typed.Problems) -> str | None:
     """The override as Hydra shall see it; None, and a problem, if it can mean nothing."""
-    if "=" not in override and not override.startswith("~"):
+    if override.find("=") < 1 and not override.startswith("~"):
         problems[override] = _word(override, loader, groups)
         return None
     try:
