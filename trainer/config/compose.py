@@ -259,9 +259,16 @@ def gather_values(overrides: Sequence[str], config_dir: str | os.PathLike | None
     with hydra_over(config_dir) as loader:
         groups = groups_of(loader)
         accepted = [text for override in overrides if (text := _accept(override, loader, groups, problems))]
+        if sum(text[:8] == "+config=" for text in accepted) > 1:
+            problems["config"] = "+config stands there twice; several recipes are one list, +config=[a,b]"
         try:
             composed = loader.compose(accepted)
-        except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError) as error:
+        except RecursionError:
+            raise ConfigError(
+                "the defaults list of a recipe or option leads back to the file itself, since files of --config-dir "
+                "win over shipped ones of the same name; give the file another name"
+            ) from None
+        except (HydraException, OmegaConfBaseException, OSError, ValueError) as error:
             raise ConfigError([*problems.values(), _sentence(error)]) from None
     plain, written = (typing.cast(dict, OmegaConf.to_container(config)) for config in composed)
     plain.pop("hydra", None)
@@ -370,7 +377,7 @@ def _choose(
     if group in problems:
         return None
     names = ",".join(quote_value(str(option)) for option in several)  # Hydra takes no option that looks like a number
-    named = override.lstrip("+").partition("=")[0] + "=" + (f"[{names}]" if isinstance(chosen, list) else names)
+    named = f"{override.lstrip('+').partition('=')[0]}=[{names}]"
     return named if group in _chosen_by_default() else f"+{named}"
 
 
