@@ -153,6 +153,8 @@ WRONG = [  # overrides, what the one problem must say
     (["parallel=zero33"], ["parallel=zero33", "did you mean 'zero3'"]),
     (["lr=3e-4"], ["lr=3e-4", "legal: constant, cosine, linear, wsd", "lr.peak=VALUE"]),
     (["parallel={stage: 3}"], ["parallel={'stage': '3'}", "parallel.NAME=VALUE"]),
+    (["+config=debug", "+config=demo"], ["+config=[a,b]"]),
+    (["config=debug", "+config=debug"], ["+config=[a,b]"]),
     (["+config=debugg"], ["config=debugg", "recipe", "did you mean 'debug'"]),
     (["+config=[debug,nothing_like_it]"], ["config=nothing_like_it", "legal: ", "debug"]),
     (["optimizer.name=adamv"], ["optimizer.name=adamv", "adamw, lion, sgd", "did you mean 'adamw'"]),
@@ -163,7 +165,9 @@ WRONG = [  # overrides, what the one problem must say
     (["run.steps=null"], ["run.steps=null", "whole number"]),
     (["run.steps.foo=3"], ["run.steps=", "whole number"]),
     (["lr.peak=high"], ["lr.peak=high", "a number"]),
-    (["lr.peak=nan"], ["lr.peak=nan", "above 0"]),
+    (["lr.peak=nan"], ["lr.peak=nan", "a number"]),
+    (["model.norm.eps=nan"], ["model.norm.eps=nan", "a number"]),
+    (["model.overrides={0: {norm: {eps: nan}}}"], ["model.overrides.0.norm.eps=nan", "a number"]),
     (["compile=maybe"], ["compile=maybe", "true or false"]),
     (["run.name=[a]"], ["run.name=['a']", "text"]),
     (["run.device=???"], ["run.device", "no value"]),
@@ -218,6 +222,7 @@ WRONG = [  # overrides, what the one problem must say
     (["lr.peak=1e-3,1e-4"], ["lr.peak=1e-3,1e-4", "--multirun", "lr.peak=[...]"]),
     (["hydra.run.dir=x"], ["hydra.run.dir=x", "--config-dir"]),
     (["steps"], ["'steps'", "SETTING=VALUE"]),
+    (["=5"], ["'=5'", "SETTING=VALUE"]),
     (["run.name=a b=c"], ["'run.name=a b=c'", "quote"]),
     (["parallel@x=ddp"], ["parallel@x"]),
     (["hydra/job_logging=none"], ["hydra/job_logging", "--config-dir"]),
@@ -272,6 +277,7 @@ def test_no_consequences_of_a_refused_value():
 def test_wrong_files(tmp_path):
     write(tmp_path, "config/typo", "# @package _global_\nrun: {stepz: 3, seed: x}\n")
     write(tmp_path, "config/bare", "run: {steps: 3}\n")
+    write(tmp_path, "config/debug", "# @package _global_\ndefaults: [/config/debug, _self_]\nrun: {steps: 3}\n")
     write(tmp_path, "config/group", "# @package _global_\ndefaults:\n  - override /parallel: zero9\n")
     write(tmp_path, "config/broken", "# @package _global_\nrun: {steps: 3\n")
     write(tmp_path, "config/three", "# @package _global_\ndefaults: 3\n")
@@ -280,6 +286,7 @@ def test_wrong_files(tmp_path):
     assert len(found) == 2 and "did you mean 'run.steps'" in found[0] and "run.seed=x" in found[1]
     assert "# @package _global_" in problems("+config=bare", config_dir=tmp_path)[0]
     assert "zero9" in (text := problems("+config=group", config_dir=tmp_path)[0]) and "zero3" in text
+    assert "give the file another name" in problems("+config=debug", config_dir=tmp_path)[0]
     assert "broken.yaml" in problems("+config=broken", config_dir=tmp_path)[0]
     assert "'config/three', defaults must be a list" in problems("+config=three", config_dir=tmp_path)[0]
     assert "'config/launcher'" in (text := problems("+config=launcher", config_dir=tmp_path)[0]) and "hydra/" in text

@@ -259,9 +259,16 @@ def gather_values(overrides: Sequence[str], config_dir: str | os.PathLike | None
     with hydra_over(config_dir) as loader:
         groups = [group for group in loader.names("", ObjectType.GROUP) if group not in ("hydra", "hardware")]
         accepted = [text for override in overrides if (text := _accept(override, loader, groups, problems))]
+        if sum(text[:8] == "+config=" for text in accepted) > 1:
+            problems["config"] = "+config stands there twice; several recipes are one list, +config=[a,b]"
         try:
             composed = loader.compose(accepted)
-        except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError) as error:
+        except RecursionError:
+            raise ConfigError(
+                "the defaults list of a recipe or option leads back to the file itself, since files of --config-dir "
+                "win over shipped ones of the same name; give the file another name"
+            ) from None
+        except (HydraException, OmegaConfBaseException, OSError, ValueError) as error:
             raise ConfigError([*problems.values(), _sentence(error)]) from None
     plain, written = (typing.cast(dict, OmegaConf.to_container(config)) for config in composed)
     plain.pop("hydra", None)
@@ -290,7 +297,7 @@ def hydra_over(config_dir: str | os.PathLike | None) -> Iterator[ConfigLoader]:
 
 def _accept(override: str, loader: ConfigLoader, groups: list[str], problems: typed.Problems) -> str | None:
     """The override as Hydra shall see it; None, and a problem, if it can mean nothing."""
-    if "=" not in override and not override.startswith("~"):
+    if override.find("=") < 1 and not override.startswith("~"):
         problems[override] = _word(override, loader, groups)
         return None
     try:
@@ -340,10 +347,9 @@ def _word(word: str, loader: ConfigLoader, groups: list[str]) -> str:
 
 def _path(given: str, group: str, groups: list[str]) -> str:
     """What to say of a path where the name of a recipe, or of a group's option, is expected."""
-    path = Path(given)
-    group = path.parent.name if path.parent.name in ("config", *groups) else group
-    folder = path.parent.parent if path.parent.name == group else Path("FOLDER")
-    put = "" if path.parent.name == group else f"put it into {folder / group}/ and "
+    path, folder, put = Path(given), Path("FOLDER"), f"put it into FOLDER/{group}/ and "
+    if path.parent.name in ("config", *groups):
+        group, folder, put = path.parent.name, path.parent.parent, ""
     plus, kind = ("+", "a recipe") if group == "config" else ("", f"an option of {group}")
     return f"{given}: {kind} is named, not given as a path; {put}say --config-dir {folder} {plus}{group}={path.stem}"
 
@@ -366,7 +372,7 @@ def _choose(
     if group in problems:
         return None
     names = ",".join(quote_value(str(option)) for option in several)  # Hydra takes no option that looks like a number
-    named = override.lstrip("+").partition("=")[0] + "=" + (f"[{names}]" if isinstance(chosen, list) else names)
+    named = f"{override.lstrip('+').partition('=')[0]}=[{names}]"
     return named if group in _chosen_by_default() else f"+{named}"
 
 

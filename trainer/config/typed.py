@@ -296,7 +296,7 @@ def _convert(
         result = node().validate_and_convert(int(value) if whole else value)
     except (ValidationError, OverflowError):  # the latter for whole numbers beyond floats
         result = None
-    if result is None:
+    if result is None or result != result:  # nan
         shown = "null" if value is None else shorten_value(value)
         wanted = f"one of {_list(choices)}" if choices else words
         if value is None and hint is str and not choices:
