@@ -10,6 +10,7 @@ The matrices of all experts are one parameter, which `target_parameters` names. 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -41,32 +42,22 @@ ANY_MODULE = r".*\."
 
 SAVE = "save the adapter with PEFT's save_pretrained"
 
-READ = {
-    *(
-        "base_model_name_or_path",
-        "peft_type",
-        "task_type",
-        "r",
-        "lora_alpha",
-        "use_rslora",
-        "bias",
-        "init_lora_weights",
-    ),
-    *("rank_pattern", "alpha_pattern", "lora_dropout", "fan_in_fan_out", "target_parameters"),
-}
+READ = """
+    base_model_name_or_path peft_type task_type r lora_alpha use_rslora bias init_lora_weights rank_pattern
+    alpha_pattern lora_dropout fan_in_fan_out target_parameters
+""".split()
 """Options of adapter_config.json that are read here."""
 
-IMPLIED = {"target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern"}
+IMPLIED = "target_modules exclude_modules modules_to_save layers_to_transform layers_pattern".split()
 """Options that say which modules there are adapters of, as the tensors do too."""
 
 OF_EXPERTS = (".gate_proj", ".up_proj", ".down_proj")
 """Ends of modules that PEFT takes for experts in the `target_modules` of a mixture, be they of a dense layer or of a
 shared block. As `target_parameters` their weights are what they are."""
 
-OF_PEFT = {
-    *("auto_mapping", "revision", "inference_mode", "peft_version", "megatron_core", "runtime_config"),
-    *("qalora_group_size", "ensure_weight_tying"),
-}
+OF_PEFT = """
+    auto_mapping revision inference_mode peft_version megatron_core runtime_config qalora_group_size ensure_weight_tying
+""".split()
 """Options that say nothing of what is computed, or are read beside others that are refused."""
 
 
@@ -126,8 +117,12 @@ def find_unsupported(options: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name}={shorten_foreign(options[name])} is not supported; supported: {values[0]}"
     for name, value in options.items():
         # An option of a later version, or another kind of adapter. PEFT writes its default where it is not used.
-        if name not in READ | IMPLIED | OF_PEFT and value not in (None, False, "", [], {}):
+        if name not in READ + IMPLIED + OF_PEFT and value not in (None, False, "", [], {}):
             yield f"{on_one_line(name)}={shorten_foreign(value)} is not supported; supported: leaving it out"
+    for name in options.get("alpha_pattern") or ():
+        # A pattern of ranks that is not matched as in PEFT contradicts the shapes of tensors.
+        if re.search(r"[^\w.]", name.lstrip("^").removeprefix(ANY_MODULE)):
+            yield f"alpha_pattern has {shorten_foreign(name)}; supported: names of modules, and what they end in"
     if not 1 <= options["r"] <= 1 << 16:
         yield f"r={options['r']} is no rank; supported: from 1 on"
 
