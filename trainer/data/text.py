@@ -180,7 +180,8 @@ class TextFiles(DamagedRows):
         return data.removeprefix(BOM_UTF8)
 
     def _decoded(self, data: bytes, path: str) -> str:
-        self.tally.rows += data.count(b"\n")
+        lines = data.splitlines(keepends=True)
+        self.tally.rows += len(lines)
         self.tally.crlf += data.count(b"\r\n")
         try:
             return data.decode("utf-8", "strict" if self.strict else "replace")
@@ -189,7 +190,6 @@ class TextFiles(DamagedRows):
                 f"{self.setting}.path: {path} is not UTF-8 text ({error}); convert it, leave it out with a glob such "
                 "as 'folder/**/*.txt', or leave out its damaged lines with data.on_error=skip"
             )
-        lines = data.splitlines(keepends=True)
         kept = list(filter(is_text, lines))
         self.leave_out(problem, len(lines) - len(kept))
         return b"".join(kept).decode()
