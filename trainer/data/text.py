@@ -517,15 +517,15 @@ class ChatTemplate:
 
     def _find_unread(self, messages: list[dict[str, Any]], text: str, options: Mapping[str, Any]) -> set[str]:
         """Roles and keys of messages, and tools and documents, without which the template renders the same. Each is
-        tried once."""
-        known = self._words.union(["role", "content"], () if self._words.isdisjoint(REASONING) else REASONING)
+        tried until it is read once."""
+        known = {"role", "content", "tool_calls", *(() if self._words.isdisjoint(REASONING) else REASONING)}
         found = {("key", key) for one in messages for key in one.keys() - known}
         found |= {("role", one["role"]) for one in messages if one["role"] != "assistant" and one.get("content")}
         found |= {("option", name) for name in ("tools", "documents") if options.get(name)}
         unread = set()
         for kind, name in found:
             shown = {"key": f"messages[].{name}", "role": f"messages of role {name}", "option": name}[kind]
-            if shown not in self._reads:
+            if not self._reads.get(shown):
                 kept = [one for one in messages if kind != "role" or one["role"] != name]
                 kept = [{key: one[key] for key in one if kind != "key" or key != name} for one in kept]
                 others = {key: options[key] for key in options if kind != "option" or key != name}
