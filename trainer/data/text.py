@@ -301,7 +301,7 @@ def read_template(path: str) -> str:
     """The text of a template's file. Raises `ConfigError`."""
     named = f"data.chat_template={path}"
     try:
-        return read_bytes(Path(path).expanduser(), TEMPLATE).decode()
+        return read_bytes(Path(path).expanduser(), TEMPLATE).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{named} cannot be read: {shorten_foreign(error)}; name the file of a Jinja template"
