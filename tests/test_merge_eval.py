@@ -53,6 +53,22 @@ def test_a_merged_model_is_the_average_and_can_be_used(root, tmp_path, capsys) -
     assert {path.name for path in again.iterdir()} == {path.name for path in out.iterdir()}
 
 
+def test_models_of_transformers_own_code_are_merged_however_they_are_stored(tmp_path) -> None:
+    from support.code_models import small_values
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    models = []
+    for seed, dtype in enumerate((torch.float32, torch.bfloat16)):
+        torch.manual_seed(seed)
+        values = {**small_values("olmo"), "eos_token_id": 5 + seed}
+        models.append(AutoModelForCausalLM.from_config(AutoConfig.for_model(**values)).to(dtype))
+        models[-1].save_pretrained(tmp_path / str(seed))
+    assert merge.main([f"{tmp_path}/0", f"{tmp_path}/1", f"{tmp_path}/out"]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).state_dict()
+    for (name, value), one, other in zip(merged.items(), *(model.state_dict().values() for model in models)):
+        torch.testing.assert_close(value, (one + other.float()) / 2, msg=name)
+
+
 def test_models_are_read_one_tensor_at_a_time(root, tmp_path, monkeypatch) -> None:
     folder, _ = root
     read: list[str] = []

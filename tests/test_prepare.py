@@ -84,7 +84,7 @@ def test_the_summary_equals_an_independent_count(kind, workers, tmp_path, monkey
     length = (total - held - 1) // LENGTH
     assert found["sequences"][0] == length
     assert found["bytes per token"] == [1.0]
-    assert found["lines" if kind == "text" else "rows"] == ([200, 0] if kind == "text" else [202, 0, 2])
+    assert found["lines" if kind == "text" else "rows"] == ([400, 0] if kind == "text" else [202, 0, 2])
     batch = compose(words(tmp_path, source)).batch
     size = batch.global_size or batch.micro_size * (batch.accumulation or 1)
     assert found["epochs"][0] == pytest.approx(7 * size / length, rel=0.01)

@@ -51,6 +51,12 @@ PRIVATE = [
         "hydra._internal.config_loader_impl.ConfigLoaderImpl",
         "a composition without Hydra's own settings",
     ),
+    Private(
+        "_trailing_error",
+        ("data/tables.py",),
+        "_compression.DecompressReader",
+        "bz2.open and lzma.open pass over all that follows a stream whose successor has a damaged header",
+    ),
     Private("_profiler", ("training/profiling.py",), "torch._C", "the way to the next name"),
     Private(
         "_ExperimentalConfig",

@@ -128,7 +128,7 @@ def test_conversations_are_held_out_whole(opened):
 
 def test_the_template_may_be_a_file_and_stays_with_the_tokenizer(opened, tmp_path):
     chat_tokenizer(tmp_path / "tokenizer", None)
-    (tmp_path / "chat.jinja").write_text(MARKED)
+    (tmp_path / "chat.jinja").write_text(MARKED, "utf-8-sig")  # with a byte order mark, as some editors write it
     write_conversations(tmp_path / "chat.jsonl", ROWS)
     for tokenizer in (str(tmp_path / "tokenizer"), "bytes"):
         made = config(tmp_path, 256, tokenizer, chat=SourceConfig("chat", str(tmp_path / "chat.jsonl")))

@@ -494,6 +494,19 @@ def test_conversations_of_sharegpt():
 
 
 @BOTH
+def test_a_word_of_the_template_is_no_key_that_it_reads(text):
+    """Templates print the name of a function, and not that of a user. The first row does not decide for others."""
+    says = (
+        "(message.tool_calls[0].function.name if message.tool_calls else '') + (message.mood or '') + message.content"
+    )
+    template = ChatTemplate(text.replace("message.content", says), SPECIAL, "a template")
+    for key in ("name", "function"):
+        assert template.document([{**USER, key: "x"}, ANSWER]).unread == (f"messages[].{key}",)
+    for mood, unread in (("", ("messages[].mood",)), ("x", ())):
+        assert template.document([{**USER, "mood": mood}, ANSWER]).unread == unread
+
+
+@BOTH
 def test_reasoning_and_what_the_template_leaves_out(text, monkeypatch):
     rendering = transformers.utils.chat_template_utils  # of version 4, which knows no other names of reasoning
     monkeypatch.setattr(rendering, "_alias_reasoning_fields", lambda chat: chat, raising=False)

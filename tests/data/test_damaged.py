@@ -96,6 +96,16 @@ def test_lines_of_text_that_are_not_utf8(tmp_path):
     assert sum(side.tokens for side in ends) >= len("".join(kept).encode()) + 2, "each file has its end mark"
 
 
+def test_a_last_line_without_a_line_break_is_a_line(tmp_path):
+    for number, row in enumerate(texts(150)):
+        (tmp_path / f"{number}.txt").write_text(row)
+    (tmp_path / "0.txt").write_bytes(b"\xe4\xf6")
+    source = SourceConfig("text", str(tmp_path / "*.txt"))
+    with pytest.raises(ConfigError, match="1 of 150 rows cannot be read"):
+        opened(tmp_path, source, most=0.001)
+    assert opened(tmp_path, source).damaged == 1
+
+
 def test_parquet_that_ends_early_is_counted_by_what_it_says(tmp_path):
     source = parquet(tmp_path)
     path = Path(source.path)

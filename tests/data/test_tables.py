@@ -51,6 +51,22 @@ def test_rows_are_those_of_the_file_however_it_is_packed(kind, tmp_path):
     assert read(limited) == ROWS[:900] and len(limited) < len(documents)
 
 
+@pytest.mark.parametrize("kind", ["gz", "bz2", "xz", "zst"])
+def test_a_packed_file_of_several_streams_is_read_whole_or_refused(kind, tmp_path):
+    """`bz2` and `lzma` of Python pass over a stream that does not begin as one, and all that follows."""
+    pack, lines = PACK[kind], [json.dumps({"text": row}).encode() + b"\n" for row in ROWS]
+    first, empty, last = pack(b"".join(lines[:100])), pack(b""), pack(b"".join(lines[100:]))
+    assert read(jsonl(tmp_path, first + empty + last)) == [row for row in ROWS if row]
+    with pytest.raises(ConfigError, match="rows.jsonl cannot be opened"):
+        jsonl(tmp_path, first + b"?" + last[1:])
+
+
+def test_a_skippable_frame_may_stand_first(tmp_path):
+    """As pzstd writes it."""
+    frame = b"\x50\x2a\x4d\x18\x04\0\0\0size"
+    assert read(jsonl(tmp_path, frame + zstd(b'{"text": "a"}\n') + frame + zstd(b'{"text": "b"}\n'))) == ["a", "b"]
+
+
 def test_an_array_is_read_as_lines_and_null_is_no_text(tmp_path):
     rows = [{"text": row} for row in ROWS[:50]]
     assert read(jsonl(tmp_path, json.dumps([*rows, {"text": None}, {"id": 1}], indent=1).encode())) == ROWS[:50]

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer.data.tokenizer import Tokenizer, byte_tokenizer, train_tokenizer
 from trainer.generate.sampling import SamplingOptions
 from trainer.generate.sharded_model import ShardedModel
-from trainer.generate.text import TextPiece, TextStream, continue_prompts, generate_text, in_order
+from trainer.generate.text import TextPiece, TextStream, continue_prompts, generate_text, in_order, read_prompts
 from trainer.model.initial import initialize_model
 from trainer.model.transformer import Transformer
 
@@ -193,3 +193,8 @@ def test_prompts_are_shown_one_behind_the_other_as_soon_as_that_goes() -> None:
 
     found = [(piece.row, piece.text, taken[-1]) for piece in in_order(computed())]
     assert found == [(0, "a", 1), (0, "", 3), (1, "b", 3), (1, "d", 4), (1, "e", 5), (2, "c", 5)]
+
+
+def test_prompts_are_the_lines_of_a_file_without_byte_order_marks(tmp_path):
+    (tmp_path / "prompts.txt").write_bytes(b"\xef\xbb\xbfdef \r\n\r\n\xef\xbb\xbfa\\nb")
+    assert read_prompts(str(tmp_path / "prompts.txt")) == ["def ", "", "a\nb"]

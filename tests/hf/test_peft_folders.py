@@ -241,6 +241,8 @@ OPTIONS = [
     ("r", "many", "r is many instead of int"),
     ("rank_pattern", {"q_proj": 8}, "rank 8"),
     ("alpha_pattern", {"q_proj": 50.0}, "supported: one rank and one scale for all"),
+    ("alpha_pattern", {".*_proj": 50.0}, "alpha_pattern has .*_proj; supported: names of modules"),
+    ("alpha_pattern", {r"^model\.layers\.\d+\..*": 50.0}, "; supported: names of modules, and what they end in"),
     ("base_model_name_or_path", "meta-llama/Llama-3.1-8B", "hf download"),
     ("base_model_name_or_path", 3, "base_model_name_or_path"),
 ]

@@ -98,7 +98,8 @@ def describe_weights(spec: ModelSpec) -> dict[str, Any]:
     whole = {key: value for key, value in spec.to_dict().items() if key not in UNTRAINED_FIELDS}
     layers = {str(index): dataclasses.asdict(spec.layer(index)) for index in range(spec.depth)}
     facts = flatten_values(whole | {"layers": layers})
-    return {name: value for name, value in facts.items() if not name.endswith(LOSS_OF_EXPERTS)}
+    other = (*LOSS_OF_EXPERTS, ".config.dtype", "_token_id")
+    return {name: value for name, value in facts.items() if not name.endswith(other)}
 
 
 main = Command(

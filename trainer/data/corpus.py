@@ -584,7 +584,7 @@ def _check_loss(config: Config, source: DocumentSource, count: TextCount) -> Non
 def _check_damaged(config: Config, source: DocumentSource, tally: RowTally) -> None:
     """Raises `ConfigError` unless so many rows may be left out."""
     most, found = config.data.max_damaged, f"{source.setting}: {tally.damaged} of {tally.rows} rows cannot be read"
-    too_many = tally.damaged > most * max(tally.rows, tally.damaged)
+    too_many = tally.damaged > most * tally.rows
     if tally.damaged and not source.skip:
         share = f" and data.max_damaged above {most:g}" if too_many else ""
         raise ConfigError(

@@ -51,8 +51,8 @@ PIECE = 1 << 20
 ROWS = 64
 """Rows of Parquet decoded at a time."""
 
-MAGIC = {"gzip": b"\x1f\x8b", "bzip2": b"BZh", "xz": b"\xfd7zXZ\0", "zstd": b"\x28\xb5\x2f\xfd"}
-"""How compressed files begin; their names say nothing."""
+MAGIC = {"gzip": b"\x1f\x8b", "bzip2": b"BZh", "xz": b"\xfd7zXZ\0", "zstd": (b"\x28\xb5\x2f\xfd", b"\x50\x2a\x4d\x18")}
+"""How compressed files begin; their names say nothing. pzstd puts the size of a frame in front of it."""
 
 
 def allowed_bytes(path: str) -> int:
@@ -174,7 +174,7 @@ def as_lines(setting: str, path: str, folder: Path) -> str:
             head = file.read(8)
         kind = next((kind for kind, magic in MAGIC.items() if head.startswith(magic)), None)
         lines = path if kind is None else str(folder / f"{key}.jsonl")
-        if lines != path and not os.path.exists(lines):
+        if kind and not os.path.exists(lines):
             folder.mkdir(parents=True, exist_ok=True)
             with replace_file(lines) as part:
                 _decompress(path, kind, part, named)
@@ -207,12 +207,14 @@ def _decompress(path: str, kind: str, target: str, named: str) -> None:
 
 
 def open_compressed(path: str, kind: str) -> BinaryIO:
-    """A compressed file for reading."""
+    """A compressed file for reading, which raises for a stream that is damaged, wherever in the file it begins."""
     if kind == "zstd":
         import pyarrow
 
-        return pyarrow.CompressedInputStream(pyarrow.OSFile(path), "zstd")
-    return {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}[kind](path)
+        return pyarrow.input_stream(path, kind)
+    packed: Any = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}[kind](path)
+    packed._buffer.raw._trailing_error = ()  # else it would end where a stream does not begin as one
+    return packed
 
 
 class ParquetRows(DamagedRows):

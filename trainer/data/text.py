@@ -9,6 +9,7 @@ import math
 import os
 import re
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -180,7 +181,8 @@ class TextFiles(DamagedRows):
         return data.removeprefix(BOM_UTF8)
 
     def _decoded(self, data: bytes, path: str) -> str:
-        self.tally.rows += data.count(b"\n")
+        lines = data.splitlines(keepends=True)
+        self.tally.rows += len(lines)
         self.tally.crlf += data.count(b"\r\n")
         try:
             return data.decode("utf-8", "strict" if self.strict else "replace")
@@ -189,7 +191,6 @@ class TextFiles(DamagedRows):
                 f"{self.setting}.path: {path} is not UTF-8 text ({error}); convert it, leave it out with a glob such "
                 "as 'folder/**/*.txt', or leave out its damaged lines with data.on_error=skip"
             )
-        lines = data.splitlines(keepends=True)
         kept = list(filter(is_text, lines))
         self.leave_out(problem, len(lines) - len(kept))
         return b"".join(kept).decode()
@@ -269,6 +270,9 @@ RESERVED = {
 }
 """Arguments of apply_chat_template that a row's chat_template_kwargs cannot set."""
 
+TRIED = 100
+"""Rows in which a chat template is rendered once more to find out whether it reads a key."""
+
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of an assistant's reasoning. transformers 5 passes any of them to templates as the first two."""
 
@@ -301,7 +305,7 @@ def read_template(path: str) -> str:
     """The text of a template's file. Raises `ConfigError`."""
     named = f"data.chat_template={path}"
     try:
-        return read_bytes(Path(path).expanduser(), TEMPLATE).decode()
+        return read_bytes(Path(path).expanduser(), TEMPLATE).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{named} cannot be read: {shorten_foreign(error)}; name the file of a Jinja template"
@@ -323,6 +327,7 @@ class ChatTemplate:
         self.digest = hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=12).hexdigest()
         self._words, self._quoted = set(re.findall(r"\w+", text)), set(re.findall(r"""['"](\w+)['"]""", text))
         self._reads: dict[str, bool] = {}
+        self._tried = Counter[str]()
         way_out = "name another by data.chat_template"
         if found := VARIES.search(text):
             raise ConfigError(
@@ -517,15 +522,16 @@ class ChatTemplate:
 
     def _find_unread(self, messages: list[dict[str, Any]], text: str, options: Mapping[str, Any]) -> set[str]:
         """Roles and keys of messages, and tools and documents, without which the template renders the same. Each is
-        tried once."""
-        known = self._words.union(["role", "content"], () if self._words.isdisjoint(REASONING) else REASONING)
+        tried in `TRIED` rows, or until it is read once."""
+        known = {"role", "content", "tool_calls", *(() if self._words.isdisjoint(REASONING) else REASONING)}
         found = {("key", key) for one in messages for key in one.keys() - known}
         found |= {("role", one["role"]) for one in messages if one["role"] != "assistant" and one.get("content")}
         found |= {("option", name) for name in ("tools", "documents") if options.get(name)}
         unread = set()
         for kind, name in found:
             shown = {"key": f"messages[].{name}", "role": f"messages of role {name}", "option": name}[kind]
-            if shown not in self._reads:
+            if not self._reads.get(shown) and self._tried[shown] < TRIED:
+                self._tried[shown] += 1
                 kept = [one for one in messages if kind != "role" or one["role"] != name]
                 kept = [{key: one[key] for key in one if kind != "key" or key != name} for one in kept]
                 others = {key: options[key] for key in options if kind != "option" or key != name}

@@ -142,7 +142,7 @@ def read_prompts(file: str) -> list[str]:
     """The prompts of a file, one in each line. Raises `ConfigError`."""
     try:
         lines = read_bytes(Path(file).expanduser(), LARGEST).splitlines()
-        prompts = [new_lines(line.decode()) for line in lines]
+        prompts = [new_lines(line.decode("utf-8-sig")) for line in lines]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"prompts={file} cannot be read ({error}); give a text file with a prompt in each line"

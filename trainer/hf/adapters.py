@@ -10,6 +10,7 @@ The matrices of all experts are one parameter, which `target_parameters` names. 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -128,6 +129,10 @@ def find_unsupported(options: Mapping[str, Any]) -> Iterator[str]:
         # An option of a later version, or another kind of adapter. PEFT writes its default where it is not used.
         if name not in READ | IMPLIED | OF_PEFT and value not in (None, False, "", [], {}):
             yield f"{on_one_line(name)}={shorten_foreign(value)} is not supported; supported: leaving it out"
+    for name in options.get("alpha_pattern") or ():
+        # A pattern of ranks that is not matched as in PEFT contradicts the shapes of tensors.
+        if re.search(r"[^\w.]", name.lstrip("^").removeprefix(ANY_MODULE)):
+            yield f"alpha_pattern has {shorten_foreign(name)}; supported: names of modules, and what they end in"
     if not 1 <= options["r"] <= 1 << 16:
         yield f"r={options['r']} is no rank; supported: from 1 on"
 
