@@ -13,7 +13,10 @@ import yaml
 
 from trainer.commands.estimate import main
 from trainer.config import Config
-from trainer.planning.resolve import compose
+from trainer.planning.estimate.plans import rank_plans
+from trainer.planning.hardware import load_hardware
+from trainer.planning.neighbours import compose_variant
+from trainer.planning.resolve import check_config, compose
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ["+config=llama3_8b", "processes=4", "batch.accumulation=8"]
@@ -67,6 +70,27 @@ def test_all_plans_keep_what_the_command_line_gives(tmp_path, capsys):
     named, group, free = found.values()
     assert {(tp, recompute) for tp, _, recompute in named} == {(2, "full")}
     assert {(tp, stage) for tp, stage, _ in group} == {(1, 3)} and named != free != group
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "processes=2 parallel.grad_comm.inner.codec=int8",
+        "processes=2 run.cuda_graphs=true logging.profile=0",
+        "processes=2 activation=selective activation.offload=true",
+        "processes=2 optimizer.ema.decay=0.9 parallel.zero.offload=true",
+        "processes=1 parallel.zero.stage=3 parallel.zero.offload=true",
+    ],
+)
+def test_every_plan_that_is_found_can_be_run(words):
+    """What settings beside the plan have against it, too; and of offloaded states, stages on one process."""
+    world, *overrides = words.split()
+    processes = int(world.removeprefix("processes="))
+    config = compose_variant(["+config=debug", *overrides], None, processes)
+    found = rank_plans(config, load_hardware("h200"), processes, 8, most=40).best
+    assert found
+    for one in found:
+        assert not check_config(one.config, processes), one.layout.plan
 
 
 def test_plans_by_name(capsys):
@@ -134,6 +158,7 @@ def test_processes_are_spread_over_the_given_nodes(tmp_path):
         ("out=.", "out=. is a folder; name a file in it"),
         ("hardware=pyproject.toml", "hardware=pyproject.toml: pyproject.toml is not YAML"),
         ("plans=all parallel.tp=3", "parallel.tp=3 is in none; legal: 1, 2, 4, 8"),
+        ("plans=all model=gpt2", "batch.sequence_length=8192 exceeds the learned positions of model.max_length=1024"),
         ("plans=all parallel=pp2_auto", "parallel.pipeline.schedule=auto cannot be kept in a search of plans"),
         ("out=/no/such/folder/best.yaml", "out=/no/such/folder/best.yaml: there is no folder"),
         ("hardware=l40s hardware.device=Abacus", "hardware.device=Abacus has no known peak in bf16"),

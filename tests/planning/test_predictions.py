@@ -607,6 +607,19 @@ def test_memory_of_whole_shards_does_not_grow_with_micro_batches():
     assert many == pytest.approx(few)
 
 
+def test_a_table_of_plans_has_one_band_that_holds_those_of_all():
+    """Where lengths of documents are not known, each plan has its own."""
+    changes = {"data__mask_documents": True, "batch__sequence_length": 16384}
+    models = [shipped(name) for name in ("llama_60m", "tinyllama_1b", "llama3_8b", "qwen3_0_6b", "gemma2_2b")]
+    found = [estimated(settings(model, **changes), 1, h200()) for model in models]
+    assert len({one.band for one in found}) == 5
+    with redirect_stdout(StringIO()) as shown:
+        show_plans(found, "plans")
+    assert all(len(line) <= 120 for line in shown.getvalue().splitlines())
+    below, above = (round(100 * max(ends)) for ends in zip(*(one.band for one in found)))
+    assert f"step: -{below}% +{above}%, tokens/s" in shown.getvalue()
+
+
 def test_offloaded_states_are_not_on_the_device():
     config = settings(
         shipped("llama3_8b"), **LLAMA | ZERO3 | {"parallel__zero__offload": True, "batch__global_size": 8}

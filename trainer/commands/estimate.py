@@ -48,7 +48,7 @@ def run(options: EstimateOptions) -> None:
     from trainer.planning.estimate.step import estimate_step
     from trainer.planning.hardware import load_hardware
     from trainer.planning.neighbours import compose_variant, global_size, plan_list
-    from trainer.planning.resolve import check_config, resolve_layout
+    from trainer.planning.resolve import check_config, config_problems, resolve_layout
 
     changes, overrides, config_dir = options.take_changes("hardware."), options.overrides, options.config_dir
     hardware, world = read_machines(options, load_hardware(options.hardware, changes, config_dir))
@@ -59,6 +59,8 @@ def run(options: EstimateOptions) -> None:
         base.model = model_from_hf(base.model)
     base = with_lengths(base)
     if options.plans == "all":
+        if wrong := config_problems(base):
+            raise ConfigError(wrong)
         size = global_size(base.batch, world)
         kept = given_settings(overrides)
         ranking = rank_plans(base, hardware, world, size, options.top or 10, kept, sure=True)

@@ -83,17 +83,18 @@ def _chosen(config: Config) -> Iterator[tuple[KindRegistry, str, dict, set[str]]
         yield SOURCES, f"eval.sets.{name}", one.settings, {one.kind}
 
 
-def check_optimizers(config: Config, plan: Plan) -> list[str]:
-    """Registered optimizers that cannot update what a rank holds under the plan."""
+def check_rest(config: Config, spec: ModelSpec | None, plan: Plan, node: int) -> list[str]:
+    """What the rest of the configuration has against a plan that is possible, one sentence each."""
     registered = [OPTIMIZERS[name] for name in UpdateSettings.of(config).names() & OPTIMIZERS.registered.keys()]
-    if (plan.shard, plan.tp, plan.engine) == (1, 1, "torch"):
-        return []
-    return [
+    whole = (plan.shard, plan.tp, plan.engine) == (1, 1, "torch")
+    optimizers = [
         f"the optimizer '{entry.name}' ({entry.home}) needs whole parameters, and under {plan.describe()} ranks share "
         "them; set parallel.zero.stage=0, parallel.tp=1 and parallel.zero.engine=torch"
         for entry in registered
-        if not entry.facts["elementwise"]
+        if not (whole or entry.facts["elementwise"])
     ]
+    found = [*_of_plan(config), *check_settings(config), *check_whole_plan(config, spec, plan, node)]
+    return found + optimizers + check_graphs(config, plan)
 
 
 def check_graphs(config: Config, plan: Plan) -> list[str]:
@@ -156,11 +157,6 @@ def _contradictions(config: Config) -> Iterator[str]:
         )
         other = f" or data.vocab_size={model.vocab_size}" if data.tokenizer == "bpe" else ""
         yield f"model.vocab_size={model.vocab_size} has no rows for {size}; set model.vocab_size={tokens}{other}"
-    if config.loss.terms and config.parallel.tp > 1:
-        yield (
-            f"loss.terms={', '.join(config.loss.terms)}: a registered term reads the scores of the whole vocabulary, "
-            f"of which each of parallel.tp={config.parallel.tp} ranks has a part; set parallel.tp=1"
-        )
     if 0 < config.guard.stall_factor <= 1:
         yield (
             f"guard.stall_factor={config.guard.stall_factor:g} would end ordinary steps; set 2 or more, or 0 for no "
@@ -168,7 +164,7 @@ def _contradictions(config: Config) -> Iterator[str]:
         )
     yield from _narrow(config)
     yield from _recompute(config)
-    yield from _long_sequences(config)
+    yield from _of_plan(config)
     yield from _evaluations(config)
     yield from _conversations(config, corpora)
     yield from _check_stages(config.data)
@@ -335,9 +331,14 @@ def format_setting(value: object) -> str:
     return f"[{','.join(value)}]" if isinstance(value, list) else str(value)
 
 
-def _long_sequences(config: Config) -> Iterator[str]:
-    """What tiles and host memory cannot go with."""
+def _of_plan(config: Config) -> Iterator[str]:
+    """What settings of plans cannot go with."""
     activation = config.activation
+    if config.loss.terms and config.parallel.tp > 1:
+        yield (
+            f"loss.terms={', '.join(config.loss.terms)}: a registered term reads the scores of the whole vocabulary, "
+            f"of which each of parallel.tp={config.parallel.tp} ranks has a part; set parallel.tp=1"
+        )
     if activation.offload and activation.mode == "none":
         yield (
             "activation.offload=true keeps inputs of recomputed layers, and there are none with activation.mode=none; "
@@ -406,8 +407,7 @@ def _decide(
         problems = problems + list(find_adapter_problems(spec))
         problems = problems + UpdateSettings.of(config).problems(declare_parameters(spec))
     if plan:
-        problems = problems + check_optimizers(config, plan) + check_graphs(config, plan)
-        problems = problems + check_whole_plan(config, spec, plan, node)
+        problems = problems + check_rest(config, spec, plan, node)
     return layout, problems
 
 

@@ -21,19 +21,18 @@ from trainer.parallel.compress.plan import enabled_codecs
 from trainer.parallel.context.plan import ContextPlan, resolve_context
 from trainer.parallel.experts.plan import list_mixtures
 from trainer.parallel.pipeline.plan import PipelinePlan, check_pipeline, estimated_costs, resolve_split
-from trainer.parallel.zero.plan import check_settings
 from trainer.planning.decide import MEASURED_COPIES, MemoryLimit, decide, memory_choices
 from trainer.planning.estimate.rates import DeviceRates
 from trainer.planning.estimate.recompute import with_uniform_save
 from trainer.planning.estimate.step import GIB, StepEstimate, estimate_within
 from trainer.planning.estimate.timing import ModelTiming, time_units, update_bytes
 from trainer.planning.features import check_plan
-from trainer.planning.float8 import can_cast_once, check_float8
+from trainer.planning.float8 import can_cast_once
 from trainer.planning.layer import parameter_counts
 from trainer.planning.neighbours import RECOMPUTE, SCHEDULES, TILE, override_key
 from trainer.planning.parameters import UpdateSettings, float8_settings
 from trainer.planning.plan import BatchPlan, Plan, build_plan
-from trainer.planning.resolve import Layout
+from trainer.planning.resolve import Layout, check_rest
 from trainer.planning.schedules.ir import Schedule
 from trainer.planning.states import ELEMENT_BYTES, state_bytes
 
@@ -193,7 +192,9 @@ class _Search:
                     for chosen in (
                         memory_choices(config, self.spec, tokens) if tokens > TILE and not auto else (config,)
                     ):
-                        if {*check_settings(chosen)} <= {*check_settings(config)}:
+                        problems = check_rest(chosen, self.spec, plan, self.node)
+                        self.reasons += problems
+                        if not problems:
                             yield from self.with_schedules(chosen, plan, micro, accumulation)
 
     def parallels(self) -> Iterator[ParallelConfig]:
@@ -206,24 +207,21 @@ class _Search:
                 if rest or self.global_size % dp or length % (cp * tp) or given not in (-1, dp):
                     continue
                 context = self.base.parallel.context if cp > 1 else ContextConfig()
-                whole = replace(self.base.parallel, dp=given, tp=tp, pp=pp, cp=cp, ep=1, shard=-1)
-                whole = replace(whole, ep_dispatch="auto", context=context)
+                whole = replace(self.base.parallel, dp=given, tp=tp, pp=pp, cp=cp, context=context)
                 whole = with_backends(whole, "off", "nccl")
-                problems = check_plan(whole, self.world, self.spec, self.node) or self.unshared(whole)
-                problems = problems or list(check_float8(self.base, self.spec, build_plan(whole, self.world)))
-                self.reasons += problems
-                stages = (0, 1, 2, 3) if dp * cp > 1 or "parallel.zero.stage" in self.kept else (0,)
-                for stage in () if problems else stages:
-                    inside = self.node // tp  # ranks of a group that stays within a node
-                    sizes = {-1, inside, self.base.parallel.shard} if stage else {-1}
+                apart = whole.zero.offload or whole.zero.engine != "torch"  # which no plan without stages has
+                for stage in range(apart, 4 if apart or dp * cp > 1 or "parallel.zero.stage" in self.kept else 1):
+                    staged = replace(whole, ep=1, shard=-1, ep_dispatch="auto", zero=replace(whole.zero, stage=stage))
+                    problems = check_plan(staged, self.world, self.spec, self.node) or self.unshared(staged)
+                    self.reasons += problems
+                    # Also ranks of a group that stays within a node.
+                    sizes = set() if problems else {-1, self.node // tp, self.base.parallel.shard} if stage else {-1}
                     most = dp * cp - ("parallel.shard" not in self.kept)  # of all ranks: the same as -1
                     for shard in sorted(n for n in sizes if n == -1 or 1 < n <= most and dp * cp % n == 0):
-                        chosen = replace(whole, shard=shard, zero=replace(whole.zero, stage=stage))
                         for ep in self.shared_experts(dp * cp * tp):
                             dispatch = self.base.parallel.ep_dispatch if ep > 1 else "auto"
-                            dealt = replace(chosen, ep=ep, ep_dispatch=dispatch)
-                            if ep == 1 or not check_plan(dealt, self.world, self.spec, self.node):
-                                yield from self.ways(dealt)
+                            dealt = replace(staged, shard=shard, ep=ep, ep_dispatch=dispatch)
+                            yield from self.ways(dealt)
 
     def ways(self, parallel: ParallelConfig) -> Iterator[ParallelConfig]:
         """A plan by collectives, by copies between the GPUs of a node, and as the settings say, where that is legal."""
@@ -239,7 +237,7 @@ class _Search:
         pairs = itertools.product(dict.fromkeys(["off", *overlaps]), dict.fromkeys(["nccl", *backends]))
         for tp_overlap, collectives in pairs:
             way = with_backends(parallel, tp_overlap, collectives)
-            if (tp_overlap, collectives) == ("off", "nccl") or not check_plan(way, self.world, self.spec, self.node):
+            if not check_plan(way, self.world, self.spec, self.node):
                 yield way
 
     def with_schedules(self, config: Config, plan: Plan, micro: int, accumulation: int) -> Iterator[PlanCandidate]:

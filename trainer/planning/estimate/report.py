@@ -176,10 +176,9 @@ def _measure_width(rows: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _describe_bands(found: Sequence[StepEstimate]) -> str:
-    """How far the numbers of a table may be off."""
-    times, speeds = (
-        " or ".join(dict.fromkeys(_spread(one.band, of_speed) for one in found)) for of_speed in (False, True)
-    )
+    """How far the numbers of a table may be off, at most."""
+    widest = ErrorBand(*map(max, zip(*(one.band for one in found))))
+    times, speeds = _spread(widest), _spread(widest, of_speed=True)
     return f"step: {times}, tokens/s a device: {speeds}, memory: {_spread(_even(found[0].hardware.memory_band))}"
 
 
