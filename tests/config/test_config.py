@@ -166,6 +166,8 @@ WRONG = [  # overrides, what the one problem must say
     (["run.steps.foo=3"], ["run.steps=", "whole number"]),
     (["lr.peak=high"], ["lr.peak=high", "a number"]),
     (["lr.peak=nan"], ["lr.peak=nan", "a number"]),
+    (["model.attention.rope.theta=0"], ["model.attention.rope.theta=0.0", "above 0"]),
+    (["model.norm.eps=-1"], ["model.norm.eps=-1.0", "at least 0"]),
     (["model.norm.eps=nan"], ["model.norm.eps=nan", "a number"]),
     (["model.overrides={0: {norm: {eps: nan}}}"], ["model.overrides.0.norm.eps=nan", "a number"]),
     (["compile=maybe"], ["compile=maybe", "true or false"]),

@@ -23,7 +23,7 @@ from trainer.config.registry import ATTENTION, FEED_FORWARD
 class RopeSpec:
     """Rotary position embedding (Su et al., arXiv 2104.09864), half-split layout as in transformers."""
 
-    theta: float = option(10000.0, "base of the rotation frequencies")
+    theta: float = option(10000.0, "base of the rotation frequencies", range="(0, inf)")
     fraction: float = option(1.0, "leading share of each head's dimensions that is rotated (GPT-NeoX: 0.25)")
     scaling: str = option(
         "none",
@@ -371,7 +371,7 @@ class NormSpec:
     """Normalisation of the residual stream."""
 
     kind: str = option("rms", "RMSNorm or LayerNorm (with bias)", ("rms", "layer"))
-    eps: float = option(1e-5, "added to the variance")
+    eps: float = option(1e-5, "added to the variance", range="[0, inf)")
     offset: float = option(0.0, "added to the stored weight (Gemma stores weight - 1: offset 1)")
     placement: str = option("pre", "before each block, after it (OLMo2), or both (Gemma 2)", ("pre", "post", "both"))
 
