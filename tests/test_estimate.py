@@ -157,6 +157,10 @@ def test_processes_are_spread_over_the_given_nodes(tmp_path):
         ("plans=all batch.global_size=70000 processes=70000", "70000 processes are more than any plan is made for"),
         ("out=.", "out=. is a folder; name a file in it"),
         ("hardware=pyproject.toml", "hardware=pyproject.toml: pyproject.toml is not YAML"),
+        (
+            "plans=all processes=3 batch.global_size=8 model.depth=2 parallel.tp=2",
+            "batch.global_size=8 is no multiple of parallel.dp=3; set one that is",
+        ),
         ("plans=all parallel.tp=3", "parallel.tp=3 is in none; legal: 1, 2, 4, 8"),
         ("plans=all model=gpt2", "batch.sequence_length=8192 exceeds the learned positions of model.max_length=1024"),
         ("plans=all parallel=pp2_auto", "parallel.pipeline.schedule=auto cannot be kept in a search of plans"),

@@ -43,6 +43,7 @@ class EstimateOptions(RecipeOptions):
 
 def run(options: EstimateOptions) -> None:
     from trainer.data.lengths import with_lengths
+    from trainer.hf import with_known_model
     from trainer.planning.estimate import report
     from trainer.planning.estimate.plans import given_settings, rank_plans
     from trainer.planning.estimate.step import estimate_step
@@ -53,11 +54,7 @@ def run(options: EstimateOptions) -> None:
     changes, overrides, config_dir = options.take_changes("hardware."), options.overrides, options.config_dir
     hardware, world = read_machines(options, load_hardware(options.hardware, changes, config_dir))
     node, base = min(world, hardware.devices), compose_variant(overrides, config_dir, world, corpus=False)
-    if base.model.from_hf:
-        from trainer.hf import model_from_hf
-
-        base.model = model_from_hf(base.model)
-    base = with_lengths(base)
+    base = with_lengths(with_known_model(base))
     if options.plans == "all":
         if wrong := config_problems(base):
             raise ConfigError(wrong)

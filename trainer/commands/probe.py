@@ -30,16 +30,13 @@ class ProbeOptions(LaunchOptions, RecipeOptions):
 
 
 def run(options: ProbeOptions) -> None:
+    from trainer.hf import with_known_model
     from trainer.planning.hardware import load_hardware
     from trainer.planning.neighbours import compose_variant
     from trainer.planning.resolve import check_config, resolve_layout
 
     world = int(os.environ.get("WORLD_SIZE", 1))
-    config = compose_variant(options.overrides, options.config_dir, world, corpus=False)
-    if config.model.from_hf:
-        from trainer.hf import model_from_hf
-
-        config.model = model_from_hf(config.model)
+    config = with_known_model(compose_variant(options.overrides, options.config_dir, world, corpus=False))
     if problems := check_config(config, world):
         raise ConfigError(problems)
     layout = resolve_layout(config, world, config.model)

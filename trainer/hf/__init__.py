@@ -5,6 +5,8 @@ Whoever renders a chat template or opens a tokenizer here, as each process that 
 import importlib
 from typing import Any
 
+from trainer.config import Config
+
 _HOMES = {
     "HFWeights": "trainer.hf.weights",
     "find_base": "trainer.hf.adapters",
@@ -18,10 +20,17 @@ _HOMES = {
     "spec_from_hf": "trainer.hf.folder",
 }
 
-__all__ = list(_HOMES)
+__all__ = [*_HOMES, "with_known_model"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'trainer.hf' has no attribute '{name}'")
     return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def with_known_model(config: Config) -> Config:
+    """The configuration with the model that `model.from_hf` names, if it does."""
+    if config.model.from_hf:
+        config.model = __getattr__("model_from_hf")(config.model)
+    return config

@@ -13,6 +13,7 @@ from pathlib import Path
 from trainer.config import Config, ConfigError, typed
 from trainer.config.hardware import HardwareConfig
 from trainer.data.lengths import with_lengths
+from trainer.hf import with_known_model
 from trainer.planning.estimate.plans import given_settings
 from trainer.planning.hardware import hardware_names, load_hardware
 from trainer.planning.neighbours import compose_variant, override_key
@@ -201,15 +202,6 @@ def restrict_sweep(sweep: SweepConfig) -> None:
         )
     sweep.saving_seconds = 0.0
     sweep.time_minutes = sweep.time_minutes or MINUTES
-
-
-def with_known_model(config: Config) -> Config:
-    """The configuration with the model that `model.from_hf` names, if it does."""
-    if config.model.from_hf:
-        from trainer.hf import model_from_hf
-
-        config.model = model_from_hf(config.model)
-    return config
 
 
 def check_allowed(base: Config, tried: Sequence[Config], allow: Sequence[str]) -> None:

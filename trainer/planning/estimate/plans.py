@@ -204,15 +204,17 @@ class _Search:
             for pp, cp in itertools.product(list_divisors(self.world // tp), self.shares()):
                 dp, rest = divmod(self.world // tp // pp, cp)  # dp x cp ranks hold the same part of the model
                 given = self.base.parallel.dp if "parallel.dp" in self.kept else -1
-                if rest or self.global_size % dp or length % (cp * tp) or given not in (-1, dp):
+                if rest or length % (cp * tp) or given not in (-1, dp):
                     continue
+                uneven = [f"batch.global_size={self.global_size} is no multiple of parallel.dp={dp}; set one that is"]
+                uneven *= self.global_size % dp > 0
                 context = self.base.parallel.context if cp > 1 else ContextConfig()
                 whole = replace(self.base.parallel, dp=given, tp=tp, pp=pp, cp=cp, context=context)
                 whole = with_backends(whole, "off", "nccl")
                 apart = whole.zero.offload or whole.zero.engine != "torch"  # which no plan without stages has
                 for stage in range(apart, 4 if apart or dp * cp > 1 or "parallel.zero.stage" in self.kept else 1):
                     staged = replace(whole, ep=1, shard=-1, ep_dispatch="auto", zero=replace(whole.zero, stage=stage))
-                    problems = check_plan(staged, self.world, self.spec, self.node) or self.unshared(staged)
+                    problems = uneven or check_plan(staged, self.world, self.spec, self.node) or self.unshared(staged)
                     self.reasons += problems
                     # Also ranks of a group that stays within a node.
                     sizes = set() if problems else {-1, self.node // tp, self.base.parallel.shard} if stage else {-1}
@@ -270,6 +272,8 @@ class _Search:
         """For each setting that is to be kept as no plan has it: its value, and those that plans have."""
         whole = _Search(self.base, self.hardware, self.world, self.global_size)
         parallels = list(whole.parallels())
+        if not parallels:
+            return whole.reasons
         found = []
         for name in sorted(self.kept):
             if name.startswith("parallel.") and name not in PIPELINE:
