@@ -614,7 +614,7 @@ def test_a_table_of_plans_has_one_band_that_holds_those_of_all():
     found = [estimated(settings(model, **changes), 1, h200()) for model in models]
     assert len({one.band for one in found}) == 5
     with redirect_stdout(StringIO()) as shown:
-        show_plans(found, "plans")
+        show_plans(found, "plans", 0.0)
     assert all(len(line) <= 120 for line in shown.getvalue().splitlines())
     below, above = (round(100 * max(ends)) for ends in zip(*(one.band for one in found)))
     assert f"step: -{below}% +{above}%, tokens/s" in shown.getvalue()
