@@ -23,7 +23,7 @@ from trainer.config import ConfigError, SourceConfig
 from trainer.data.corpus import Corpus, open_corpus
 from trainer.data.shards import TextPiece, encode_pieces
 from trainer.data.tables import JsonLines, ParquetRows
-from trainer.data.text import LEARNED, MARKS, ChatTemplate, TextDocument
+from trainer.data.text import LEARNED, MARKS, TRIED, ChatTemplate, TextDocument
 from trainer.data.tokenizer import byte_tokenizer
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -504,6 +504,23 @@ def test_a_word_of_the_template_is_no_key_that_it_reads(text):
         assert template.document([{**USER, key: "x"}, ANSWER]).unread == (f"messages[].{key}",)
     for mood, unread in (("", ("messages[].mood",)), ("x", ())):
         assert template.document([{**USER, "mood": mood}, ANSWER]).unread == unread
+
+
+@BOTH
+def test_keys_that_are_not_read_are_looked_for_in_some_rows(text, monkeypatch):
+    rendered, render = [], ChatTemplate._render
+    monkeypatch.setattr(
+        ChatTemplate, "_render", lambda *given, **options: rendered.append(given) or render(*given, **options)
+    )
+    template = ChatTemplate(text, SPECIAL, "a template")
+    template.document([USER, ANSWER])  # finds out that roles are read
+    before, rows = len(rendered), TRIED + 20
+    for _ in range(rows):
+        assert template.document([{**USER, "id": 3}, ANSWER]).unread == ("messages[].id",)
+    alone = len(rendered)
+    for _ in range(rows):
+        template.document([USER, ANSWER])
+    assert alone - before == len(rendered) - alone + TRIED
 
 
 @BOTH
