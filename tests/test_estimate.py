@@ -83,7 +83,7 @@ def test_all_plans_keep_what_the_command_line_gives(tmp_path, capsys):
     ],
 )
 def test_every_plan_that_is_found_can_be_run(words):
-    """What settings beside the plan have against it, too; and of offloaded states, stages on one process."""
+    """Settings beside the plan may rule it out. Offloaded states need a ZeRO stage, on one process too."""
     world, *overrides = words.split()
     processes = int(world.removeprefix("processes="))
     config = compose_variant(["+config=debug", *overrides], None, processes)

@@ -280,7 +280,7 @@ MOST = ["attention", "attention.*", "feed_forward.gate"]
 TO_ALL = {"parallel__zero__stage": 2, "batch__micro_size": 4, "batch__accumulation": 4, "batch__sequence_length": 4096}
 TO_ALL |= {"activation__mode": "selective", "compile": True, "parallel__ep": 2}
 LATEST = {
-    # Two H200, torch 2.11, what `activation=auto` chose, and exchanges of experts: tokens/s of a GPU, GiB reserved.
+    # Two H200, torch 2.11, what `activation=auto` chose, and all-to-alls of experts: tokens/s of a GPU, GiB reserved.
     "bf16, 8 micro-batches": (FILLED | EIGHT | LATER_LAYERS, 10811, 125.5),
     "fp8, 8 micro-batches": (FILLED | EIGHT | LATER_LAYERS | FLOAT8_THROUGHOUT, 14880, 124.9),
     "bf16": (FILLED | {"activation__save": [*MOST, "feed_forward.up@7-31"]}, 10714, 124.2),

@@ -98,6 +98,7 @@ def describe_weights(spec: ModelSpec) -> dict[str, Any]:
     whole = {key: value for key, value in spec.to_dict().items() if key not in UNTRAINED_FIELDS}
     layers = {str(index): dataclasses.asdict(spec.layer(index)) for index in range(spec.depth)}
     facts = flatten_values(whole | {"layers": layers})
+    # transformers' own code: the type in which a file stores weights, and ids that only generation reads.
     other = (*LOSS_OF_EXPERTS, ".config.dtype", "_token_id")
     return {name: value for name, value in facts.items() if not name.endswith(other)}
 

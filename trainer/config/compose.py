@@ -259,8 +259,8 @@ def gather_values(overrides: Sequence[str], config_dir: str | os.PathLike | None
     with hydra_over(config_dir) as loader:
         groups = [group for group in loader.names("", ObjectType.GROUP) if group not in ("hydra", "hardware")]
         accepted = [text for override in overrides if (text := _accept(override, loader, groups, problems))]
-        if sum(text[:8] == "+config=" for text in accepted) > 1:
-            problems["config"] = "+config stands there twice; several recipes are one list, +config=[a,b]"
+        if sum(text.startswith("+config=") for text in accepted) > 1:
+            problems["config"] = "+config is given more than once; write several recipes as one list, +config=[a,b]"
         try:
             composed = loader.compose(accepted)
         except RecursionError:

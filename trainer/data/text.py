@@ -271,7 +271,7 @@ RESERVED = {
 """Arguments of apply_chat_template that a row's chat_template_kwargs cannot set."""
 
 TRIED = 100
-"""Rows in which a chat template is rendered once more to find out whether it reads a key."""
+"""Rows of which a chat template is rendered once more without a key, to find out whether it reads the key."""
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of an assistant's reasoning. transformers 5 passes any of them to templates as the first two."""

@@ -32,5 +32,7 @@ def __getattr__(name: str) -> Any:
 def with_known_model(config: Config) -> Config:
     """The configuration with the model that `model.from_hf` names, if it does."""
     if config.model.from_hf:
-        config.model = __getattr__("model_from_hf")(config.model)
+        from trainer.hf.folder import model_from_hf
+
+        config.model = model_from_hf(config.model)  # type: ignore[assignment]
     return config

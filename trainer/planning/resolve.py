@@ -65,7 +65,7 @@ def config_problems(config: Config) -> list[str]:
     """Everything that is wrong with a typed configuration on any number of processes, one sentence each."""
     model = [] if config.model.from_hf else config.model.check()
     unused = [text for used in _chosen(config) for text in _unused(*used)]
-    return [*out_of_range(config), *model, *_contradictions(config), *unused, *check_settings(config)]
+    return [*out_of_range(config), *model, *_contradictions(config), *unused]
 
 
 def _chosen(config: Config) -> Iterator[tuple[KindRegistry, str, dict, set[str]]]:
@@ -83,8 +83,9 @@ def _chosen(config: Config) -> Iterator[tuple[KindRegistry, str, dict, set[str]]
         yield SOURCES, f"eval.sets.{name}", one.settings, {one.kind}
 
 
-def check_rest(config: Config, spec: ModelSpec | None, plan: Plan, node: int) -> list[str]:
-    """What the rest of the configuration has against a plan that is possible, one sentence each."""
+def check_under_plan(config: Config, spec: ModelSpec | None, plan: Plan, node: int) -> list[str]:
+    """What features, registered optimizers and CUDA graphs of the configuration cannot do under a plan, one sentence
+    each. node: processes on a machine."""
     registered = [OPTIMIZERS[name] for name in UpdateSettings.of(config).names() & OPTIMIZERS.registered.keys()]
     whole = (plan.shard, plan.tp, plan.engine) == (1, 1, "torch")
     optimizers = [
@@ -93,8 +94,7 @@ def check_rest(config: Config, spec: ModelSpec | None, plan: Plan, node: int) ->
         for entry in registered
         if not (whole or entry.facts["elementwise"])
     ]
-    found = [*_of_plan(config), *check_settings(config), *check_whole_plan(config, spec, plan, node)]
-    return found + optimizers + check_graphs(config, plan)
+    return check_whole_plan(config, spec, plan, node) + optimizers + check_graphs(config, plan)
 
 
 def check_graphs(config: Config, plan: Plan) -> list[str]:
@@ -164,7 +164,7 @@ def _contradictions(config: Config) -> Iterator[str]:
         )
     yield from _narrow(config)
     yield from _recompute(config)
-    yield from _of_plan(config)
+    yield from check_varied_settings(config)
     yield from _evaluations(config)
     yield from _conversations(config, corpora)
     yield from _check_stages(config.data)
@@ -331,8 +331,9 @@ def format_setting(value: object) -> str:
     return f"[{','.join(value)}]" if isinstance(value, list) else str(value)
 
 
-def _of_plan(config: Config) -> Iterator[str]:
-    """What settings of plans cannot go with."""
+def check_varied_settings(config: Config) -> Iterator[str]:
+    """Contradictions between settings that a search of plans changes, one sentence each."""
+    yield from check_settings(config)
     activation = config.activation
     if config.loss.terms and config.parallel.tp > 1:
         yield (
@@ -407,7 +408,7 @@ def _decide(
         problems = problems + list(find_adapter_problems(spec))
         problems = problems + UpdateSettings.of(config).problems(declare_parameters(spec))
     if plan:
-        problems = problems + check_rest(config, spec, plan, node)
+        problems = problems + check_under_plan(config, spec, plan, node)
     return layout, problems
 
 

@@ -32,7 +32,7 @@ from trainer.planning.layer import parameter_counts
 from trainer.planning.neighbours import RECOMPUTE, SCHEDULES, TILE, override_key
 from trainer.planning.parameters import UpdateSettings, float8_settings
 from trainer.planning.plan import BatchPlan, Plan, build_plan
-from trainer.planning.resolve import Layout, check_rest
+from trainer.planning.resolve import Layout, check_under_plan, check_varied_settings
 from trainer.planning.schedules.ir import Schedule
 from trainer.planning.states import ELEMENT_BYTES, state_bytes
 
@@ -192,7 +192,8 @@ class _Search:
                     for chosen in (
                         memory_choices(config, self.spec, tokens) if tokens > TILE and not auto else (config,)
                     ):
-                        problems = check_rest(chosen, self.spec, plan, self.node)
+                        problems = [*check_varied_settings(chosen)]
+                        problems += check_under_plan(chosen, self.spec, plan, self.node)
                         self.reasons += problems
                         if not problems:
                             yield from self.with_schedules(chosen, plan, micro, accumulation)
@@ -206,15 +207,15 @@ class _Search:
                 given = self.base.parallel.dp if "parallel.dp" in self.kept else -1
                 if rest or length % (cp * tp) or given not in (-1, dp):
                     continue
-                uneven = [f"batch.global_size={self.global_size} is no multiple of parallel.dp={dp}; set one that is"]
-                uneven *= self.global_size % dp > 0
+                uneven = f"batch.global_size={self.global_size} is no multiple of parallel.dp={dp}; set one that is"
                 context = self.base.parallel.context if cp > 1 else ContextConfig()
                 whole = replace(self.base.parallel, dp=given, tp=tp, pp=pp, cp=cp, context=context)
                 whole = with_backends(whole, "off", "nccl")
                 apart = whole.zero.offload or whole.zero.engine != "torch"  # which no plan without stages has
                 for stage in range(apart, 4 if apart or dp * cp > 1 or "parallel.zero.stage" in self.kept else 1):
                     staged = replace(whole, ep=1, shard=-1, ep_dispatch="auto", zero=replace(whole.zero, stage=stage))
-                    problems = uneven or check_plan(staged, self.world, self.spec, self.node) or self.unshared(staged)
+                    problems = check_plan(staged, self.world, self.spec, self.node) or self.unshared(staged)
+                    problems = [uneven] if self.global_size % dp else problems
                     self.reasons += problems
                     # Also ranks of a group that stays within a node.
                     sizes = set() if problems else {-1, self.node // tp, self.base.parallel.shard} if stage else {-1}
